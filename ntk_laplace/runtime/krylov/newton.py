@@ -51,7 +51,8 @@ class Minima:
     converged : Tensor of bool, (S,)
         Whether a Newton step gains less than the rounding of the objective, at positive curvature along the step.
     falling : Tensor of bool, (S,)
-        Whether the last step was still taken; without it and unconverged, no step along the last direction goes down.
+        Whether the steps ended at their limit. A descent that is neither falling nor converged found no step that
+        lowers the objective.
     steps : Tensor, (S,)
         Number of steps, quasi-Newton and Newton.
     products : int

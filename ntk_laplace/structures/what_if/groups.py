@@ -153,7 +153,7 @@ def _minima(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Optima (S, P) for example weights (S, N) from their starts (S, P), whether they are reached, and steps, (S,).
 
-    So many at a time, at most.
+    At most `each` of them descend together.
     """
     each = min(each, objective.at_once())
     pairs = list(zip(weights.split(each), start.split(each), strict=True))

@@ -112,7 +112,7 @@ def room(settings: Settings) -> int:
 
 
 def require_room(model: LinearizedModel, count: int, held: int) -> int:
-    """How many networks descend together, at most, of so many.
+    """How many of `count` networks descend together, at most.
 
     Raises
     ------
