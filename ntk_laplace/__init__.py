@@ -1,5 +1,6 @@
 """Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ntk_laplace import gp, selection
@@ -69,7 +70,7 @@ from ntk_laplace.structures import (
 from ntk_laplace.structures.bounds import EvidenceBound
 from ntk_laplace.structures.elbo import Divergence, LowerBound
 from ntk_laplace.structures.evidence import Evidence
-from ntk_laplace.tools import active, attribution, callbacks
+from ntk_laplace.tools import active, attribution, botorch, callbacks
 from ntk_laplace.tools.comparison import (
     ComparisonInterrupted,
     EvidenceComparison,
@@ -99,16 +100,17 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 
+# As os does with os.path: `from ntk_laplace.active import score` works, though the package lies in tools.
+sys.modules.update({f"{__name__}.{tool.__name__.split('.')[-1]}": tool
+                    for tool in (active, attribution, botorch, callbacks)})  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
-    """Import on first use: scikit-learn changes warning filters when it is imported, and BoTorch may be missing."""
+    """Import on first use: scikit-learn changes warning filters when it is imported."""
     if name in ("LaplaceClassifier", "LaplaceRegressor"):
         from ntk_laplace.tools import estimators
 
         return getattr(estimators, name)
-    if name == "botorch":
-        from ntk_laplace.tools import botorch
-
-        return botorch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -199,6 +201,7 @@ __all__ = [
     "WhatIfs",
     "active",
     "attribution",
+    "botorch",
     "callbacks",
     "compare_evidence",
     "compare_models",
