@@ -77,11 +77,11 @@ class Objective:
 
     def settle(self) -> None:
         """Read the current precisions; must be called after they change."""
-        self._pull = []
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                own = self._prior.tensor_precision(name) / self.scale
-                self._pull.append(float(own) if own.ndim == 0 else own.view(parameter.shape).to(parameter))
+            own = (self._prior.precision / self.scale).cpu()
+            places = map(self._prior.group_of, self.parameters)
+            self._pull = [own[place].view(p.shape).to(p) if isinstance(place, slice) else float(own[place])
+                          for place, p in zip(places, self.parameters.values(), strict=True)]
 
     def gradient(self, x: Inputs, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """Set the parameters' gradients from one minibatch; return its negative log likelihood, scaled to N, nats.
@@ -123,14 +123,18 @@ class Objective:
     @torch.no_grad()
     def _add_pull(self) -> None:
         """Add the prior's gradient, P0 (θ - μ0)."""
-        for parameter, mean, pull in zip(self.parameters.values(), self._means, self._pull, strict=True):
-            away = parameter if mean is None else parameter - mean
+        for parameter, away, pull in self._away():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if isinstance(pull, float):
                 parameter.grad.add_(away, alpha=pull)
             else:
                 parameter.grad.addcmul_(pull, away)
+
+    def _away(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor | float]]:
+        """Each parameter θ_i, θ_i - μ0_i, and its precision over the scale of the loss."""
+        for parameter, mean, pull in zip(self.parameters.values(), self._means, self._pull, strict=True):
+            yield parameter, parameter if mean is None else parameter - mean, pull
 
     # --- the weights as a flat vector, (P,), float64
 
@@ -155,10 +159,11 @@ class Objective:
             device = self.theta().device
             return self._prior.flat_mean().to(device), self._prior.flat_precision().rsqrt().to(device)
 
+    @torch.no_grad()
     def energy(self) -> Tensor:
-        """½ (θ-μ0)ᵀP0(θ-μ0) at the current weights, nats."""
-        with torch.no_grad():
-            return self._prior.energy(self._layout.flat(self.parameters))
+        """½ (θ-μ0)ᵀP0(θ-μ0) at the current weights and the precisions of `settle`, nats, float64."""
+        parts = [(pull * away.double().square()).sum() for _, away, pull in self._away()]
+        return 0.5 * self.scale * torch.stack(parts).sum()
 
 
 @contextmanager

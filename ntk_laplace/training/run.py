@@ -72,6 +72,7 @@ class Run:
         self.best: dict[str, Tensor] = {}
         self.stopped = ""
         self._closed = "closure" in required(optimizer.step)  # L-BFGS evaluates the loss itself
+        self._watched = 0 if scheduler is None else len(required(scheduler.step))  # ReduceLROnPlateau watches the loss
 
     @property
     def epoch(self) -> int:
@@ -102,7 +103,7 @@ class Run:
                                  "Lower the optimizer's learning rate, or look at the data.")
         self.history.loss.append(loss)
         if self.scheduler is not None and not self.by_batch:
-            self.scheduler.step(*[loss] * len(required(self.scheduler.step)))  # ReduceLROnPlateau watches it
+            self.scheduler.step(*[loss] * self._watched)
 
     def _step(self, x: Any, y: Tensor, weights: Tensor | None) -> Tensor:
         if not self._closed:
