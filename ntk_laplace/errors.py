@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TypeGuard
 
 __all__ = [
@@ -181,6 +182,11 @@ def optional_package(name: str, remedy: str) -> Iterator[None]:
         if cause.name is None or cause.name.split(".")[0] != name:
             raise
         raise MissingPackageError(f"the package {name}", "none installed", remedy) from cause
+
+
+def is_number(value: object, above: float = -math.inf, below: float = math.inf) -> TypeGuard[float]:
+    """Whether a value is a real number of Python or NumPy strictly between two bounds; booleans do not count."""
+    return isinstance(value, Real) and not isinstance(value, bool) and above < float(value) < below
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gpytorch
+import numpy as np
 import pytest
 import torch
 from gpytorch.kernels import InducingPointKernel, MultitaskKernel, RBFKernel, ScaleKernel
@@ -341,6 +342,10 @@ class Approximate(gpytorch.models.ApproximateGP):
 def test_a_share_out_of_range(share):
     with refused(errors.HyperparameterError, "less than 1", r"True|nan|\d|0.9", "such as 0.9"):
         ConditionalMarginalLogLikelihood(plain().likelihood, plain(), share=share)
+
+
+def test_a_share_of_numpy():
+    assert ConditionalMarginalLogLikelihood(plain().likelihood, plain(), share=np.float32(0.5)).num_given(8) == 4
 
 
 @pytest.mark.parametrize("orders", [0, -1, 1.5])

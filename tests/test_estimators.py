@@ -71,6 +71,8 @@ def test_a_regressor_is_the_training_by_hand() -> None:
     assert draws.shape == (3, 20000)
     assert np.allclose(np.cov(draws), covariance[:3, :3], atol=0.05 * covariance[:3, :3].max())
     assert np.allclose(draws.mean(1), mean[:3], atol=4 * std[:3].max() / 141)
+    with refused(ntkl.HyperparameterError, "n_samples", "-1", "Leave it out"):
+        model.sample_y(x[:3], -1)
 
 
 def test_the_evidence_at_other_hyperparameters() -> None:

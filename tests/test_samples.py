@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,6 +186,7 @@ def test_zero_densities() -> None:
     [
         (np.zeros((20, 3)), "sum", ntkl.UnsupportedError, '"joint" or "marginal"'),
         (np.zeros((1, 3)), "joint", ntkl.DataError, "at least 2 samples"),
+        ("a", "joint", ntkl.DataError, "tensor or an array"),
         (np.zeros(20), "joint", ntkl.DataError, r"shape \(20,\)"),
         (np.zeros((20, 0)), "joint", ntkl.DataError, r"shape \(20, 0\)"),
         (np.zeros((2, 2, 2, 2)), "marginal", ntkl.DataError, "chains, draws, N"),
@@ -192,7 +194,7 @@ def test_zero_densities() -> None:
         (np.where(np.eye(20) > 0, np.inf, 0.0), "marginal", ntkl.NonFiniteError, r"inf at \(0, 0\)"),
     ],
 )
-def test_refusals(given: np.ndarray, kind: str, error: type[Exception], words: str) -> None:
+def test_refusals(given: Any, kind: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         conditional_from_samples(given, kind)
 

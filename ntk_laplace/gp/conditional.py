@@ -14,7 +14,7 @@ from gpytorch.models import ExactGP
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number, require_whole
 from ntk_laplace.gp.whitened import WhitenedGram
 from ntk_laplace.posterior import Posterior
 
@@ -79,7 +79,7 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
                 "For other models draw samples given m points, and use ntkl.selection.conditional_from_samples.",
             )
         super().__init__(likelihood, model)
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+        if not is_number(share) or not 0 <= share < 1:
             raise HyperparameterError("share as a number of at least 0 and less than 1", repr(share),
                                       "Pass the part of the points to condition on, such as 0.9.")
         self.share, self.fresh = float(share), bool(fresh)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields
 
 import torch
 from torch import Generator, Tensor
 
-from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.errors import HyperparameterError, is_number
 from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import Predictive
 
@@ -41,8 +40,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            number = isinstance(value, (int, float)) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and name != "scale"):
+            if not is_number(value) or value < 0 or (value == 0 and name != "scale"):
                 raise HyperparameterError(f"a finite {name} {'of at least' if name == 'scale' else 'above'} 0",
                                           f"{value!r}", "Leave it out for 1.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ntk_laplace.curvature.posterior_precision import checked_form
-from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import CalibratedPredictive, Calibration
 from ntk_laplace.posterior.calibrate import LeftOut, densities, fit_calibration
@@ -77,7 +76,7 @@ def rest_given(
     UnsupportedError
         If the temperature is unknown, or the likelihood has none.
     """
-    if scale is not None and not (isinstance(scale, (int, float)) and 0 <= scale < math.inf):
+    if scale is not None and not (is_number(scale) and scale >= 0):
         raise HyperparameterError("a scale of the covariance, finite and at least 0", f"{scale!r}",
                                   "Leave it out, to have it chosen by held-out points.")  # fmt: skip
     if temperature is not None and temperature not in TEMPERATURES:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ntk_laplace.errors import DataError, HyperparameterError, RetrainingInterrupted, UnsupportedError, require_whole
+from ntk_laplace.errors import (
+    DataError,
+    HyperparameterError,
+    RetrainingInterrupted,
+    UnsupportedError,
+    is_number,
+    require_whole,
+)
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Held
@@ -151,7 +157,7 @@ def _require_tolerance(tolerance: object) -> None:
     ------
     HyperparameterError
     """
-    if not isinstance(tolerance, Real) or isinstance(tolerance, bool) or not float(tolerance) > 0:
+    if not is_number(tolerance, above=0):
         raise HyperparameterError("a positive tolerance, nats per point", repr(tolerance),
                                   "Leave it out for the default.")
 

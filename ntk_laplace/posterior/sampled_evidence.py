@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from numbers import Real
 from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
 
-from ntk_laplace.errors import DataError, HyperparameterError, NTKLaplaceWarning, UnsupportedError, require_whole
+from ntk_laplace.errors import (
+    DataError,
+    HyperparameterError,
+    NTKLaplaceWarning,
+    UnsupportedError,
+    is_number,
+    require_whole,
+)
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.estimates import (
     AnnealedEvidence,
@@ -222,7 +227,7 @@ def _require_chains(temperatures: object, chains: object, leapfrog: object, star
 
 
 def _require_wide(inflation: object) -> None:
-    if not isinstance(inflation, Real) or isinstance(inflation, bool) or not 0.5 < float(inflation) < math.inf:
+    if not is_number(inflation, above=0.5):
         raise HyperparameterError("a positive, finite inflation of the covariance, above 1/2: below that the weights "
                                   "of a Gaussian posterior have no variance", repr(inflation)[:80],
                                   "Leave it out for 1.2.")  # fmt: skip

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number
 from ntk_laplace.model.likelihoods import Likelihood, Tempered
 
 __all__ = ["BoundedLoss", "CustomLoss", "bounded_loss"]
@@ -104,7 +103,7 @@ def _log_loss(likelihood: Likelihood, p_min: float) -> BoundedLoss:
         raise UnsupportedError(
             "a bounded loss: the log loss of a density is bounded on neither side",
             f"loss='log' for {type(likelihood).__name__}, for which the bound would be no bound", _FIXED)  # fmt: skip
-    if not isinstance(p_min, Real) or isinstance(p_min, bool) or not 0.0 < float(p_min) < 1.0:
+    if not is_number(p_min, above=0, below=1):
         raise HyperparameterError("a probability p_min between 0 and 1 at which the log loss is clipped: without it "
                                   "the loss has no bound", f"p_min={p_min!r}", "Leave it out for 0.01.")
     high = -math.log(p_min)
@@ -132,8 +131,7 @@ def _require_hard(y: Tensor, single: bool) -> None:
 
 
 def _ordered(bounds: object) -> tuple[float, float]:
-    numbers = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(
-        isinstance(one, Real) and math.isfinite(one) for one in bounds)
+    numbers = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(map(is_number, bounds))
     if not numbers or not bounds[0] < bounds[1]:  # type: ignore[index]
         raise UnsupportedError("a bounded loss: bounds=(low, high) that hold for every weight and every example",
                                f"bounds={bounds!r}", _FIXED)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, require_whole
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number, require_whole
 from ntk_laplace.model.data import Batches, Inputs, num_examples, take
 from ntk_laplace.model.network import ManyWeights, outside_autocast
 from ntk_laplace.posterior import Posterior
@@ -297,8 +296,8 @@ def _betas(beta: object, kind: str) -> tuple[float, ...]:
         return _BETAS
     if kind != "catoni":
         raise UnsupportedError('beta= for kind="catoni"', f"kind={kind!r}", "Leave beta= out.")
-    found = tuple(beta) if isinstance(beta, Sequence) else (beta,)
-    if not found or not all(_is_between(one, 0.0, math.inf) for one in found):
+    found = tuple(beta) if isinstance(beta, Iterable) else (beta,)
+    if not found or not all(is_number(one, above=0) for one in found):
         raise HyperparameterError("a positive finite beta, or several", f"{beta!r}"[:80], "Leave it out for a grid.")
     return tuple(float(one) for one in found)
 
@@ -318,10 +317,6 @@ def _require_options(
     require_whole("draws", draws, 1, "Leave it out for 2,000.")
     require_whole("models", models, 1, "Pass how many models you choose among.")
     require_generator(generator)
-    if not _is_between(delta, 0.0, 1.0):
+    if not is_number(delta, above=0, below=1):
         raise HyperparameterError("a probability delta between 0 and 1", f"{delta!r}"[:80], "Leave it out for 0.05.")
-    return float(delta)  # type: ignore[arg-type]
-
-
-def _is_between(value: object, low: float, high: float) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and low < float(value) < high
+    return float(delta)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError
+from ntk_laplace.model.data import as_tensor
 from ntk_laplace.posterior.estimates import ConditionalEstimate, conditional_estimate, warn_of
 
 if TYPE_CHECKING:
@@ -49,7 +50,11 @@ def conditional_from_samples(log_likelihood: Tensor | np.ndarray, kind: str = "j
     """
     if kind not in _KINDS:
         raise UnsupportedError('kind "joint" or "marginal"', repr(kind), "Choose one.")
-    values = torch.as_tensor(log_likelihood)
+    try:
+        values = as_tensor(log_likelihood)
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise DataError("log likelihoods as a tensor or an array", f"{log_likelihood!r}"[:80],
+                        "Give one row for each sample, and one column for each asked point.") from cause
     shape = tuple(values.shape)
     if len(shape) not in (2, 3) or 0 in shape or values.is_complex():
         raise DataError("log likelihoods (S, N), or (chains, draws, N)", f"shape {shape}, {values.dtype}",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number, require_whole
 from ntk_laplace.jacobian import Jacobian, JacobianPass
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
@@ -75,7 +75,7 @@ class Settings:
         if self.batch_size is not None:
             require_whole("batch_size", self.batch_size, 1, "Leave it out to have it chosen.")
         budget = self.memory_budget
-        if budget is not None and not (isinstance(budget, (int, float)) and budget >= 0):
+        if budget is not None and not (is_number(budget) and budget >= 0):
             raise HyperparameterError("a memory_budget in bytes", repr(budget), "Pass for instance 4 * 2**30.")
         if not isinstance(self.reducer, Reducer):
             raise UnsupportedError("a Reducer", repr(self.reducer), "Leave it out for one process.")

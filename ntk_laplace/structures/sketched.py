@@ -19,7 +19,7 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.curvature.iterative import IterativePrecision, grown, reaching
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.sketch import Sketch, sketched
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, require_whole
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, is_number, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Missing, Source, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
@@ -69,7 +69,7 @@ class SketchSpec(StructureSpec):
             require_whole("rank", self.rank, 1, "Leave it out to have it chosen.")
         require_whole("seed", self.seed, 0, "Pass for instance seed=0.")
         error = self.relative_error
-        if isinstance(error, bool) or not isinstance(error, (int, float)) or not 0 < error < 1:
+        if not is_number(error, above=0, below=1):
             raise HyperparameterError("a relative_error between 0 and 1", repr(error), "Leave it out for 0.005.")
 
     @abstractmethod

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
-from ntk_laplace.errors import HyperparameterError, is_whole
+from ntk_laplace.errors import HyperparameterError, is_number, is_whole
 from ntk_laplace.model.likelihoods import Likelihood
 
 __all__ = ["EvidenceSchedule"]
@@ -59,11 +57,11 @@ class EvidenceSchedule:
             if not is_whole(value, low):
                 raise HyperparameterError(f"{name} as a whole number, at least {low}", f"{value!r}",
                                           f"Pass for instance EvidenceSchedule({name}={max(low, 1)}).")
-        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
+        if not is_number(self.learning_rate, above=0):
             raise HyperparameterError("a positive learning rate", f"{self.learning_rate!r}",
                                       "Between 0.01 and 1 works; see [I21] section 3.4.")
-        pair = isinstance(self.bounds, Sequence) and len(self.bounds) == 2 and all(map(_is_number, self.bounds))
-        if not pair or not 0 < self.bounds[0] < self.bounds[1] < math.inf:
+        pair = isinstance(self.bounds, Sequence) and len(self.bounds) == 2 and all(map(is_number, self.bounds))
+        if not pair or not 0 < self.bounds[0] < self.bounds[1]:
             raise HyperparameterError("positive bounds (low, high)", f"{self.bounds}",
                                       "Leave them out for (1e-10, 1e10).")
         named = self.hyperparameters
@@ -86,7 +84,3 @@ class EvidenceSchedule:
             own = dict(likelihood.named_parameters())
             return ["precision", "noise"] if "log_noise" in own else ["precision"]
         return [self.hyperparameters] if isinstance(self.hyperparameters, str) else list(self.hyperparameters)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Held
@@ -38,7 +37,7 @@ def checked_start(start: object) -> float | Posterior | None:
     if isinstance(start, Posterior):
         return start
     if isinstance(start, Real) and not isinstance(start, bool):
-        if not 0 < float(start) < math.inf:
+        if not is_number(start, above=0):
             raise HyperparameterError("a positive, finite precision as start", repr(start),
                                       "Pass start=10.0 for H = 10 I at the network's weights.")
         return float(start)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import PosteriorPrecision
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, require_whole
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_number, require_whole
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, outside_autocast
@@ -284,7 +282,7 @@ def _require_numbers(
         require_whole("batch_size", batch_size, 1, "Leave it out to read all examples in every step.")
     if tolerance is not None:
         _positive("tolerance", tolerance, "tolerance=1e-6")
-    if not isinstance(row_tolerance, Real) or isinstance(row_tolerance, bool) or not 0 <= float(row_tolerance) < 1:
+    if not is_number(row_tolerance) or not 0 <= row_tolerance < 1:
         raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep all rows.")
     require_whole("elbo_samples", elbo_samples, 4, "Leave it out for 50.")
     if elbo_every is None:
@@ -337,13 +335,13 @@ def _tell_noise(method: Algorithm, step_size: float) -> None:
 
 
 def _step_size(value: object) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) <= 1:
+    if not is_number(value) or not 0 < value <= 1:
         raise HyperparameterError("a step_size in (0, 1]", repr(value), "Pass step_size=0.01, for instance.")
     return float(value)
 
 
 def _positive(what: str, value: object, example: str) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+    if not is_number(value, above=0):
         raise HyperparameterError(f"a positive {what}", repr(value), f"Pass {example}, or leave it out.")
     return float(value)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, is_number
 from ntk_laplace.model.data.inputs import as_tensors
 
 __all__ = ["example_weights"]
@@ -48,7 +47,5 @@ def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
 
 def _in_double_precision(weights: Any) -> Any:
     """Python numbers as float64 (torch would use its default dtype); other values as `as_tensors` reads them."""
-    numbers = isinstance(weights, (tuple, list)) and all(
-        isinstance(weight, Real) and not isinstance(weight, bool) for weight in weights
-    )
+    numbers = isinstance(weights, (tuple, list)) and all(map(is_number, weights))
     return torch.tensor(weights, dtype=torch.float64) if numbers else as_tensors(weights)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Size, Tensor
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
@@ -43,7 +43,7 @@ class Tempered(Likelihood):
         if not isinstance(likelihood, Likelihood) or isinstance(likelihood, Tempered):
             raise UnsupportedError("a likelihood that is not tempered yet", f"{likelihood!r}",
                                    "Multiply the weights instead.")
-        if not (isinstance(weight, (int, float)) and weight > 0 and math.isfinite(weight)):
+        if not is_number(weight, above=0):
             raise HyperparameterError("a positive finite weight", f"{weight!r}", "Pass for instance weight=5.")
         self.weight = float(weight)
         self.likelihood = likelihood

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from numbers import Real
 
-from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.errors import HyperparameterError, is_number
 
 __all__ = ["checked_level", "fewest_points", "rank_of", "words_of"]
 
@@ -33,7 +32,7 @@ def checked_level(level: object) -> float:
     HyperparameterError
         If it is something else.
     """
-    if not isinstance(level, Real) or isinstance(level, bool) or not 0.0 < float(level) < 1.0:
+    if not is_number(level, above=0, below=1):
         raise HyperparameterError("a level between 0 and 1, without these", f"{level!r}",
                                   "Pass for instance level=0.9.")
     return float(level)

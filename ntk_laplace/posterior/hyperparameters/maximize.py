@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, NumericalError, UnsupportedError, require_whole
+from ntk_laplace.errors import (
+    HyperparameterError,
+    NTKLaplaceWarning,
+    NumericalError,
+    UnsupportedError,
+    is_number,
+    require_whole,
+)
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
 from ntk_laplace.posterior.hyperparameters.history import HyperparameterHistory
 from ntk_laplace.posterior.hyperparameters.variables import Evidence, Variables, local_evidence, spectral_evidence
@@ -346,14 +351,10 @@ def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float
         raise UnsupportedError(f"a method among {', '.join(METHODS)}", repr(method),
                                "Use 'lbfgs' unless you know better.")
     require_whole("steps", steps, 1, "Leave it out for 200.")
-    if not _positive(tolerance):
+    if not is_number(tolerance, above=0):
         raise HyperparameterError("a positive tolerance", repr(tolerance), "Leave it out for 1e-6.")
-    if not _positive(rate):
+    if not is_number(rate, above=0):
         raise HyperparameterError("a positive learning_rate", repr(rate), "Leave it out for 0.1.")
-    pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(map(_positive, bounds))
-    if not pair or not bounds[0] < bounds[1]:
+    pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(map(is_number, bounds))
+    if not pair or not 0 < bounds[0] < bounds[1]:
         raise HyperparameterError("positive bounds (low, high)", f"{bounds}", "Leave them out for (1e-10, 1e10).")
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf

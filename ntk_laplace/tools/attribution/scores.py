@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ntk_laplace.errors import DataError, NonFiniteError
+from ntk_laplace.errors import DataError, NonFiniteError, is_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -186,8 +186,8 @@ def mislabel_auroc(suspicion: ArrayLike, wrong: ArrayLike) -> float:
 def mislabels_found(suspicion: ArrayLike, wrong: ArrayLike, shares: Sequence[float] = (0.1, 0.2, 0.4)) -> dict:
     """Fraction of all wrong labels found among the most suspicious examples, by fraction of the data inspected."""
     suspicion, wrong = _suspects(suspicion, wrong)
-    shares = [shares] if isinstance(shares, (int, float)) else list(shares)
-    if not all(isinstance(share, (int, float)) and 0 < share <= 1 for share in shares):
+    shares = [shares] if is_number(shares) else list(shares)
+    if not all(is_number(share) and 0 < share <= 1 for share in shares):
         raise DataError("shares of the data above 0, at most 1", f"{shares}", "Pass for example (0.1, 0.2).")
     order = np.argsort(-suspicion, kind="stable")
     return {share: float(wrong[order[: round(share * len(wrong))]].sum() / wrong.sum()) for share in shares}

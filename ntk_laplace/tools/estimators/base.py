@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_whole
+from ntk_laplace.errors import DataError, HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_number, is_whole
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.objective import in_mode
 from ntk_laplace.model.priors import GaussianPrior
@@ -135,7 +133,7 @@ class LaplaceEstimator(BaseEstimator):
         if not is_whole(self.epochs, 1):
             raise HyperparameterError("epochs of at least 1", repr(self.epochs), "Pass epochs=100, for instance.")
         rate = self.learning_rate
-        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < math.inf:
+        if not is_number(rate, above=0):
             raise HyperparameterError("a positive learning_rate", repr(rate), "Pass learning_rate=0.02.")
         if self.standardize not in (True, False, "auto"):
             raise UnsupportedError('standardize True, False or "auto"', repr(self.standardize), "Choose one of them.")

@@ -11,7 +11,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.tools.estimators.base import Array, LaplaceEstimator, Standardized
@@ -203,11 +203,12 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         -------
         ndarray, (n, n_samples) or (n, targets, n_samples)
         """
+        count = require_whole("n_samples", n_samples, 1, "Leave it out for 1.")
         mean, covariance = self._joint(self.network_inputs(X))
         n, c = mean.shape
         root = symmetric_root(torch.as_tensor(covariance.reshape(n * c, n * c))).numpy()
-        noise = check_random_state(random_state).standard_normal((n * c, n_samples))
-        draws = mean[..., None] + (root @ noise).reshape(n, c, n_samples)
+        noise = check_random_state(random_state).standard_normal((n * c, count))
+        draws = mean[..., None] + (root @ noise).reshape(n, c, count)
         return draws[:, 0] if self._single else draws
 
     def _joint(self, x: Tensor) -> tuple[Array, Array]:
