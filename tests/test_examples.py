@@ -117,15 +117,6 @@ def test_one_process_and_two(tmp_path: Path) -> None:
         assert found["times"] > 0 and found["difference"] < 1e-6  # a network in single precision
 
 
-def test_the_memory_of_a_prediction(monkeypatch) -> None:
-    """What the processes of the benchmark measure; they themselves take longer than a test may."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
-    prediction = importlib.import_module("prediction")
-    for structure, method in (("kfac", "nn"), ("gp", "glm")):
-        found = prediction.measure(structure, method, 20, 4)
-        assert found["peak_bytes"] >= found["base_bytes"] > 2**20 and found["seconds"] > 0
-
-
 def test_the_frobenius_errors(tmp_path: Path) -> None:
     run("structures/frobenius.py", tmp_path, "--out", "out")
     found = figures(tmp_path / "out" / "frobenius.json")

@@ -298,10 +298,6 @@ def _rasmussen_williams(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_the_benchmarks(tmp_path):
-    sizes = ("--classes", "4", "--examples", "10", "--inputs", "4", "--test", "3")
-    folder = Path(__file__).parents[1] / "examples" / "benchmarks"
-    printed = run_script(folder / "many_outputs.py", tmp_path, *sizes, "--structures", "gp", "--threads", "1")
-    assert "ntk_laplace gp -" in printed
-    few = ("--modules", "2", "--width", "32", "--tokens", "4", "--examples", "6", "--threads", "1")
-    printed = run_script(folder / "lora.py", tmp_path, *few)
-    assert "kfac(rank=10)" in printed
+    folder, few = Path(__file__).parents[1] / "examples" / "benchmarks", ("--small", "--threads", "1")
+    assert "ntk_laplace gp -" in run_script(folder / "many_outputs.py", tmp_path, *few)
+    assert "kfac(rank=10)" in run_script(folder / "lora.py", tmp_path, *few)

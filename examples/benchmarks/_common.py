@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +57,23 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def in_process(
+    script: str, arguments: Sequence[str], job: Callable[[], Any] | None = None, small: bool = False
+) -> Any:
+    """What a script prints as JSON on its last line, in a process of its own, whose memory peak is that of one job.
+
+    In miniature the job runs here, and its memory is no figure.
+    """
+    if small and job is not None:
+        return job()
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    sys.stderr.write(done.stderr)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def run_python(python: str, arguments: Sequence[str], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """Run one script of this folder in an interpreter; arrays go there and back as ``.npz``.
 
@@ -80,6 +98,7 @@ def parser(description: str | None, out: str) -> argparse.ArgumentParser:
     arguments.add_argument("--out", type=Path, default=Path(out), help=f"JSON file to write (default {out})")
     arguments.add_argument("--repeats", type=int, default=5, help="turns per task, the best counts (default 5)")
     arguments.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
+    arguments.add_argument("--small", action="store_true", help="everything in miniature, in seconds: no figures")
     return arguments
 
 

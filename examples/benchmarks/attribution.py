@@ -240,7 +240,6 @@ def main() -> None:
     arguments.add_argument("--limit", type=float, default=300.0, help="seconds given to one call (default 300)")
     arguments.add_argument("--mean", action="store_true", help="ours averaged over those networks, too")
     arguments.add_argument("--without-ours", action="store_true", help="peers alone, ours as written before")
-    arguments.add_argument("--small", action="store_true", help="40 training points, in seconds")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     build = PROBLEMS[options.problem]

@@ -98,7 +98,6 @@ def main() -> None:
     arguments.add_argument("--frequency", type=int, default=10, help="F (default 10)")
     arguments.add_argument("--steps", type=int, default=10, help="K (default 10)")
     arguments.add_argument("--batch", type=int, default=64, help="minibatch (default 64)")
-    arguments.add_argument("--small", action="store_true", help="60 digits, a small network, 6 epochs")
     options = arguments.parse_args()
     options.widths = WIDTHS
     if options.small:

@@ -19,14 +19,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from _common import machine, parser, table, write
+from _common import in_process, machine, parser, table, write
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
@@ -167,7 +167,6 @@ def paper(widths: tuple[int, ...], n: int) -> list[list[str]]:
 def main() -> None:
     """Run, print, write."""
     arguments = parser(__doc__, "capacity.json")
-    arguments.add_argument("--small", action="store_true", help="a few examples: seconds, no figures")
     arguments.add_argument("--device", default="cpu", help="as torch names it (default cpu)")
     arguments.add_argument("--paper", action="store_true", help="larger problems, on paper")
     arguments.add_argument("--only", nargs="*", metavar="STRUCTURE", help="some of the structures")
@@ -189,13 +188,9 @@ def main() -> None:
     for structure, name, n in SMALL if options.small else CASES:
         if options.only and structure not in options.only:
             continue
-        if options.small:
-            found = measured(structure, name, n, options.device)
-        else:
-            command = [sys.executable, __file__, "--threads", str(options.threads), "--device", options.device]
-            done = subprocess.run([*command, "--case", structure, name, str(n)], check=True, capture_output=True,
-                                  text=True)  # fmt: skip
-            found = json.loads(done.stdout)
+        given = ["--threads", str(options.threads), "--device", options.device, "--case", structure, name, str(n)]
+        one = partial(measured, structure, name, n, options.device)
+        found = in_process(__file__, given, one, options.small)
         cases.append({"structure": structure, "network": name, "num_examples": n} | found)
         print(f"{structure}, {name}: {found}", file=sys.stderr, flush=True)
     rows = [

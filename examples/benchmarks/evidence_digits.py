@@ -14,6 +14,7 @@ where PEERS is an environment with ``torch==2.13.0 laplace-torch`` and no torchv
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from typing import Any
 
@@ -73,9 +74,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
 
     x, y = digits()
-    x, y, x_test = x[:300], y[:300], x[300:400]
+    n, widths = 300, (64, 64, 64, 10)
+    if options.small:
+        n, widths, options.repeats, options.peers_python = 12, (64, 8, 10), 1, None
+    x, y, x_test = x[:n], y[:n], x[n : n + 100]
     torch.manual_seed(0)
-    network = train(mlp((64, 64, 64, 10)).double(), x, y, PRECISION)
+    network = train(mlp(widths).double(), x, y, PRECISION)
     double = {
         "gp": fit_evidence(network, x, y),
         "full": fit(network, x, y, "full").log_marginal_likelihood().item(),
@@ -91,12 +95,14 @@ def main() -> None:
     if options.peers_python:
         theirs = peer(options.peers_python, network, x, y, x_test, "--dtype", "float32", "--predict")
     else:
-        print("laplace-torch left out: give its interpreter with --peers-python")
-    report(options, mine, theirs, double, theirs_double)
+        print("laplace-torch left out: give its interpreter with --peers-python", file=sys.stderr)
+    title = f"N={n}, C=10, P={sum(p.numel() for p in network.parameters()):,}"
+    report(options, title, mine, theirs, double, theirs_double)
 
 
 def report(
     options: argparse.Namespace,
+    title: str,
     mine: dict[str, Any],
     theirs: dict[str, Any],
     double: dict[str, float],
@@ -123,7 +129,7 @@ def report(
         own = mine["float64"][key]
         rows.append([f"{label}, our float64 against their float32", seconds(theirs_seconds), seconds(own),
                      ratio(theirs_seconds, own), ""])  # fmt: skip
-    print("\nN=300, C=10, P=8,970, float32 network\n")
+    print(f"\n{title}, float32 network\n")
     print(table(["work", "laplace-torch full", "ours", "ratio", "goal"], rows))
     result: dict[str, Any] = {"machine": machine(options.threads), "ours_float64": double}
     result["ours"] = {k: v for k, v in mine.items() if k not in ("probabilities", "float64")}

@@ -211,7 +211,6 @@ def main() -> None:
     arguments.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
     arguments.add_argument("--seeds", type=int, default=100, help="data sets of the coverage")
     arguments.add_argument("--temperatures", type=int, default=1000, help="of the units")
-    arguments.add_argument("--small", action="store_true", help="a few of everything, to try the script")
     options: argparse.Namespace = arguments.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # estimates that are not to be trusted are counted

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+from functools import partial
 from typing import Any
 
 import torch
-from _common import best_times, machine, parser, peak_bytes, resident_bytes, table, write
+from _common import best_times, in_process, machine, parser, peak_bytes, resident_bytes, table, write
 from _networks import digits, mlp, train
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 
-HIDDEN = 256
 WORKS = {  # what it is called, the goal of its time, the goal of its memory
     "evidence": ("fit + evidence", "<= 1.5x", "<= 1.6x"),
     "gradients": ("fit + evidence + gradients", "", "<= 1.25x"),
@@ -36,12 +34,12 @@ WORKS = {  # what it is called, the goal of its time, the goal of its memory
 }
 
 
-def problem(num_examples: int) -> tuple[nn.Module, Tensor, Tensor]:
+def problem(num_examples: int, hidden: int) -> tuple[nn.Module, Tensor, Tensor]:
     """The trained network and its data."""
     x, y = digits()
     x, y = x[:num_examples], y[:num_examples]
     torch.manual_seed(0)
-    network = train(mlp((64, HIDDEN, HIDDEN, 10)).double(), x, y, steps=100)
+    network = train(mlp((64, hidden, hidden, 10)).double(), x, y, steps=100)
     return network, x, y
 
 
@@ -55,11 +53,11 @@ def evidence(network: nn.Module, x: Tensor, y: Tensor, work: str = "evidence") -
     return value.item()
 
 
-def times(num_examples: int, repeats: int) -> dict[str, float]:
+def times(num_examples: int, hidden: int, repeats: int) -> dict[str, float]:
     """Best times of the evidence, of one Cholesky and of the Gram's matmuls, in turns."""
-    network, x, y = problem(num_examples)
+    network, x, y = problem(num_examples, hidden)
     rows = 9 * num_examples
-    backward = torch.randn(rows, HIDDEN, dtype=torch.float64)
+    backward = torch.randn(rows, hidden, dtype=torch.float64)
     gram = torch.empty(rows, rows, dtype=torch.float64)
 
     def matmuls() -> None:
@@ -79,9 +77,9 @@ def times(num_examples: int, repeats: int) -> dict[str, float]:
     return found
 
 
-def memory(num_examples: int, work: str) -> dict[str, float]:
+def memory(num_examples: int, hidden: int, work: str) -> dict[str, float]:
     """Peak bytes of one evidence above what the process held before. Run in a fresh process."""
-    network, x, y = problem(num_examples)
+    network, x, y = problem(num_examples, hidden)
     evidence(network, x[:20], y[:20], work)
     before = resident_bytes()
     value = evidence(network, x, y, work)
@@ -95,17 +93,17 @@ def main() -> None:
     arguments.add_argument("--memory-only", choices=list(WORKS), help="print its memory figures as JSON and stop")
     options: argparse.Namespace = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    n = options.num_examples
+    if options.small:
+        options.num_examples, options.repeats = 20, 1
+    n, hidden = options.num_examples, 8 if options.small else 256
     if options.memory_only:
-        print(json.dumps(memory(n, options.memory_only)))
+        print(json.dumps(memory(n, hidden, options.memory_only)))
         return
     # The children come first: on Linux a process's peak begins with its parent's.
-    command = [sys.executable, __file__, "--num-examples", str(n), "--threads", str(options.threads), "--memory-only"]
-    children: dict[str, Any] = {
-        work: json.loads(subprocess.run([*command, work], check=True, capture_output=True, text=True).stdout)
-        for work in WORKS
-    }
-    found = times(n, options.repeats)
+    given = ["--num-examples", str(n), "--threads", str(options.threads), "--memory-only"]
+    children = {work: in_process(__file__, [*given, work], partial(memory, n, hidden, work), options.small)
+                for work in WORKS}  # fmt: skip
+    found = times(n, hidden, options.repeats)
     one = (9 * n) ** 2 * 8
     floor = found["cholesky"] + found["gram"]
     result: dict[str, Any] = {"machine": machine(options.threads), "num_examples": n, "seconds": found}
@@ -116,9 +114,10 @@ def main() -> None:
         result["time_ratios"][work], result["memory_ratios"][work] = found[work] / floor, extra / one
         rows.append([text, f"{found[work]:.2f} s", f"{floor:.2f} s ({found['cholesky']:.2f} + {found['gram']:.2f})",
                      f"{found[work] / floor:.2f}x", time_goal])  # fmt: skip
-        more.append([f"peak memory, {text}", f"{extra / 1e6:.0f} MB", f"{one / 1e6:.0f} MB", f"{extra / one:.2f}x",
+        more.append([f"peak memory, {text}", f"{extra / 1e6:.0f} MB", f"{one / 1e6:.3g} MB", f"{extra / one:.2f}x",
                      memory_goal])  # fmt: skip
-    print(f"N={n}, C=10, P=85,002, float64; evidence {children['evidence']['evidence']:.6f} nats\n")
+    value = children["evidence"]["evidence"]
+    print(f"N={n}, C=10, MLP 64-{hidden}-{hidden}-10, float64; evidence {value:.6f} nats\n")
     print(table(["work", "ours", "floor (Cholesky + Gram matmuls; one B)", "ratio", "goal"], rows + more))
     write(options.out, result)
 

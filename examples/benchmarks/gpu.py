@@ -464,7 +464,6 @@ def main() -> None:
     """Run the parts and write what they found."""
     arguments = parser(__doc__, "gpu.json")
     arguments.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
-    arguments.add_argument("--small", action="store_true", help="the same code at toy size, in seconds")
     arguments.add_argument("--minutes", type=float, default=9.5, help="of the whole run, at most (default 9.5)")
     arguments.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="some of the parts")
     options: argparse.Namespace = arguments.parse_args()

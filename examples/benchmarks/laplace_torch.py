@@ -63,7 +63,6 @@ def problems(count: int) -> dict[str, tuple[nn.Module, Tensor, Tensor, ntkl.Like
 def main() -> None:
     arguments = parser(__doc__, "laplace_torch.json")
     arguments.add_argument("--peers-python", help="interpreter of an environment with laplace-torch")
-    arguments.add_argument("--small", action="store_true", help="fewer examples: seconds")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     found = problems(20 if options.small else 150)

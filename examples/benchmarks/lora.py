@@ -42,6 +42,8 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=128)
     arguments.add_argument("--examples", type=int, default=1000)
     options = arguments.parse_args()
+    if options.small:
+        options.modules, options.width, options.tokens, options.examples = 2, 32, 4, 6
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     network = Adapters(options.modules, options.width, options.rank)

@@ -30,6 +30,8 @@ def main() -> None:
     arguments.add_argument("--structures", default="gp,kfac,ekfac,diag")
     arguments.add_argument("--peer-structures", default="kron,diag")
     options = arguments.parse_args()
+    if options.small:
+        options.classes, options.examples, options.inputs, options.test, options.structures = 4, 10, 4, 3, "gp"
     torch.manual_seed(0)
     widths = (16, options.inputs, options.classes)
     arrays = to_arrays(mlp(widths)) | {

@@ -9,14 +9,13 @@ turns counts, and memory is the peak above what the process held before. One thr
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from _common import table
+from _common import machine, parser, table, write
 from _networks import gram_case, mlp
 
 import ntk_laplace as ntkl
@@ -86,15 +85,16 @@ def measured(task: Callable[[], Any], name: str, repeats: int) -> tuple[dict[str
 
 def main() -> None:
     """Measure every optimization on the cases that it is for, and print the table."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--repeats", type=int, default=5)
+    arguments = parser(__doc__, "optimizations.json")
     arguments.add_argument("--examples", type=int, default=5000)
     chosen = arguments.parse_args()
+    if chosen.small:
+        chosen.examples, chosen.repeats = 20, 1
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    network, x = mlp((784, 256, 256, 10)).eval(), torch.randn(chosen.examples, 784)
-    cnn = gram_case("cnn")
-    resnet = gram_case("resnet")
+    network = mlp((16, 8, 8, 10) if chosen.small else (784, 256, 256, 10)).eval()
+    x = torch.randn(chosen.examples, network[0].in_features)
+    cnn, resnet = (gram_case(name, 4 if chosen.small else None) for name in ("cnn", "resnet"))
     rows_of = JacobianPass(Network(resnet.network), torch.float64)
     images = cnn.x.repeat(max(1, chosen.examples // len(cnn.x) // 4), 1, 1, 1)
     cases = [
@@ -111,7 +111,9 @@ def main() -> None:
         mib = {version: f"{peak / 2**20:,.0f} MiB" for version, peak in peaks.items()}
         rows.append([name, what, f"{seconds['fast']:.2f} s", f"{seconds['plain']:.2f} s",
                      f"{seconds['plain'] / seconds['fast']:.2f}", mib["fast"], mib["plain"]])
-    print(table(("optimization", "case", "time", "plain", "ratio", "peak", "plain"), rows))
+    head = ["optimization", "case", "time", "plain", "ratio", "peak", "plain"]
+    print(table(head, rows))
+    write(chosen.out, {"machine": machine(1), "head": head, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
-from _common import machine, parser, peak_bytes, resident_bytes, table, write
+from _common import in_process, machine, parser, peak_bytes, resident_bytes, table, write
 from torch import nn
 
 import ntk_laplace as ntkl
 
 STRUCTURES = ("gp", "full", "kfac", "ekfac", "inf", "diag")
 METHODS = ("glm", "probit", "blr", "map", "nn")
-TRAINING = 300
 
 
 def network() -> nn.Module:
@@ -39,11 +37,11 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def measure(structure: str, method: str, count: int, samples: int) -> dict[str, float]:
+def measure(structure: str, method: str, count: int, samples: int, training: int) -> dict[str, float]:
     """Peak bytes of one prediction above what the process held before, and its seconds. Run in a fresh process."""
     torch.manual_seed(0)
-    x = torch.randn(max(count, TRAINING), 1, 28, 28)
-    data = x[:TRAINING], torch.arange(TRAINING) % 10
+    x = torch.randn(max(count, training), 1, 28, 28)
+    data = x[:training], torch.arange(training) % 10
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # what INF's low rank exceeds
         posterior = ntkl.laplace(network(), data, ntkl.Categorical(), structure=structure)
@@ -55,9 +53,10 @@ def measure(structure: str, method: str, count: int, samples: int) -> dict[str, 
 
 def in_a_process(options: argparse.Namespace, structure: str, method: str, count: int) -> dict[str, Any]:
     """The figures of one prediction."""
-    command = [sys.executable, __file__, "--measure", structure, method, str(count), "--samples",
-               str(options.samples), "--threads", str(options.threads)]  # fmt: skip
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    given = ["--measure", structure, method, str(count), "--samples", str(options.samples), "--threads",
+             str(options.threads)]  # fmt: skip
+    job = partial(measure, structure, method, count, options.samples, options.training)
+    return in_process(__file__, given, job, options.small)
 
 
 def main() -> None:
@@ -70,9 +69,12 @@ def main() -> None:
     arguments.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
+    options.training = 300
+    if options.small:
+        options.counts, options.samples, options.training = [20, 40], 4, 12
     if options.measure:
         structure, method, count = options.measure
-        print(json.dumps(measure(structure, method, int(count), options.samples)))
+        print(json.dumps(measure(structure, method, int(count), options.samples, options.training)))
         return
     few, many = options.counts
     pairs = [(structure, method) for structure in options.structures

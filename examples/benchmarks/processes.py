@@ -79,7 +79,6 @@ def kills(count: int, n: int, folder: Path) -> dict[str, Any]:
 def main() -> None:
     arguments = parser(__doc__, "processes.json")
     arguments.add_argument("--kill", type=int, default=0, metavar="K", help="kill a process K times")
-    arguments.add_argument("--small", action="store_true", help="tiny problems, to see the script work")
     options = arguments.parse_args()
     found: dict[str, Any] = {"machine": machine(1)}
     with tempfile.TemporaryDirectory() as name:

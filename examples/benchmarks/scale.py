@@ -285,7 +285,6 @@ def main() -> None:
     arguments.add_argument("--layers", action="store_true", help="fit precisions of each layer in the part mnist")
     arguments.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of the part mnist")
     arguments.add_argument("--peers", help="interpreter with laplace-torch")
-    arguments.add_argument("--small", action="store_true", help="24 examples in every part, to try the script")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     options.small = 24 if options.small else 0

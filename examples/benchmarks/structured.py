@@ -235,7 +235,6 @@ def main() -> None:
     arguments.add_argument("--turns", type=int, default=1, help="of ours and every peer (default 1)")
     arguments.add_argument("--batch-sizes", nargs="+", default=["128", "1000", "10000"], help="that a peer may choose")
     arguments.add_argument("--limit", type=float, default=60.0, help="seconds given to one peer's fit (default 60)")
-    arguments.add_argument("--small", action="store_true", help="a small network and 200 examples, in seconds")
     options: argparse.Namespace = arguments.parse_args()
     torch.set_num_threads(options.threads)
 

@@ -199,7 +199,6 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=1, help="networks (default 1)")
     arguments.add_argument("--structure", default="kfac", help="default kfac")
     arguments.add_argument("--roots", nargs="+", default=["ggn", "mc", "ef"], choices=["ggn", "mc", "ef"])
-    arguments.add_argument("--small", action="store_true", help="scikit-learn's digits and a small network")
     options = arguments.parse_args()
     if options.data is None and not options.small:
         arguments.error("give the folder of mnist.npz with --data, or --small")

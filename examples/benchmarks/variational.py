@@ -224,13 +224,13 @@ def main() -> None:
     arguments = parser(__doc__, "variational.json")
     arguments.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     arguments.add_argument("--data", type=Path, help="folder with mnist.npz")
-    arguments.add_argument("--small", type=int, nargs="?", const=12, help="a number of examples, for a trial")
     arguments.add_argument("--structures", default="kfac,diag", help="part kfac")
     arguments.add_argument("--steps", type=int, default=500, help="part kfac")
     arguments.add_argument("--step-size", type=float, default=0.005, help="part kfac")
     arguments.add_argument("--decay", type=float, help="part kfac, in steps")
     arguments.add_argument("--precision", type=float, default=1.0, help="part kfac, of the prior")
     options = arguments.parse_args()
+    options.small = 12 if options.small else 0  # examples
     torch.set_num_threads(options.threads)
     found = {}
     for part in options.parts.split(","):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from _common import machine, peak_bytes, resident_bytes, seconds, table, write
+from _common import in_process, machine, peak_bytes, resident_bytes, seconds, table, write
 from _networks import cnn, mlp
 
 __all__ = [
@@ -73,14 +72,5 @@ def once(kept: Path, arguments: Sequence[str], compute: Callable[[], Any]) -> An
 
 
 def in_child(script: str, arguments: Sequence[str], kept: Path) -> dict[str, Any]:
-    """`once`, in a process of its own, whose memory peak is then that of the one job; its last line is JSON."""
-
-    def run() -> dict[str, Any]:
-        command = [sys.executable, script, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-        sys.stderr.write(done.stderr)
-        return json.loads(done.stdout.strip().splitlines()[-1])
-
-    return once(kept, arguments, run)
+    """`once`, in a process of its own; its last line is JSON."""
+    return once(kept, arguments, lambda: in_process(script, arguments))

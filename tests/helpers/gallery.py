@@ -21,7 +21,7 @@ __all__ = ["EXAMPLES", "PICTURES", "SIZE", "keep"]
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, PICTURES = ROOT / "examples", ROOT / "docs" / "images" / "gallery"
 SIZE, COLORS = (560, 400), 48
-FONT, LEADING, MARGIN, LINES, COLUMNS, INK = 18, 8, 12, 14, 49, "#1c2127"
+FONT, LEADING, MARGIN, LINES, COLUMNS, CELL, INK = 18, 8, 12, 14, 49, 18, "#1c2127"
 
 
 def keep(script: Path, folder: Path, printed: str, made: Mapping[str, Any] | None = None) -> None:
@@ -75,9 +75,16 @@ def _result(made: Mapping[str, Any]) -> Figure | None:
     return plotting.predictive_1d(grid, *(column.detach().squeeze(1) for column in columns), (x, made["y"]))
 
 
+def _narrow(line: str) -> str:
+    """What fits; of the row of a wide table, the beginning of each cell, so that some figures are seen."""
+    if line.startswith("|") and len(line) > COLUMNS:
+        line = "|".join(cell[:CELL] for cell in line.split("|"))
+    return line[:COLUMNS]
+
+
 def _text(printed: str) -> Image.Image:
     """The first lines of a text as a picture."""
-    lines = [line.expandtabs(4)[:COLUMNS] for line in printed.strip().splitlines() if not line.startswith("written to")]
+    lines = [_narrow(line.expandtabs(4)) for line in printed.strip().splitlines() if not line.startswith("written to")]
     font = ImageFont.truetype(font_manager.findfont("DejaVu Sans Mono"), FONT)  # matplotlib's own
     image = Image.new("RGB", (SIZE[0], 2 * MARGIN + (FONT + LEADING) * min(len(lines), LINES)), "white")
     place = MARGIN, MARGIN
