@@ -17,6 +17,7 @@ from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.kernels import Kernel, MultitaskKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import MultitaskGaussianLikelihood
 from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
+from packaging.version import Version
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
@@ -254,7 +255,8 @@ def test_ordinary_models_train_and_predict(kind: str, passes: list[int]) -> None
         solved = torch.linalg.solve(covariance, cross.T)
         assert relative_error(latent.mean.reshape(-1), solved.T @ y.reshape(-1)) < 1e-8
         assert relative_error(latent.covariance_matrix, joint - cross @ solved) < 1e-8
-    assert sum(passes) == 12 + 5
+    again = Version(gpytorch.__version__) < Version("1.15.2")  # which evaluates all inputs together too
+    assert sum(passes) == 12 + 5 + 17 * again
 
 
 def test_changing_inputs_in_place_is_seen(passes: list[int]) -> None:
