@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import minimize
+from ntk_laplace.runtime.krylov import Deflated, minimize
 from ntk_laplace.structures.joint import NetworkLikelihood
 from ntk_laplace.structures.what_if import moving
 from ntk_laplace.structures.what_if.moving import ChangedObjectives
@@ -229,6 +230,32 @@ def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):
     posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(2.0))
     with pytest.warns(ntkl.NTKLaplaceWarning, match="still falls.*train the network to convergence"):
         posterior.remove([0, 1, 2, 3], linearization="moving")
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="for 2 of 3 changes after up to .* still falls"):
+        posterior.what_ifs([[0, 1, 2, 3], [], [4, 5, 6]])
+
+
+def test_the_corrected_preconditioner_is_made_once(monkeypatch: pytest.MonkeyPatch):
+    """And anew where the hyperparameters have changed: of the other fit, it has the other fit's minima."""
+    made: list[int] = []
+
+    class Counted(Deflated):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(1)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(moving, "Deflated", Counted)
+    posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(2.0)).refit()
+    first = posterior.remove(2, linearization="moving").network.theta
+    assert torch.equal(posterior.what_ifs([[2]]).thetas[0], first) and len(made) == 1
+    posterior.what_ifs([[2]], linearization="fixed")
+    assert len(made) == 1  # the fit is the Hessian of the linearized model
+    posterior.prior.precision = 3.0
+    again = posterior.remove(2, linearization="moving").outputs(inputs())
+    assert len(made) == 2
+    monkeypatch.setattr(tuning, "DEFLATION", 0)
+    other = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(2.0)).refit()
+    other.prior.precision = 3.0
+    assert relative_error(again, other.remove(2, linearization="moving").outputs(inputs())) < 1e-7  # of a symmetric one
 
 
 class Distance(nn.Module):

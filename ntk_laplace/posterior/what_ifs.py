@@ -13,7 +13,7 @@ from ntk_laplace.errors import DataError, HyperparameterError, is_whole, require
 from ntk_laplace.model.data import InputData, as_tensor
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.what_if import WhatIfVerbs, is_moving
-from ntk_laplace.structures.what_if import Groups, Indices, positions
+from ntk_laplace.structures.what_if import Groups, Indices, positions, tell_unreached
 
 __all__ = ["CrossValidation", "WhatIfs", "WhatIfsVerbs"]
 
@@ -151,6 +151,7 @@ class WhatIfsVerbs(WhatIfVerbs):
         Returns
         -------
         WhatIfs
+            A warning tells if some of the optima were not reached; its `converged` says which.
 
         Raises
         ------
@@ -174,6 +175,7 @@ class WhatIfsVerbs(WhatIfVerbs):
         counts = self._points().counts.to(self._fitted.theta)
         with torch.inference_mode(False):
             found = Groups.of(self._fitted, _weights(groups, counts), moving)
+        tell_unreached(found.converged, found.falling, found.steps, stacklevel=4)
         return WhatIfs(self, found, lambda index: self._derived(found.fitted(index, self._fitted)))
 
     def cross_validate(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,14 +30,16 @@ from ntk_laplace.structures.structure import NewtonStep, Structure, StructureSpe
 
 __all__ = ["FittedModel"]
 
+T = TypeVar("T")
+
 
 @dataclass
 class _Cached:
-    """A factorization, with the hyperparameters it belongs to."""
+    """A factorization, with the hyperparameters it belongs to, and what was made of it."""
 
     precision: PosteriorPrecision | None = None
     at: tuple[Tensor, ...] = ()
-    solver: PosteriorPrecision | None = None
+    made: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,17 @@ class FittedModel:
     @property
     def precision(self) -> PosteriorPrecision:
         """The factorized posterior precision at the present hyperparameters; recomputed after a change of them."""
+        found = self._present.precision
+        assert found is not None
+        return found
+
+    @property
+    def _present(self) -> _Cached:
+        """What belongs to the present hyperparameters, factorized."""
         cached, modules = self._cached, (self.prior, self.likelihood)
         if cached.precision is None or not unmoved(cached.at, *modules):
-            cached.precision = cached.solver = None  # free the old factorization before computing the new one
+            cached.precision = None  # free the old factorization before computing the new one
+            cached.made.clear()
             with torch.inference_mode(False):  # gradients may be needed later
                 found = self.structure.posterior_precision(self.model)
             if not isinstance(found, PosteriorPrecision):
@@ -132,7 +143,14 @@ class FittedModel:
                                        "Return one from `precision` of the specification.")
             cached.precision = found
             cached.at = present_values(*modules)
-        return cached.precision
+        return cached
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` returns, called once at the present hyperparameters; a name stands for one thing."""
+        made = self._present.made
+        if name not in made:
+            made[name] = make()
+        return made[name]
 
     def log_scale(self) -> Tensor | None:
         """Return log c, if all that the likelihood's hyperparameters do to H - P0 is to multiply it by c."""
@@ -157,20 +175,22 @@ class FittedModel:
     @property
     def solver(self) -> PosteriorPrecision:
         """H for many solves: the precision, or that of function space written out if it has few parameters."""
-        precision, cached = self.precision, self._cached
+        precision = self.precision
         if not isinstance(precision, FunctionSpacePrecision) or isinstance(precision, LastLayerPrecision):
             return precision
         p, rows = self.model.network.num_parameters, precision.weighted
         if p > min(tuning.DENSE_METRIC, rows.num_cotangents * rows.num_examples):
             return precision
-        if cached.solver is None:
-            with torch.no_grad():
-                ggn = self.theta.new_zeros(p, p)
-                step = max(1, tuning.FULL_ROWS_BYTES // (p * rows.num_cotangents * ggn.element_size()))
-                for start in range(0, rows.num_examples, step):
-                    accumulate_ggn(ggn, rows.subset(slice(start, start + step)), self.model.network.shapes)
-                cached.solver = FullPrecision(ggn, self.prior, self.model.network.shapes)
-        return cached.solver
+        return self.once("solver", lambda: self._written_out(rows))
+
+    def _written_out(self, rows: Jacobian) -> FullPrecision:
+        p, shapes = self.model.network.num_parameters, self.model.network.shapes
+        with torch.no_grad():
+            ggn = self.theta.new_zeros(p, p)
+            step = max(1, tuning.FULL_ROWS_BYTES // (p * rows.num_cotangents * ggn.element_size()))
+            for start in range(0, rows.num_examples, step):
+                accumulate_ggn(ggn, rows.subset(slice(start, start + step)), shapes)
+            return FullPrecision(ggn, self.prior, shapes)
 
     def sensitivity(self) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C)."""

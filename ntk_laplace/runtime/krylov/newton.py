@@ -8,7 +8,7 @@ is not positive (Steihaug, 1983). A line search halves it until the objective fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +65,13 @@ class Minima:
     falling: Tensor
     steps: Tensor
     products: int
+
+    @classmethod
+    def joined(cls, parts: Sequence[Minima]) -> Minima:
+        """Those of several calls."""
+        each = zip(*((one.at, one.values, one.converged, one.falling, one.steps) for one in parts), strict=True)
+        at, values, converged, falling, steps = (torch.cat(column) for column in each)
+        return cls(at, values, converged, falling, steps, sum(one.products for one in parts))
 
 
 def minimize(

@@ -4,7 +4,7 @@ from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, Chan
 from ntk_laplace.structures.what_if.changed_structure import ChangedStructure, rows_of
 from ntk_laplace.structures.what_if.changes import Indices, drawn, positions, relabeled, require_steps, reweighted
 from ntk_laplace.structures.what_if.groups import Groups
-from ntk_laplace.structures.what_if.moving import moved
+from ntk_laplace.structures.what_if.moving import moved, tell_unreached
 from ntk_laplace.structures.what_if.newton import refitted
 from ntk_laplace.structures.what_if.relinearize import relinearized
 from ntk_laplace.structures.what_if.steps import at_optimum, stepped, stepped_once
@@ -27,4 +27,5 @@ __all__ = [
     "rows_of",
     "stepped",
     "stepped_once",
+    "tell_unreached",
 ]

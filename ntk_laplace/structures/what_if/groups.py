@@ -38,7 +38,8 @@ class Groups:
     thetas : Tensor, (G, P)
     weights : Tensor, (G, N)
         Example weights of each change.
-    converged : Tensor of bool, (G,)
+    converged, falling : Tensor of bool, (G,)
+        As in `Minima`.
     steps : Tensor, (G,)
         Number of steps.
     """
@@ -48,6 +49,7 @@ class Groups:
     thetas: Tensor
     weights: Tensor
     converged: Tensor
+    falling: Tensor
     steps: Tensor
     _likelihood: NetworkLikelihood | LinearizedLikelihood
     _source: Source | None
@@ -77,9 +79,11 @@ class Groups:
         start = (model.theta if moving else fitted.theta).expand(count, -1)
         assert model.training_gradient is not None
         objective = ChangedObjectives(fitted, likelihood, weights, model.training_gradient)
-        objective = objective.deflated(start[0], fitted.structure.points_to_change.counts)
-        thetas, converged, steps = _minima(model, each, objective, weights, start, "what-ifs")
-        return cls(model, moving, thetas, weights, converged, steps, likelihood, source, objective)
+        if moving:  # of the linearized model the fit is the Hessian
+            objective = objective.deflated(model.theta, fitted.structure.points_to_change.counts)
+        found = _minima(model, each, objective, weights, start, "what-ifs")
+        return cls(model, moving, found.at, weights, found.converged, found.falling, found.steps, likelihood, source,
+                   objective)
 
     def come_back(self, fitted: FittedModel) -> Tensor:
         """Whether each optimum leads back to the trained network if the change is undone, (G,).
@@ -99,7 +103,7 @@ class Groups:
         each = require_room(model, count + 1, 2 * self.thetas.nbytes)
         start = torch.cat([model.theta[None], self.thetas])
         unchanged = fitted.structure.points_to_change.counts.to(self.weights).expand(len(start), -1)
-        reached, _, _ = _minima(model, each, self._objective, unchanged, start, "points put back")
+        reached = _minima(model, each, self._objective, unchanged, start, "points put back").at
         eps = max(torch.finfo(dtype).eps for dtype in (reached.dtype, model.network.precision))
         with torch.no_grad():
             home = likelihood.log_prob(likelihood.outputs(reached[:1]))
@@ -150,15 +154,11 @@ class Groups:
 
 def _minima(
     model: LinearizedModel, each: int, objective: ChangedObjectives, weights: Tensor, start: Tensor, what: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Optima (S, P) for example weights (S, N) from their starts (S, P), whether they are reached, and steps, (S,).
-
-    At most `each` of them descend together.
-    """
+) -> Minima:
+    """Optima for example weights (S, N) from their starts (S, P); at most `each` of them descend together."""
     each = min(each, objective.at_once())
     pairs = list(zip(weights.split(each), start.split(each), strict=True))
     found: list[Minima] = []
     for some, own in shown(model, pairs, what, len(weights), lambda pair: len(pair[0])):
         found.append(objective.changed(some).minimize(own))
-    return (torch.cat([one.at for one in found]), torch.cat([one.converged for one in found]),
-            torch.cat([one.steps for one in found]))
+    return Minima.joined(found)

@@ -31,7 +31,8 @@ from ntk_laplace.structures.joint import LocalCurvature, NetworkLikelihood, Weig
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
 
-__all__ = ["ChangedObjectives", "fitted_at", "moved", "moving_model", "remaining_gradient", "require_room"]
+__all__ = ["ChangedObjectives", "fitted_at", "moved", "moving_model", "remaining_gradient", "require_room",
+           "tell_unreached"]
 
 _REMEDY = "Take fewer groups at a time, or fewer training points."
 
@@ -81,13 +82,19 @@ class ChangedObjectives:
         return self._inverse(vectors)
 
     def deflated(self, at: Tensor, counts: Tensor) -> ChangedObjectives:
-        """The same, whose preconditioner is corrected by products with the Hessian of F at θ (P,) for weights (N,)."""
+        """The same, whose preconditioner is corrected by products with the Hessian of F at θ (P,) for weights (N,).
+
+        Both are those of the fit: the correction is kept beside its factorization.
+        """
+        inverse = self._fitted.once("deflated", lambda: self._corrected(at, counts))
+        return ChangedObjectives(self._fitted, self._likelihood, self._weights, self._remaining, inverse)
+
+    def _corrected(self, at: Tensor, counts: Tensor) -> Deflated:
         noise = torch.randn(at.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(at)
         with torch.no_grad():
             local = self.changed(counts[None]).local(at[None], torch.zeros(1, dtype=torch.long, device=at.device))
             steps = min(tuning.DEFLATION, self._room // (2 * noise.nbytes))
-            inverse = Deflated(local.products, self._inverse, noise, steps)
-        return ChangedObjectives(self._fitted, self._likelihood, self._weights, self._remaining, inverse)
+            return Deflated(local.products, self._inverse, noise, steps)
 
     def changed(self, weights: Tensor) -> ChangedObjectives:
         """For other example weights, (G, N)."""
@@ -196,10 +203,17 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     unchanged = fitted.structure.points_to_change.counts
     before[: len(unchanged)] = unchanged
     found = objective.deflated(model.theta, before).minimize(model.theta[None])
-    if not bool(found.converged):
-        why = ("the objective still falls, as it does far from a minimum: train the network to convergence first"
-               if bool(found.falling) else "the objective has kinks or is flat there")
-        warnings.warn(
-            f"the network is not at its optimum for the changed data after {int(found.steps)} steps: {why}; the "
-            "posterior is that of the best weights found", NTKLaplaceWarning, stacklevel=6)
+    tell_unreached(found.converged, found.falling, found.steps, stacklevel=7)
     return fitted_at(model, fitted.structure, source, points, found.at[0])
+
+
+def tell_unreached(converged: Tensor, falling: Tensor, steps: Tensor, stacklevel: int) -> None:
+    """Warn of changes, (G,), whose optimum was not reached."""
+    missed = ~converged
+    if not bool(missed.any()):
+        return
+    which = f"{int(missed.sum())} of {len(missed)} changes" if len(missed) > 1 else "the changed data"
+    why = ("the objective still falls, as it does far from a minimum: train the network to convergence first"
+           if bool(falling.any()) else "the objective has kinks or is flat there")
+    warnings.warn(f"the network is not at its optimum for {which} after up to {int(steps[missed].max())} steps: {why}; "
+                  "the answer is that of the best weights found", NTKLaplaceWarning, stacklevel=stacklevel)  # fmt: skip
