@@ -1,9 +1,9 @@
 """Which images to label next: accuracy against the number of labels, for five ways to choose them.
 
-    python examples/active/labels.py [--data DIR] --threads 1 --out labels
+    python examples/active/labels.py [--problems digits,mnist --data DIR] --threads 1 --out labels
 
-A pool of 1,000 images of scikit-learn's digits and, with ``--data``, of MNIST (DIR/mnist.npz, shrunk to 14 x 14), and
-twenty labels at the start. In each of eight rounds a perceptron with 32 tanh units is trained to its MAP on all labels
+A pool of 1,000 images of scikit-learn's digits, or of MNIST (DIR/mnist.npz, shrunk to 14 x 14), and twenty labels at
+the start. In each of eight rounds a perceptron with 32 tanh units is trained to its MAP on all labels
 so far (prior precision 1), and ten more images are labeled: at random, or greedily by "information", "bald", "epig"
 (100 images of the pool as targets) or "variance", each given those chosen before it. Test accuracy and log likelihood
 (glm) of 500 images; means and paired standard errors over ten seeds of data and weights. It writes labels.json and
@@ -35,6 +35,8 @@ START, BATCH = 20, 10
 
 # posterior, labeled inputs and labels, unlabeled inputs, generator -> indices of BATCH unlabeled inputs
 Choice = Callable[[ntkl.Posterior, Tensor, Tensor, Tensor, torch.Generator], Tensor]
+# name of the data, choice, seed, options -> scores after each round
+Run = Callable[[str, Choice, int, Any], dict[str, list[float]]]
 
 
 def at_random(posterior: ntkl.Posterior, x: Tensor, y: Tensor, rest: Tensor, generator: torch.Generator) -> Tensor:
@@ -108,47 +110,51 @@ def labeled(name: str, choice: Choice, seed: int, options: Any) -> dict[str, lis
         known += [rest[i] for i in new.tolist()]
 
 
-def main(ways: dict[str, Choice], description: str | None, title: str) -> None:
-    """Every way, on every data set; the first is random choice."""
+def main(
+    ways: dict[str, Choice], description: str | None, title: str, *, scored: Run = labeled, score: str = "accuracy",
+    problems: tuple[str, ...] = ("digits", "mnist"), rounds: int = 8,
+) -> None:  # fmt: skip
+    """Every way, on every problem; the first is random choice."""
     arguments = parser(description, "labels")
-    arguments.add_argument("--data", type=Path, help="folder with mnist.npz")
+    arguments.add_argument("--problems", default=problems[0], help=f"of {', '.join(problems)}, with commas between")
+    arguments.add_argument("--data", type=Path, help=f"folder with .npz files, for all but {problems[0]}")
     arguments.add_argument("--seeds", type=int, default=10)
-    arguments.add_argument("--rounds", type=int, default=8)
+    arguments.add_argument("--rounds", type=int, default=rounds)
     options = arguments.parse_args()
     if options.small:
         options.seeds, options.rounds = 2, 1
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    names = ["digits"] + (["mnist"] if options.data else [])
+    names = options.problems.split(",")
     results: dict[str, Any] = {}
     figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(names)))
     for name, panel in zip(names, axes, strict=True):
         runs = {
             way: [once(options.out / f"{name} {way} {seed}.json", [str(options.small), str(options.rounds)],
-                       lambda n=name, w=way, s=seed: labeled(n, ways[w], s, options)) for seed in range(options.seeds)]
+                       lambda n=name, w=way, s=seed: scored(n, ways[w], s, options)) for seed in range(options.seeds)]
             for way in ways
         }  # fmt: skip
         rows = []
         for number, way in enumerate(ways):
-            scores = {key: np.array([run[key] for run in runs[way]]) for key in ("accuracy", "log_likelihood")}
-            area = scores["accuracy"][:, 1:].mean(1) - np.array([r["accuracy"][1:] for r in runs["random"]]).mean(1)
+            scores = {key: np.array([run[key] for run in runs[way]]) for key in (score, "log_likelihood")}
+            area = scores[score][:, 1:].mean(1) - np.array([r[score][1:] for r in runs["random"]]).mean(1)
             error = area.std(ddof=1) / len(area) ** 0.5
             labels = runs[way][0]["labels"]
-            panel.plot(labels, scores["accuracy"].mean(0), color=COLORS[number], label=way)
-            rows.append([way, *(f"{scores['accuracy'].mean(0)[i]:.3f}" for i in (len(labels) // 2, -1)),
+            panel.plot(labels, scores[score].mean(0), color=COLORS[number], label=way)
+            rows.append([way, *(f"{scores[score].mean(0)[i]:.3f}" for i in (len(labels) // 2, -1)),
                          f"{scores['log_likelihood'].mean(0)[-1]:.3f}", f"{area.mean():+.4f} ± {error:.4f}"])
             results.setdefault(name, {})[way] = {
-                "labels": labels, "accuracy": scores["accuracy"].mean(0).tolist(),
+                "labels": labels, score: scores[score].mean(0).tolist(),
                 "log_likelihood": scores["log_likelihood"].mean(0).tolist(),
                 "above_random": area.mean(), "error": error,
             }  # fmt: skip
-        panel.set(title=name, xlabel="labels", ylabel="test accuracy")
+        panel.set(title=name, xlabel="labels", ylabel=f"test {score}")
         panel.legend()
         print(f"\n{name}, {options.seeds} seeds\n")
         half, last = labels[len(labels) // 2], labels[-1]
-        print(table(["way", f"accuracy at {half}", f"at {last}", f"log likelihood at {last}",
-                     "mean accuracy above random"], rows))  # fmt: skip
+        print(table(["way", f"{score} at {half}", f"at {last}", f"log likelihood at {last}",
+                     f"mean {score} above random"], rows))  # fmt: skip
     (options.out / f"{title}.png").write_bytes(png(figure))
     write(options.out / f"{title}.json", {"machine": machine(options.threads), "results": results})
 

@@ -1,6 +1,6 @@
 """Active learning beside its peers: scikit-activeml's margin sampling and BatchBALD, baal's BALD of dropout.
 
-    python examples/active/peers.py [--data DIR] --threads 1 --out labels
+    python examples/active/peers.py [--problems digits,mnist --data DIR] --threads 1 --out labels
 
 As labels.py, whose results of random choice and of the greedy information it takes from the same folder.
 scikit-activeml: the ten smallest differences between the two largest class probabilities, and BatchBALD of ten

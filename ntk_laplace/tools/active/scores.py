@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ntk_laplace.tools.active.pool import Pool, log_det_half
 __all__ = ["METHODS", "about", "crossed", "part_score", "require_method", "require_posterior", "score"]
 
 METHODS = ("information", "bald", "epig", "variance")
-_MOST_LABELS = 10  # of one example, under a Bernoulli likelihood
+_MOST_VECTORS = 2**10  # of labels of one example
 
 
 def score(
@@ -56,8 +57,8 @@ def score(
     Raises
     ------
     UnsupportedError
-        If the method is unknown; or, for "bald", the likelihood is no Gaussian, Categorical or Bernoulli of at most ten
-        labels.
+        If the method is unknown; or, for "bald", the likelihood is no Gaussian, Categorical or Bernoulli, alone or at
+        every position (`Everywhere`), or an example's labels have more than 1,024 vectors.
     """
     require_posterior(posterior)
     require_whole("samples", samples, 2, "Leave it out for 256.")
@@ -102,34 +103,37 @@ def about(pool: Pool, targets: Pool, both: Tensor) -> Tensor:
 
 
 def _of_label(pool: Pool, samples: int) -> Tensor:
-    """H[E p] - E H[p], (n,), of classes; of Gaussian noise it is the information about the weights."""
+    """H[E p] - E H[p], (n,), of labels; of Gaussian noise it is the information about the weights."""
     plain = plain_likelihood(pool.likelihood)
-    if isinstance(plain, Gaussian):
+    one = plain.at_position()
+    if isinstance(one, Gaussian):
         return log_det_half(pool.blocks())
-    if not isinstance(plain, (Bernoulli, Categorical)):
-        raise UnsupportedError('a Categorical, Bernoulli or Gaussian likelihood for "bald"', type(plain).__name__,
+    if not isinstance(one, (Bernoulli, Categorical)):
+        raise UnsupportedError('a Categorical, Bernoulli or Gaussian likelihood for "bald"', type(one).__name__,
                                'Use method="information".')
     points = normal_points(samples, pool.mean.shape[1]).to(pool.mean)
     f = pool.mean + torch.einsum("sk,nck->snc", points, covariance_root(pool.covariance))
-    probabilities = torch.stack([plain.mean(one) for one in f])
-    if isinstance(plain, Categorical):
-        return _entropy(probabilities.mean(0)).sum(-1) - _entropy(probabilities).sum(-1).mean(0)
-    given = (_entropy(probabilities) + _entropy(1.0 - probabilities)).sum(-1).mean(0)  # independent given f
-    return _entropy(_of_label_vectors(probabilities)).sum(-1) - given
+    p = torch.stack([plain.mean(each) for each in f])
+    if isinstance(one, Categorical):
+        p = p.unflatten(-1, (math.prod(plain.positions or (1,)), -1))
+    else:
+        p = torch.stack([1.0 - p, p], -1)
+    given = _entropy(p).sum((-1, -2)).mean(0)  # labels are independent given f
+    return _entropy(_of_label_vectors(p)).sum(-1) - given
 
 
 def _of_label_vectors(probabilities: Tensor) -> Tensor:
-    """E p(y given f) of every vector y of C labels, (n, 2^C), from their probabilities (S, n, C)."""
-    outputs = probabilities.shape[-1]
-    if outputs > _MOST_LABELS:
-        raise UnsupportedError(f'at most {_MOST_LABELS} labels of an example, whose vectors "bald" enumerates',
-                               f"{outputs}", 'Use method="information".')
-    total = probabilities.new_zeros(probabilities.shape[1], 2**outputs)
+    """E p(y given f) of every vector y of L labels of K classes, (n, K^L), from their probabilities (S, n, L, K)."""
+    labels, classes = probabilities.shape[-2:]
+    if classes**labels > max(_MOST_VECTORS, classes):
+        most = int(math.log(_MOST_VECTORS) / math.log(classes))
+        raise UnsupportedError(f'at most {most} labels of an example with {classes} classes, whose vectors "bald" '
+                               "enumerates", f"{labels}", 'Use method="information".')  # fmt: skip
+    total = probabilities.new_zeros(probabilities.shape[1], classes**labels)
     for p in probabilities:
         of_vectors = p.new_ones(len(p), 1)
-        for label in range(outputs):
-            one = p[:, label : label + 1]
-            of_vectors = torch.cat([of_vectors * (1.0 - one), of_vectors * one], 1)
+        for label in p.unbind(1):
+            of_vectors = (of_vectors.unsqueeze(2) * label.unsqueeze(1)).flatten(1)
         total += of_vectors
     return total / len(probabilities)
 
