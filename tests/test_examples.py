@@ -674,9 +674,17 @@ def test_the_rankings_of_mnist(tmp_path: Path) -> None:
 def test_which_images_to_label(tmp_path: Path) -> None:
     printed = run("active/labels.py", tmp_path)
     found = figures(tmp_path / "labels" / "labels.json")["results"]["digits"]
-    assert set(found) == {"random", "information", "bald", "epig", "variance"}
+    assert set(found) == {"random", "information", "bald", "epig", "variance", "information, fitted", "bald, fitted"}
     assert all(row["labels"] == [20, 30] and row["accuracy"][1] > 0.3 for row in found.values())
     assert len({tuple(row["accuracy"][:1]) for row in found.values()}) == 1 and "above random" in printed
+
+
+def test_which_rows_to_label(tmp_path: Path) -> None:
+    printed = run("active/tables.py", tmp_path)
+    found = figures(tmp_path / "labels" / "tables.json")["results"]["diabetes"]
+    assert len(found) == 5 and "rmse above random" in printed
+    assert all(row["labels"] == [20, 21] and 40 < row["rmse"][1] < 120 for row in found.values())
+    assert len({row["rmse"][0] for row in found.values()}) == 1
 
 
 def test_which_images_to_label_beside_peers(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""Which images to label next: accuracy against the number of labels, for five ways to choose them.
+"""Which images to label next: accuracy against the number of labels, for seven ways to choose them.
 
     python examples/active/labels.py [--problems digits,mnist --data DIR] --threads 1 --out labels
 
 A pool of 1,000 images of scikit-learn's digits, or of MNIST (DIR/mnist.npz, shrunk to 14 x 14), and twenty labels at
-the start. In each of eight rounds a perceptron with 32 tanh units is trained to its MAP on all labels
-so far (prior precision 1), and ten more images are labeled: at random, or greedily by "information", "bald", "epig"
-(100 images of the pool as targets) or "variance", each given those chosen before it. Test accuracy and log likelihood
-(glm) of 500 images; means and paired standard errors over ten seeds of data and weights. It writes labels.json and
-labels.png.
+the start. In each of eight rounds a perceptron with 32 tanh units is trained to its MAP on all labels so far (prior
+precision 1), and ten more images are labeled: at random, or greedily by "information", "bald", "epig" (100 images of
+the pool as targets) or "variance", each given those chosen before it; "fitted": under the precision of the largest
+evidence at these weights. Test accuracy and log likelihood (glm) of 500 images; means and paired standard errors over
+ten seeds of data and weights. It writes labels.json and labels.png.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
 from _shared import machine, mlp, once, parser, table, write
 
-COLORS = ("0.45", "#0072B2", "#D55E00", "#009E73", "#E69F00")
+COLORS = ("0.45", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7")
 START, BATCH = 20, 10
 
 # posterior, labeled inputs and labels, unlabeled inputs, generator -> indices of BATCH unlabeled inputs
@@ -44,10 +44,12 @@ def at_random(posterior: ntkl.Posterior, x: Tensor, y: Tensor, rest: Tensor, gen
     return torch.randperm(len(rest), generator=generator)[:BATCH]
 
 
-def greedy(method: str) -> Choice:
-    """The batch of `ntkl.active.select`."""
+def greedy(method: str, fitted: bool = False) -> Choice:
+    """The batch of `ntkl.active.select`, if `fitted` under the precision of the largest evidence."""
 
     def choice(posterior: ntkl.Posterior, x: Tensor, y: Tensor, rest: Tensor, generator: torch.Generator) -> Tensor:
+        if fitted:
+            posterior.fit_hyperparameters()
         pool = torch.cat([x, rest])
         targets = pool[torch.randperm(len(pool), generator=generator)[:100]] if method == "epig" else None
         return ntkl.active.select(posterior, rest, BATCH, method, targets=targets).indices
@@ -56,6 +58,7 @@ def greedy(method: str) -> Choice:
 
 
 WAYS: dict[str, Choice] = {"random": at_random} | {m: greedy(m) for m in ("information", "bald", "epig", "variance")}
+WAYS |= {f"{method}, fitted": greedy(method, fitted=True) for method in ("information", "bald")}
 
 
 def images(name: str, folder: Path | None) -> tuple[Tensor, Tensor]:

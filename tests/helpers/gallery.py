@@ -49,7 +49,7 @@ def keep(script: Path, folder: Path, printed: str, made: Mapping[str, Any] | Non
     image = _text(printed) if source is None else Image.open(source).convert("RGB")
     image.thumbnail(SIZE)
     buffer = io.BytesIO()
-    image.quantize(COLORS).save(buffer, "PNG", optimize=True)
+    image.quantize(COLORS, Image.Quantize.MAXCOVERAGE).save(buffer, "PNG", optimize=True)
     target = ROOT / where
     target.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT / "docs"))
