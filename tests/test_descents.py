@@ -30,15 +30,15 @@ def test_directions_are_those_of_bfgs_updates(most):
     pairs = Pairs(torch.zeros(2, SIZE).double(), 2 * 2 * SIZE * 8 * most)
     for turn in range(8):
         step, change, gradient = (torch.randn(2, SIZE, generator=generator).double() for _ in range(3))
-        change = change * ((step * change).sum(1).sign() * (-1 if turn == 5 else 1)).unsqueeze(1)
+        bends = torch.tensor([-1.0 if turn == 5 else 1.0, -1.0 if turn in (0, 6) else 1.0]).double()
+        change = change * ((step * change).sum(1).sign() * bends).unsqueeze(1)
         found = pairs.solved(step, change, change @ inverse, gradient, gradient @ inverse)
         for i in range(2):
-            kept[i].append((step[i], change[i]))
+            kept[i] += [(step[i], change[i])] if bends[i] > 0 else []
             want = inverse
             for s, y in kept[i][-max(most, tuning.FEWEST_PAIRS) :]:
-                if s @ y > 0:
-                    turned = torch.eye(SIZE).double() - torch.outer(s, y) / (s @ y)
-                    want = turned @ want @ turned.T + torch.outer(s, s) / (s @ y)
+                turned = torch.eye(SIZE).double() - torch.outer(s, y) / (s @ y)
+                want = turned @ want @ turned.T + torch.outer(s, s) / (s @ y)
             assert relative_error(found[i], want @ gradient[i]) < 1e-9
     pairs.keep(torch.tensor([False, True]))
     step, change, gradient = found[1:], found[1:] @ definite(2), gradient[1:]

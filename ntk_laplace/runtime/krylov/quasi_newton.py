@@ -72,54 +72,79 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
         step = size.unsqueeze(1) * direction
         found, there = objectives.values_and_gradients(at + step, rows)
         good = falls(found, values, size * gain, eps)
-        own = good.unsqueeze(1)
+        own, shorter = good.unsqueeze(1), _shorter(size, found - values, size * gain)
         step, change = torch.where(own, step, 0.0), torch.where(own, there - gradients, 0.0)
         at, values, gradients = at + step, torch.where(good, found, values), gradients + change
-        before, raised = raised, objectives.precondition(gradients)
-        ahead = -pairs.solved(step, change, raised - before, gradients, raised)
-        direction, size = torch.where(own, ahead, direction), torch.where(good, 1.0, 0.5 * size)
+        if bool(good.any()):
+            before, raised = raised, objectives.precondition(gradients)
+            ahead = -pairs.solved(step, change, raised - before, gradients, raised)
+            direction = torch.where(own, ahead, direction)
+        size = torch.where(good, 1.0, shorter)
         steps[rows] += good
     ends[rows], reached[rows] = at, values
     return ends, reached, steps
 
 
+def _shorter(size: Tensor, rise: Tensor, gain: Tensor) -> Tensor:
+    """The size where the parabola through both values and the slope is least, from a tenth to half of it, (S,)."""
+    least = torch.where(torch.isfinite(rise), 0.5 * gain / (rise + gain), 0.0)
+    return size * least.clamp(0.1, 0.5)
+
+
 class Pairs:
-    """The last pairs (s, y) of each row, and products with H; a pair that is left out is zero, with 1 in R."""
+    """The last pairs (s, y) of each row, and products with H. A place that is not used yet is zero, with 1 in R."""
 
     def __init__(self, start: Tensor, room: int) -> None:
         most = room // max(1, 2 * start.nbytes)
-        self._most, self._count = min(max(most, tuning.FEWEST_PAIRS), tuning.MOST_PAIRS), 0
+        self._most = min(max(most, tuning.FEWEST_PAIRS), tuning.MOST_PAIRS)
         count, size = start.shape
-        self._steps, self._images = (start.new_empty(count, self._most, size) for _ in range(2))  # S and KY
-        self._upper, self._inner = (start.new_zeros(count, self._most, self._most) for _ in range(2))  # R and YᵀKY
+        self._counts = torch.zeros(count, dtype=torch.long, device=start.device)
+        self._steps, self._images = (start.new_zeros(count, self._most, size) for _ in range(2))  # S and KY
+        self._inner = start.new_zeros(count, self._most, self._most)  # YᵀKY
+        self._upper = torch.eye(self._most, dtype=start.dtype, device=start.device).repeat(count, 1, 1)  # R
 
     def keep(self, rows: Tensor) -> None:
         """Those of some rows, a mask."""
-        used = min(self._count, self._most)
-        self._upper, self._inner = self._upper[rows], self._inner[rows]
+        used = self._used()
+        self._counts, self._upper, self._inner = self._counts[rows], self._upper[rows], self._inner[rows]
         for name in ("_steps", "_images"):
             old = getattr(self, name)
-            new = old.new_empty(len(self._upper), *old.shape[1:])
+            new = old.new_zeros(len(self._upper), *old.shape[1:])
             new[:, :used] = old[rows, :used]
             setattr(self, name, new)
+
+    def _used(self) -> int:
+        return min(int(self._counts.max()), self._most) if len(self._counts) else 0
 
     def solved(self, step: Tensor, change: Tensor, image: Tensor, gradients: Tensor, raised: Tensor) -> Tensor:
         """H g, (S, P), from g and K g, after one more pair s, y with K y, which is left out if sᵀy is not positive."""
         bend = (step * change).sum(1)
-        good = bend > tuning.LEAST_CURVATURE * (image * change).sum(1)
-        new, used = self._count % self._most, min(self._count + 1, self._most)
-        self._steps[:, new], self._images[:, new] = step * good.unsqueeze(1), image * good.unsqueeze(1)
-        right = torch.stack([change * good.unsqueeze(1), gradients], 2)
+        rows = (bend > tuning.LEAST_CURVATURE * (image * change).sum(1)).nonzero().squeeze(1)
+        new = self._counts[rows] % self._most
+        self._counts[rows] += 1
+        used = self._used()
+        self._steps[rows, new], self._images[rows, new] = step[rows], image[rows]
+        right = torch.stack([change, gradients], 2)
         forward, back = self._steps[:, :used] @ right, self._images[:, :used] @ right  # (S, used, 2)
-        self._upper[:, new, :used], self._upper[:, :used, new] = 0.0, forward[..., 0]
-        self._upper[:, new, new] = torch.where(good, bend, 1.0)
-        self._inner[:, new, :used] = self._inner[:, :used, new] = back[..., 0]
-        self._count += 1
-        old = torch.arange(used, device=step.device).roll(-(new + 1))  # by age
-        upper, inner = (one[:, old][:, :, old] for one in (self._upper, self._inner))
-        t = torch.linalg.solve_triangular(upper, forward[:, old, 1:], upper=True)
-        p = upper.diagonal(dim1=1, dim2=2).unsqueeze(2) * t + inner @ t - back[:, old, 1:]
+        self._upper[rows, new, :used], self._upper[rows, :used, new] = 0.0, forward[rows, :, 0]
+        self._upper[rows, new, new] = bend[rows]
+        self._inner[rows, new, :used] = self._inner[rows, :used, new] = back[rows, :, 0]
+        upper, inner = self._upper[:, :used, :used], self._inner[:, :used, :used]
+        forward, back = forward[..., 1:], back[..., 1:]
+        place = old = torch.arange(used, device=step.device).expand(len(step), -1)
+        if used == self._most:  # by age
+            start = torch.where(self._counts >= used, self._counts, 0).unsqueeze(1)
+            old, place = (old + start) % used, (old - start) % used
+            upper, inner = (_reordered(_reordered(one, old).mT, old).mT for one in (upper, inner))
+            forward, back = _reordered(forward, old), _reordered(back, old)
+        t = torch.linalg.solve_triangular(upper, forward, upper=True)
+        p = upper.diagonal(dim1=1, dim2=2).unsqueeze(2) * t + inner @ t - back
         p = torch.linalg.solve_triangular(upper.mT, p, upper=False)
-        place = old.argsort()
-        along, against = p[:, place].mT @ self._steps[:, :used], t[:, place].mT @ self._images[:, :used]
+        along = _reordered(p, place).mT @ self._steps[:, :used]
+        against = _reordered(t, place).mT @ self._images[:, :used]
         return raised + (along - against).squeeze(1)
+
+
+def _reordered(values: Tensor, index: Tensor) -> Tensor:
+    """values[s, index[s]], of shape (S, n, m), with index (S, n)."""
+    return values.gather(1, index.unsqueeze(2).expand(-1, -1, values.shape[2]))
