@@ -52,7 +52,7 @@ def test_a_regressor_is_the_training_by_hand() -> None:
     network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     found = ntkl.train_with_evidence(
         network, (torch.as_tensor(xs), torch.as_tensor(ys)[:, None]), ntkl.Gaussian(noise=0.1),
-        ntkl.GaussianPrior(groups="layer"), optimizer=lambda p: torch.optim.Adam(p, lr=0.02), epochs=10,
+        ntkl.GaussianPrior(groups="input"), optimizer=lambda p: torch.optim.Adam(p, lr=0.02), epochs=10,
         predictive="loo", settings=ntkl.Settings(progress=False),
     )  # fmt: skip
     assert found.predictive is not None and found.predictive.trusted
@@ -91,6 +91,22 @@ def test_the_evidence_at_other_hyperparameters() -> None:
     assert scaled.log_marginal_likelihood() == pytest.approx(model.log_marginal_likelihood() - 25 * np.log(100))
     with refused(ntkl.HyperparameterError, "theta of shape", r"shape \(1,\)", "theta_"):
         model.log_marginal_likelihood([0.0])
+
+
+def test_relevance_is_learned_for_the_inputs_of_a_perceptron() -> None:
+    """Two of four inputs have no effect. Other networks, structures and tables have one precision for each layer."""
+    draws = np.random.default_rng(0)
+    x = draws.uniform(-2, 2, (80, 4))
+    y = np.sin(x[:, 0]) + 0.5 * x[:, 2] + 0.1 * draws.standard_normal(80)
+    model = ntkl.LaplaceRegressor(epochs=100, hidden_layer_sizes=(8,), random_state=0).fit(x, y)
+    relevance = model.relevance_
+    assert relevance.shape == (4,) and relevance[[0, 2]].min() > 2 * relevance[[1, 3]].max()
+    assert np.allclose(relevance, np.exp(-0.5 * model.theta_[:4]), rtol=1e-12)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    wide = np.concatenate([x] * 33, 1)
+    for options, table in (({"structure": "ekfac"}, x), ({"network": net}, x), ({"groups": "layer"}, x), ({}, wide)):
+        other = ntkl.LaplaceRegressor(**QUICK | {"epochs": 1} | options).fit(table, y)
+        assert other.posterior_.prior.groups == "layer" and not hasattr(other, "relevance_")
 
 
 def test_several_targets() -> None:

@@ -39,11 +39,11 @@ def rows(name: str) -> tuple[Jacobian, Jacobian]:
 
 
 def variances(case: Problem, prior: str) -> dict[str, Tensor]:
-    """1/δ by parameter name: a number where the prior has one per tensor, else one per entry."""
+    """1/δ by parameter name: a number where the prior has one for the tensor, else one per entry."""
     flat = 1 / PRIORS[prior].dense(case)[0]
     parts = flat.split([p.numel() for p in case.parameters.values()])
     return {
-        name: part if prior == "parameter" else part[:1].clone()
+        name: part if prior == "parameter" or len(part.unique()) > 1 else part[:1].clone()
         for name, part in zip(case.parameters, parts, strict=True)
     }
 

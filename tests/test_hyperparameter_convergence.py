@@ -22,6 +22,7 @@ class Hill:
     def __init__(self, height: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> None:
         self.prior, self.likelihood, self.height, self.dtype = nn.Module(), nn.Module(), height, dtype
         self.prior.log_precision, self.prior.group_names = nn.Parameter(torch.zeros(2).double()), ["a", "b"]
+        self.prior.has_hyperprior = False
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
         return self.height(self.prior.log_precision)
@@ -29,7 +30,7 @@ class Hill:
     def log_scale(self) -> None:
         return None
 
-    def group_spectra(self) -> None:
+    def log_det_terms(self) -> None:
         return None
 
     def local_log_det(self) -> None:

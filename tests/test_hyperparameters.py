@@ -147,6 +147,67 @@ def test_the_fixed_point_counts_outputs_and_weights(regression) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def inputs() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A network of three inputs, the second of which has next to no effect, and its outputs with noise."""
+    torch.manual_seed(0)
+    x, network = torch.randn(40, 3).double(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    with torch.no_grad():
+        network[0].weight[:, 1] *= 1e-3
+        return network, (x, network(x) + 0.1 * torch.randn(40, 1).double())
+
+
+def test_the_input_factor_gives_the_evidence_at_any_precisions(inputs) -> None:
+    """Of KFAC with a precision for each input: value and gradient elsewhere are those of a factorization there."""
+    network, data = inputs
+    posterior = ntkl.laplace(network, data, ntkl.Gaussian(0.3), ntkl.GaussianPrior(0.7, groups="input"), "kfac")
+    evidence = variables.spectral_evidence(posterior, posterior.network.theta, ["precision", "noise"])
+    assert evidence is not None
+    with torch.no_grad():
+        posterior.prior.log_precision.add_(torch.randn_like(posterior.prior.log_precision))
+        posterior.likelihood.log_noise.add_(0.7)
+    moved = posterior.prior.log_precision, posterior.likelihood.log_noise
+    for one, other in zip(*[(value, *torch.autograd.grad(value, moved))
+                            for value in (evidence(), posterior.log_marginal_likelihood())], strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("structure", "method"), [("kfac", "lbfgs"), ("gp", "lbfgs"), ("kfac", "adam")])
+def test_searches_add_the_hyperprior_of_the_inputs(inputs, structure: str, method: str) -> None:
+    """At the end the evidence's slope is the hyperprior's pull; an input without effect has the largest precision."""
+    (network, data), spread = inputs, 0.8
+    posterior = ntkl.laplace(network, data, ntkl.Gaussian(0.01), ntkl.GaussianPrior(groups="input", spread=spread),
+                             structure)  # fmt: skip
+    history = posterior.fit_hyperparameters(method, ["precision"], tolerance=1e-9, steps=400)
+    logs, value = posterior.prior.log_precision, posterior.log_marginal_likelihood()
+    (slope,) = torch.autograd.grad(value, logs)
+    pull = (logs[:3] - logs[:3].mean()) / spread**2
+    torch.testing.assert_close(slope[:3], pull.detach(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(slope[3:], torch.zeros_like(slope[3:]), rtol=0.0, atol=1e-4)
+    assert logs[:3].argmax() == 1 and (logs[1] - logs[0]).item() > 0.5
+    total = value + posterior.prior.log_hyperprior()
+    assert history.evidence[history.best] == pytest.approx(total.item(), rel=1e-10)
+    with pytest.raises(ntkl.UnsupportedError, match='for a prior with a spread; got "mackay"'):
+        posterior.fit_hyperparameters("mackay")
+
+
+def test_an_ascent_climbs_the_evidence_and_the_hyperprior(inputs) -> None:
+    """Its first step is Adam's along the sum of both gradients; it returns evidences alone."""
+    network, data = inputs
+    posterior = ntkl.laplace(network, data, ntkl.Gaussian(0.3), ntkl.GaussianPrior(groups="input", spread=0.01), "kfac")
+    logs = posterior.prior.log_precision
+    with torch.no_grad():
+        logs.add_(torch.linspace(-1, 1, len(logs)).double())
+    before, start = posterior.log_marginal_likelihood().item(), logs.detach().clone()
+    total = posterior.log_marginal_likelihood() + posterior.prior.log_hyperprior()
+    (slope,) = torch.autograd.grad(total, logs)
+    first, last = Ascent("precision", 0.1, (1e-6, 1e6)).climb(posterior, posterior.network.theta, steps=1)
+    torch.testing.assert_close(logs.detach(), start + 0.1 * slope.sign(), rtol=1e-6, atol=1e-6)
+    assert (first, last) == pytest.approx((before, posterior.log_marginal_likelihood().item()), rel=1e-12)
+    first, _ = Ascent("precision", 0.1, (1e-6, 1e6)).climb(posterior, posterior.network.theta, steps=2)
+    assert first == pytest.approx(last, rel=1e-12)  # on the terms of log det B
+
+
 @pytest.mark.filterwarnings("ignore:the evidence still grows")
 def test_eigenvectors_that_mix_weights_of_several_precisions_belong_to_none_of_them() -> None:
     """An exact block, one precision for each of its entries: the evidence on the way is that of the matrix there."""

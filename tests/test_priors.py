@@ -36,6 +36,11 @@ def spread(values: dict[str, float]) -> Tensor:
 
 
 EACH = draw(0).exp()
+# of groups="input": the inputs of body.0.weight, then by layer
+BY_INPUT = torch.cat([spread(dict.fromkeys(SHAPES, 0.1))[:1], torch.tensor([0.6, 5.0], dtype=torch.float64).repeat(3),
+                      spread(dict(zip(SHAPES, [0.1, 0.0, 0.2, 0.3, 0.4, 0.4], strict=True)))[7:]])  # fmt: skip
+TENTHS = [0.1, 0.2, 0.3, 0.4]
+INPUTS = ["body.0.weight[:, 0]", "body.0.weight[:, 1]", "", "body.0", "body.1", "head"]
 # name -> groups, precision, the flat P0 it stands for, and the groups' names
 CASES: dict[str, tuple[Any, Any, Tensor, list[str] | None]] = {
     "all": ("all", 0.7, spread(dict.fromkeys(SHAPES, 0.7)), ["all"]),
@@ -73,6 +78,14 @@ CASES: dict[str, tuple[Any, Any, Tensor, list[str] | None]] = {
         torch.cat([torch.tensor([5.0], dtype=torch.float64), EACH[1:]]),
         None,
     ),
+    "input": ("input", torch.tensor([0.6, 5.0, 0.1, 0.2, 0.3, 0.4], dtype=torch.float64), BY_INPUT, INPUTS),
+    "input, by name": (
+        "input",
+        {"body.0.weight": torch.tensor([0.6, 5.0], dtype=torch.float64), **dict(zip(INPUTS[2:], TENTHS, strict=True))},
+        BY_INPUT,
+        INPUTS,
+    ),
+    "input, one for all": ("input", 3.0, torch.full((P,), 3.0, dtype=torch.float64), INPUTS),
     "mapping": (
         MAPPING,
         {"trunk": 0.5, "top": 8.0},
@@ -118,10 +131,12 @@ def test_groups_point_into_the_precisions(name: str) -> None:
     counts = torch.zeros_like(prior.group_counts())
     for parameter, size in SIZES.items():
         place = prior.group_of(parameter)
-        counts[place] += 1 if isinstance(place, slice) else size
+        several = name.startswith("parameter") or (name.startswith("input") and parameter == "body.0.weight")
+        assert isinstance(place, Tensor if several else int)
+        counts.index_add_(0, torch.as_tensor(place).expand(size), torch.ones(size, dtype=torch.int64))
         expected = prior.precision[place]
         torch.testing.assert_close(prior.tensor_precision(parameter), expected, rtol=1e-14, atol=0.0)
-        assert expected.shape == ((size,) if name.startswith("parameter") else ())
+        assert expected.shape == ((size,) if several else ())
     assert torch.equal(counts, prior.group_counts())
 
 
@@ -180,7 +195,23 @@ class _Verbs(torch.nn.Module):
 
     def forward(self, theta: Tensor) -> tuple[Tensor, ...]:
         prior = self.prior
-        return prior.energy(theta), prior.log_det(), prior.flat_precision(), prior.tensor_precision("body.0.bias")
+        values = prior.energy(theta), prior.log_det(), prior.flat_precision(), prior.tensor_precision("body.0.bias")
+        return *values, prior.log_hyperprior()
+
+
+def test_the_hyperprior_is_that_of_the_inputs_alone() -> None:
+    """A Gaussian of log precisions around their mean; records keep the width, and older ones have the default."""
+    precision = {"body.0.weight": torch.tensor([1.0, 3.0]).exp(), "": 9.0, "body.0": 9.0, "body.1": 9.0, "head": 9.0}
+    for width, expected in ((0.5, -4.0), (2.0, -0.25), (float("inf"), 0.0)):
+        prior = GaussianPrior(precision, groups="input", spread=width).bind(SHAPES)
+        assert prior.log_hyperprior().item() == pytest.approx(expected, rel=1e-6)
+        assert prior.has_hyperprior == (width < float("inf")) and prior.inputs == slice(0, 2)
+        again = GaussianPrior.from_record(prior.record(), SHAPES)
+        assert again.spread == width and torch.equal(again.log_precision, prior.log_precision)
+        older = {name: value for name, value in prior.record().items() if name != "spread"}
+        assert GaussianPrior.from_record(older, SHAPES).spread == 2.0
+    for name in ("layer", "parameter", "mapping"):
+        assert bound(name).log_hyperprior().item() == 0.0 and not bound(name).has_hyperprior
 
 
 def test_energy_of_training_is_weight_decay() -> None:
@@ -293,7 +324,11 @@ ERRORS = [
         make(mean={**dict.fromkeys(SHAPES, 0.0), "head.bias": torch.zeros(2)}),
         "expected a mean of shape (1,) for 'head.bias', or one number; got shape (2,). Pass",
     ),
-    (make(groups="block"), "expected groups among ('all', 'layer', 'tensor', 'parameter') or a mapping from group to"),
+    (make(groups="block"), "expected groups among ('all', 'layer', 'tensor', 'input', 'parameter') or a mapping from "),
+    (make({"body.0.weight": torch.ones(3)}, groups="input"), "each input, (2,); got shape (3,). Pass a number, or a"),
+    (make({"body.0.weight": 1.0}, groups="input"), "for every group, 'body.0.weight[:, 0]', 'body.0.weight[:, 1]', ''"),
+    (lambda: GaussianPrior(groups="input").bind({"a": Size((3,))}), "inputs, ...), for groups=\"input\"; got"),
+    (lambda: GaussianPrior(groups="input", spread=0.0), "expected a positive spread; got 0.0. Leave it out for 2, or"),
     (make(groups={"a": "body"}), "expected a list of names for group 'a'; got 'body'. Write {'a': [name, ...]}."),
     (make(groups={"a": ["body", "scale"]}), "expected every parameter in one group; 'head.weight' once; got 'head.wei"),
     (

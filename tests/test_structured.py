@@ -55,12 +55,14 @@ def covered(network: str, likelihood: str, prior: str, curvature: str, structure
     return (
         admits(network, likelihood, prior, curvature, structure) and likelihood in CHOSEN[network]
         and (structure != "ekfac reduce" or network in DETERMINED)
+        # one cotangent for each example: the outputs' factor is singular too
+        and (network, curvature, structure) != ("self_attention_sequence_first", "ef", "ekfac reduce")
     )  # fmt: skip
 
 
 # every network with every structure, every curvature, and every likelihood and prior that these take; with this seed,
 # the main structures have every curvature together with every prior as well
-CASES = pairwise(NETWORKS, LIKELIHOODS, PRIORS, CURVATURES, STRUCTURES, allowed=covered, seed=12)
+CASES = pairwise(NETWORKS, LIKELIHOODS, PRIORS, CURVATURES, STRUCTURES, allowed=covered, seed=57)
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
@@ -437,13 +439,16 @@ def test_layers_without_entries_change_nothing(structure, groups, n):
 
 
 def test_a_block_with_one_precision_per_entry_is_recorded() -> None:
-    """H = P0^½ U (λ + 1) Uᵀ P0^½ of an exact block is that of its record."""
+    """H = P0 U (λ + 1) Uᵀ P0 of an exact block is that of its record, also of one whose U had no factor P0^-½."""
     block = diagonal_block("weight", 2)
     a = torch.randn(2, 2, dtype=torch.float64)
     precision = torch.tensor([0.5, 2.0], dtype=torch.float64).view(1, 1, 2)
     scale = precision.rsqrt()
-    scaled = a @ a.T * scale.flatten() * scale.flatten()[:, None]
-    dense = DenseParameterBlock(block, FactorEigen(scaled), precision, scale)
+    side = FactorEigen(a @ a.T * scale.flatten() * scale.flatten()[:, None])
+    record = DenseParameterBlock(block, side, precision).record() or {}
+    older = {key: value for key, value in record.items() if key != "relative"}
+    older |= {"right": side.vectors.unsqueeze(0), "scale": scale}
     v = torch.randn(3, 1, 1, 2, dtype=torch.float64)
     wanted = torch.linalg.solve(a @ a.T + precision.flatten().diag(), v.flatten(1).T).T.view_as(v)
-    assert relative_error(SpectralBlock.from_record(dense.record() or {}).solve(v), wanted) < 1e-12
+    for one in (record, older):
+        assert relative_error(SpectralBlock.from_record(one).solve(v), wanted) < 1e-12

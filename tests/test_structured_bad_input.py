@@ -29,8 +29,19 @@ def kfac(**options):
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac"])
 def test_precisions_by_parameter_do_not_fit_kronecker_factors(structure):
-    with refused(HyperparameterError, f"precision per layer or tensor.*{structure}", 'groups="parameter"', '"inf"'):
+    with refused(HyperparameterError, f"per layer or tensor.*{structure.upper()}", "groups='parameter'", '"inf"'):
         fresh_fit("deep_mlp", "categorical", "parameter", "ggn", structure)
+
+
+@pytest.mark.parametrize("structure", ["ekfac", ntkl.KFAC(rank=2), ntkl.KFAC(damped=True)], ids=str)
+def test_precisions_by_input_need_the_whole_undamped_input_factor(structure):
+    with refused(HyperparameterError, "precision per layer or tensor.*KFAC", "groups='input'", '"kfac" as it is'):
+        fresh_fit("deep_mlp", "categorical", "input", "ggn", structure)
+
+
+def test_precisions_by_input_need_inputs_on_the_second_axis():
+    with refused(HyperparameterError, "inputs on the second axis of '0.weight'", "outputs there", '"gp", "full"'):
+        fresh_fit("conv_transpose1d", "categorical", "input", "ggn", "kfac")
 
 
 @pytest.mark.parametrize("rank", [0, -1, 0.0, 1.5, True, "trace:0", "trace:1.5", "trace:many", "half", None])

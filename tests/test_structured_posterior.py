@@ -22,7 +22,7 @@ def groups(posterior) -> Tensor:
     found = []
     for name, parameter in posterior.network.shapes.items():
         group = posterior.prior.group_of(name)
-        found += range(group.start, group.stop) if isinstance(group, slice) else [group] * parameter.numel()
+        found += group.tolist() if isinstance(group, Tensor) else [group] * parameter.numel()
     return torch.tensor(found)
 
 

@@ -101,12 +101,17 @@ class Ours:
     def retrained(self) -> Method:
         """For the network people bring: evidence at fixed weights, training at its precisions, leave-one-out."""
         start = time.process_time()
-        found = self.as_trained().retrain(self.data)
+        found = self.as_trained().retrain(self.data, groups=self.groups)
         return self._fitted(found, self.baselines.whole[1] + time.process_time() - start)
 
     # --- training with evidence
 
-    def with_evidence(self, rows: Tensor | None = None) -> ntkl.EvidenceTraining:
+    @property
+    def groups(self) -> str:
+        """Which weights share a precision: of a table those of each column, of images those of each layer."""
+        return "layer" if self.problem.recipe.batch else "input"
+
+    def with_evidence(self, rows: Tensor | None = None, groups: str | None = None) -> ntkl.EvidenceTraining:
         """A new network, trained together with its prior and noise.
 
         At the end its exact posterior with leave-one-out, if that is cheap, else that of the training.
@@ -114,8 +119,9 @@ class Ours:
         recipe, network = self.problem.recipe, self.problem.network(self.baselines.seed)
         data = self.data if rows is None else (self.problem.x[rows], self.problem.y[rows])
         images = {"optimizer": partial(Adam, lr=recipe.rate)} if recipe.batch else {}
+        prior = ntkl.GaussianPrior(groups=groups or self.groups)
         return ntkl.train_with_evidence(
-            network, data, self._likelihood(), epochs=recipe.epochs if images else min(EPOCHS, recipe.epochs),
+            network, data, self._likelihood(), prior, epochs=recipe.epochs if images else min(EPOCHS, recipe.epochs),
             batch_size=recipe.batch, predictive="loo" if self.exact else None, settings=QUIET, **images,
         )  # fmt: skip
 
@@ -154,6 +160,12 @@ class Ours:
         posterior = self.with_evidence(self.baselines.kept).posterior
         fit = posterior.calibrate((self.problem.x[self.baselines.held], self.problem.y[self.baselines.held]))
         return self._fitted(posterior, time.process_time() - start, after=fit.after)
+
+    def by_layer(self) -> Method:
+        """The path with one precision for each layer."""
+        start = time.process_time()
+        found = self.with_evidence(groups="layer")
+        return self._fitted(found.posterior, time.process_time() - start)
 
     def refitted(self) -> Method:
         """The path, then the linear model's optimum, and of a Gaussian its precision and noise by leave-one-out."""

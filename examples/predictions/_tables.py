@@ -25,9 +25,17 @@ BUNDLED = {
     "clusters": lambda: datasets.make_classification(
         900, 20, n_informative=6, n_classes=3, flip_y=0.05, random_state=0
     ),
+    # added last, and run once
+    "friedman2": lambda: datasets.make_friedman2(900, noise=100.0, random_state=0),
+    "friedman3": lambda: datasets.make_friedman3(900, noise=0.1, random_state=0),
+    "spheres": lambda: datasets.make_hastie_10_2(900, random_state=0),
+    "quantiles": lambda: datasets.make_gaussian_quantiles(
+        n_samples=900, n_features=4, n_classes=3, random_state=0
+    ),
+    "iris": lambda: datasets.load_iris(return_X_y=True),
 }
 FILES = ("boston", "concrete", "energy", "yacht", "snelson", "australian", "ionosphere", "banana")
-REGRESSION = ("boston", "concrete", "energy", "yacht", "snelson", "diabetes", "friedman")
+REGRESSION = ("boston", "concrete", "energy", "yacht", "snelson", "diabetes", "friedman", "friedman2", "friedman3")
 TABLES = (*FILES, *BUNDLED)
 # images and a network: mnist-1000-small, ...
 IMAGES = tuple(f"mnist-{count}-{name}" for count in (1000, 5000, 60000) for name in ("small", "cnn", "residual"))

@@ -9,6 +9,7 @@ from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_v
 from ntk_laplace.curvature.given import BlockwisePrecision, GivenPrecision, given_precision
 from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.last_layer import LastLayerPrecision, last_layer
+from ntk_laplace.curvature.log_det_terms import LogDetTerm, Spectrum
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock, diagonal_block, find_parameter_blocks
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision, group_numbers
 from ntk_laplace.curvature.structured import BlockDiagonalPrecision, BlockPrecision
@@ -27,10 +28,12 @@ __all__ = [
     "FunctionSpacePrecision",
     "GivenPrecision",
     "LastLayerPrecision",
+    "LogDetTerm",
     "LowRank",
     "ParameterBlock",
     "PosteriorPrecision",
     "Products",
+    "Spectrum",
     "Summary",
     "accumulate_ggn",
     "diagonal_block",

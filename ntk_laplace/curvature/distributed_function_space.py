@@ -98,14 +98,13 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         """log det B."""
         return self.matrix.log_det()
 
-    def _effective_by_columns(self) -> Tensor:
-        """γ_g for one precision per parameter: own columns of L⁻¹SᵀJ."""
-        dense = self.weighted.dense(self.shapes).transpose(0, 1).flatten(0, 1)
+    def _column_squares(self, matrix: Tensor) -> Tensor:
+        """Squared norms of the columns of L⁻¹M, for M (N*R, m): (m,), each process its own."""
 
         def squares(part: slice) -> Tensor:
-            return self.matrix.solve(dense[:, part].contiguous()).square().sum(0)
+            return self.matrix.solve(matrix[:, part].contiguous()).square().sum(0)
 
-        return self._dealt(dense.shape[1], 1, squares) / self.prior_precision
+        return self._dealt(matrix.shape[1], 1, squares)
 
     @collective_property
     def inverse_blocks(self) -> Tensor:

@@ -120,6 +120,11 @@ class Eigenbasis:
         return None if self._inner is None else self._inner.values * self._scales[1]
 
     @property
+    def inputs(self) -> Tensor | None:
+        """Lower triangle of the matrix of the inputs' side, (G, i, i); None if it is not kept."""
+        return None if self._inner is None else self._inner.lower
+
+    @property
     def made(self) -> bool:
         """Whether eigenvectors are computed."""
         return all(side is None or side.made for side in (self._outer, self._inner))
@@ -129,6 +134,12 @@ class Eigenbasis:
         outer, inner = self._scales
         scales = (outer, inner * factor) if table else (outer * factor, inner)
         return Eigenbasis(self._outer, self._inner, scales)
+
+    def relative_to(self, precision: Tensor, summary: Summary) -> Eigenbasis:
+        """The eigenbasis with that of P0^-½ A P0^-½ on the inputs' side, for precisions (G, i) of the inputs."""
+        scale = precision.rsqrt()
+        inputs = FactorEigen(summary.sums["right"] * scale.unsqueeze(1) * scale.unsqueeze(2))
+        return Eigenbasis(self._outer, inputs, (self._scales[0], 1.0))  # the sums have the scale already
 
     def shared(self, reducer: Reducer) -> Eigenbasis:
         """The eigenbasis that rank 0 has computed: signs, and vectors of equal eigenvalues, differ between machines."""

@@ -83,17 +83,28 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
-        if any(isinstance(group, slice) for group in self._group_of.values()):
-            return self._effective_by_columns()
         if self._num_groups == 1:
             # SᵀKS = B - I
             blocks = self.inverse_blocks
             return (blocks.shape[0] * blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum()).reshape(1)
-        return self._effective_by_group.clone()
+        total = self._effective_by_tensor.clone() if self._of_group else self.weighted.f.new_zeros(self._num_groups)
+        for name, groups in self._group_of.items():
+            if isinstance(groups, Tensor):
+                total.index_add_(0, groups.to(total.device), self._effective_by_entry(name))
+        return total
+
+    @cached_property
+    def _of_group(self) -> dict[int, list[str]]:
+        """The parameters that have one precision each, by their prior group."""
+        found: dict[int, list[str]] = {}
+        for name, group in self._group_of.items():
+            if isinstance(group, int):
+                found.setdefault(group, []).append(name)
+        return found
 
     @collective_property
-    def _effective_by_group(self) -> Tensor:
-        """γ_g for several groups: B⁻¹ in panels of columns, each multiplied by tiles of SᵀK_gS."""
+    def _effective_by_tensor(self) -> Tensor:
+        """γ_g of whole tensors, (G,): B⁻¹ in panels of columns, each multiplied by tiles of SᵀK_gS."""
         k, n = self.weighted.num_cotangents, self.weighted.num_examples
         total, blocks = self.weighted.f.new_zeros(self._num_groups), self.weighted.f.new_zeros(n, k, k)
         for start, panel in self._inverse_panels():
@@ -102,8 +113,8 @@ class FunctionSpacePrecision(PosteriorPrecision):
             blocks[first : first + width] = panel[:width].diagonal(dim1=0, dim2=2).permute(2, 0, 1)
             panel[width:] *= 2.0  # B⁻¹ and SᵀK_gS are symmetric: count the upper triangle too
             below, own = self.weighted.subset(slice(first, n)), self.weighted.subset(slice(first, first + width))
-            for group in range(self._num_groups):
-                variances = {name: v for name, v in self.variances.items() if self._group_of[name] == group}
+            for group, names in self._of_group.items():
+                variances = {name: self.variances[name] for name in names}
                 for rows, columns, tile in gram_tiles(below, own, variances):
                     total[group] += tile.mul_(panel[rows, :, columns]).sum()
         self.reducer.sum_(total, blocks)
@@ -114,14 +125,17 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """First row and panel of columns of B⁻¹, those of this process."""
         return self.factor.inverse_panels(self.weighted.num_cotangents)
 
-    def _effective_by_columns(self) -> Tensor:
-        """γ_g for one precision per parameter: columns of L⁻¹SᵀJ, a panel at a time."""
-        total = self.weighted.f.new_zeros(self._num_groups)
-        dense = self.weighted.dense(self.shapes).transpose(0, 1).flatten(0, 1)
-        step = max(1, tuning.COVARIANCE_BYTES // (dense.shape[0] * dense.element_size()))
-        for start in range(0, dense.shape[1], step):
-            panel = self.factor.solve_lower(dense[:, start : start + step])
-            total[start : start + step] = panel.square().sum(0) / self.prior_precision[start : start + step]
+    def _effective_by_entry(self, name: str) -> Tensor:
+        """γ of each entry of a parameter, (numel,): columns of L⁻¹SᵀJ."""
+        rows = self.weighted.restricted([name]).dense({name: self.shapes[name]}).transpose(0, 1).flatten(0, 1)
+        return self._column_squares(rows) * self.shapes.parts(self.prior_precision)[name].reciprocal()
+
+    def _column_squares(self, matrix: Tensor) -> Tensor:
+        """Squared norms of the columns of L⁻¹M, for M (N*R, m): (m,), a panel at a time."""
+        total = matrix.new_empty(matrix.shape[1])
+        step = max(1, tuning.COVARIANCE_BYTES // (matrix.shape[0] * matrix.element_size()))
+        for start in range(0, matrix.shape[1], step):
+            total[start : start + step] = self.factor.solve_lower(matrix[:, start : start + step]).square().sum(0)
         return total
 
     @cached_property

@@ -1,7 +1,7 @@
 """Parameter blocks: the parameters that share one factorization, and its kind.
 
-A layer's weight, with its bias if both have the same prior precision, is a Kronecker block. Other parameters are an
-exact block if they are small, else an exact diagonal. H has no entries between parameter blocks.
+A layer's weight, with its bias if both have the same prior precision or if each input has one, is a Kronecker block.
+Other parameters are an exact block if they are small, else an exact diagonal. H has no entries between blocks.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _parts_of(cluster: tuple[Block, ...], prior: GaussianPrior, form: str) -> It
     if len(cluster) == 1 and isinstance(block, Outer):
         kind = "diagonal" if form == "diagonal" else "kronecker"
         g, o, i = block.b.shape[2], block.b.shape[4], block.a.shape[3]
-        together = block.bias is not None and (form == "diagonal" or _one_group(prior, block.weight, block.bias))
+        together = block.bias is not None and (form == "diagonal" or _together(prior, block.weight, block.bias))
         bias = block.bias if together else None
         yield ParameterBlock(kind, block.weight, bias, (g, o, i + together), block.size, block.index)
         if block.bias is not None and not together:
@@ -262,9 +262,12 @@ def _parts_of(cluster: tuple[Block, ...], prior: GaussianPrior, form: str) -> It
         yield _plain(name, size, form)
 
 
-def _one_group(prior: GaussianPrior, first: str, second: str) -> bool:
-    one, other = prior.group_of(first), prior.group_of(second)
-    return isinstance(one, int) and one == other
+def _together(prior: GaussianPrior, weight: str, bias: str) -> bool:
+    """Whether all outputs of a layer have the same precisions of the inputs, of which the bias is the last."""
+    one, other = prior.group_of(weight), prior.group_of(bias)
+    if isinstance(one, int):
+        return one == other
+    return prior.groups == "input" and isinstance(other, int)
 
 
 def _plain(name: str, size: int, form: str) -> ParameterBlock:

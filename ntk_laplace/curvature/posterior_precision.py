@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.log_det_terms import LogDetTerm, Spectrum
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
@@ -174,9 +175,10 @@ class PosteriorPrecision(ABC):
         """
         return None
 
-    def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
-        """Spectra with the prior group of all or of each eigenvalue; None if eigenvectors mix the groups."""
-        return None
+    def log_det_terms(self) -> Sequence[LogDetTerm] | None:
+        """Terms whose sum is log det B at any precisions; None if every setting needs another factorization."""
+        spectrum = self.spectrum() if self._num_groups == 1 else None
+        return None if spectrum is None else [Spectrum(spectrum.flatten(), 0)]
 
     def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
         """A smooth model of log det B for `log_det` that is a stochastic estimate; None if it is not.
@@ -316,8 +318,5 @@ def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> Ten
     found = []
     for name, shape in shapes.items():
         group = prior.group_of(name)
-        if isinstance(group, slice):
-            found.append(torch.arange(group.start, group.stop))
-        else:
-            found.append(torch.full((shape.numel(),), group))
+        found.append(group if isinstance(group, Tensor) else torch.full((shape.numel(),), group))
     return torch.cat(found)

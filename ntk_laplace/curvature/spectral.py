@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
+from ntk_laplace.curvature.log_det_terms import InputTerm, LogDetTerm, Spectrum
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.posterior_precision import CrossCovariance
 from ntk_laplace.curvature.structured import BlockPrecision
@@ -24,7 +25,9 @@ __all__ = ["DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
 
 
 class SpectralBlock(BlockPrecision):
-    """H = U (λ + δ) Uᵀ on one parameter block; with a scale, H = P0^½ U (λ + 1) Uᵀ P0^½.
+    """H = U (λ + δ) Uᵀ on one parameter block, with orthonormal U.
+
+    Relative to P0, H = P0 U (λ + 1) UᵀP0 with UᵀP0U = I, from the generalized eigenproblem JᵀΛJ u = λ P0 u.
 
     Parameters
     ----------
@@ -34,19 +37,18 @@ class SpectralBlock(BlockPrecision):
     values : Tensor, (G, o, i)
         λ, at least zero.
     precision : Tensor
-        δ, 0-d or (G, o, i). The latter requires a `basis` that is the identity, or that of P0^-½ (JᵀΛJ) P0^-½.
-    scale : Tensor, (G, o, i), optional
-        P0^-½, if λ and U belong to P0^-½ (JᵀΛJ) P0^-½.
+        δ, 0-d or (G, o, i). If it is not `relative`, the latter requires a `basis` that is the identity.
+    relative : bool
+        Whether λ and U are relative to P0.
     """
 
     many_variances = True
 
     def __init__(
-        self, block: ParameterBlock, basis: Basis, values: Tensor, precision: Tensor, scale: Tensor | None = None
+        self, block: ParameterBlock, basis: Basis, values: Tensor, precision: Tensor, relative: bool = False
     ) -> None:
-        self.block, self._basis, self._values, self.scale = block, basis, values, scale
-        self.precision = precision
-        self._shift = torch.ones_like(precision) if scale is not None else precision
+        self.block, self._basis, self._values = block, basis, values
+        self.precision, self.relative = precision, relative
 
     @property
     def basis(self) -> Basis:
@@ -58,26 +60,34 @@ class SpectralBlock(BlockPrecision):
         """λ, (G, o, i)."""
         return self._values
 
+    @property
+    def _shift(self) -> Tensor:
+        """Eigenvalues of P0: δ, or 1 relative to itself."""
+        return torch.ones_like(self.precision) if self.relative else self.precision
+
     @cached_property
     def inverse(self) -> Tensor:
-        """Eigenvalues of H⁻¹ (of P0^½ H⁻¹ P0^½ with a scale), (G, o, i)."""
+        """1/(λ + δ), or 1/(λ + 1), (G, o, i): H⁻¹ = U diag(inverse) Uᵀ."""
         return 1.0 / (self.values + self._shift)
 
     # --- storage
 
     def record(self) -> dict[str, Any] | None:
-        """U, λ, δ and the scale; of damped factors the λ whose undamped H is the same."""
+        """U, λ and δ; of damped factors the λ whose undamped H is the same."""
         values = self.values if self.homogeneous else 1.0 / self.inverse - self._shift
         return {"block": self.block.record(), "left": side_record(self.basis.left),
                 "right": side_record(self.basis.right), "values": values,
-                "precision": self.precision, "scale": self.scale}
+                "precision": self.precision, "relative": self.relative}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> SpectralBlock:
-        """Restore what `record` returned."""
+        """Restore what `record` returned, of this version or an earlier one, whose U has no factor P0^-½."""
         basis = Basis(side_from_record(record["left"]), side_from_record(record["right"]))
+        scale = record.get("scale")
+        if scale is not None and isinstance(basis.right, Tensor):
+            basis = Basis(basis.left, basis.right * scale[:, 0].unsqueeze(2))
         return SpectralBlock(ParameterBlock.from_record(record["block"]), basis, record["values"],
-                             record["precision"], record["scale"])
+                             record["precision"], record.get("relative", scale is not None))
 
     # --- evidence
 
@@ -94,43 +104,46 @@ class SpectralBlock(BlockPrecision):
         """Eigenvalues relative to P0."""
         return self.values / self._shift
 
-    def entry_of(self, values: Tensor) -> Tensor | None:
-        """Map per-entry values (G, o, i) to the eigenvalues; None if eigenvectors mix entries."""
-        return values if self.basis.right is None and self.basis.left is None else None
+    def log_det_term(self, groups: int | Tensor) -> LogDetTerm | None:
+        """Σ log(1 + λ/δ), if each eigenvalue belongs to one precision."""
+        spectrum = self.spectrum()
+        if spectrum is None:
+            return None
+        if isinstance(groups, int):
+            return Spectrum(spectrum.flatten(), groups)
+        identity = self.basis.left is None and self.basis.right is None
+        return Spectrum(spectrum.flatten(), groups.flatten()) if identity else None
 
     def effective(self) -> Tensor:
-        """γ = Σ λ/(λ + δ), 0-d; per entry, (G, o, i), if each entry has its own precision."""
+        """γ = Σ λ/(λ + δ), 0-d; per entry, (G, o, i), if entries have precisions of their own."""
         used = self.values * self.inverse
         if self.precision.ndim == 0:
             return used.sum(dtype=torch.float64)
-        if self.basis.right is None:
-            return used.expand(self.block.entries)
-        if isinstance(self.basis.right, Reflections):
-            raise ValueError("precisions of single entries in an eigenbasis of layers")
-        return (self.basis.right.square() @ used.unsqueeze(-1)).squeeze(-1)  # 1 - δ_i (H⁻¹)_ii
+        left, right = self.basis.left, self.basis.right
+        if isinstance(left, Reflections) or isinstance(right, Reflections):
+            raise ValueError("precisions of single entries in a basis of reflections")
+        squares = Basis(None if left is None else left.square(), None if right is None else right.square())
+        own = squares.back(used.expand(self.block.entries))  # Σ_j U_ij² λ_j/(λ_j + 1)
+        return own * self.precision if self.relative else own  # 1 - δ_i (H⁻¹)_ii
 
     # --- H⁻¹ and its root
 
     def solve(self, values: Tensor) -> Tensor:
         """H⁻¹ v for v (..., G, o, i)."""
-        return self._out(self.inverse * self._in(values))
+        return self.basis.back(self.inverse * self.basis.turn(values))
 
     def multiply(self, values: Tensor) -> Tensor:
         """H v for v (..., G, o, i)."""
-        turned = self.basis.turn(values if self.scale is None else values / self.scale)
-        back = self.basis.back(turned / self.inverse)
-        return back if self.scale is None else back / self.scale
+        found = self.basis.back(self._coordinates(values) / self.inverse)
+        return found * self.precision if self.relative else found
 
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹ for z (..., G, o, i)."""
-        return self._out(self.inverse.sqrt() * noise)
+        return self.basis.back(self.inverse.sqrt() * noise)
 
-    def _in(self, values: Tensor) -> Tensor:
-        return self.basis.turn(values if self.scale is None else values * self.scale)
-
-    def _out(self, values: Tensor) -> Tensor:
-        back = self.basis.back(values)
-        return back if self.scale is None else back * self.scale
+    def _coordinates(self, values: Tensor) -> Tensor:
+        """U⁻¹ v, which is Uᵀ v, or UᵀP0 v."""
+        return self.basis.turn(values * self.precision if self.relative else values)
 
     # --- covariance of f
 
@@ -147,9 +160,7 @@ class SpectralBlock(BlockPrecision):
         return self._turned(rows).joint(self.inverse)
 
     def _turned(self, rows: Jacobian) -> Block:
-        own = self.block.rows(rows)
-        own = own if self.scale is None else own.scaled(self.scale)
-        return own.rotated(self.basis.left, self.basis.right)
+        return self.block.rows(rows).rotated(self.basis.left, self.basis.right)
 
     # --- derivatives in Λ
 
@@ -160,23 +171,18 @@ class SpectralBlock(BlockPrecision):
         if self.block.kind == "block":  # use J z: a block's eigenvectors change with Λ
             pushed = (self.block.rows(rows).written(slice(None)) * vector).flatten(2).sum(2)
             return pushed.unsqueeze(2) * pushed.unsqueeze(1)
-        return self._turned(rows).inner(self.basis.turn(vector).square())
+        return self._turned(rows).inner(self._coordinates(vector).square())
 
     def quadratic(self, vector: Tensor) -> Tensor:
         """zᵀ (H - P0) z for z (G, o, i)."""
-        turned = self.basis.turn(vector) if self.scale is None else self.basis.turn(vector / self.scale)
-        return (self.values * turned.square()).sum(dtype=torch.float64)
+        return (self.values * self._coordinates(vector).square()).sum(dtype=torch.float64)
 
     def information(self) -> Tensor:
         """The approximation of JᵀΛJ on this parameter block, (p, p); for small blocks."""
         size = self.block.size
         eye = torch.eye(size, dtype=self.values.dtype, device=self.values.device).view(size, *self.block.entries)
-        half = self.basis.turn(eye).flatten(1) * self.values.expand(self.block.entries).flatten().sqrt()
-        matrix = half @ half.T
-        if self.scale is None:
-            return matrix
-        inverse_scale = 1.0 / self.scale.flatten()
-        return matrix * inverse_scale * inverse_scale.unsqueeze(1)
+        half = self._coordinates(eye).flatten(1) * self.values.expand(self.block.entries).flatten().sqrt()
+        return half @ half.T
 
 
 class DenseParameterBlock(SpectralBlock):
@@ -186,20 +192,21 @@ class DenseParameterBlock(SpectralBlock):
     ----------
     block : ParameterBlock
     side : FactorEigen
-        Eigendecomposition of the block of JᵀΛJ, or of P0^-½ (JᵀΛJ) P0^-½.
-    precision, scale
-        As in `SpectralBlock`.
+        Eigendecomposition of the block of JᵀΛJ; of P0^-½ (JᵀΛJ) P0^-½ if entries have precisions of their own.
+    precision : Tensor
+        δ, 0-d or (1, 1, p).
     """
 
-    def __init__(self, block: ParameterBlock, side: FactorEigen, precision: Tensor, scale: Tensor | None) -> None:
-        self.block, self.precision, self.scale, self._side = block, precision, scale, side
-        self._shift = torch.ones_like(precision) if scale is not None else precision
+    def __init__(self, block: ParameterBlock, side: FactorEigen, precision: Tensor) -> None:
+        self.block, self.precision, self.relative, self._side = block, precision, precision.ndim > 0, side
 
     @cached_property
     def basis(self) -> Basis:
         """U."""
         vectors = self._side.vectors
-        return Basis(None, vectors.unsqueeze(0) if isinstance(vectors, Tensor) else vectors)
+        if not isinstance(vectors, Tensor):
+            return Basis(None, vectors)
+        return Basis(None, (vectors * self.precision.rsqrt().view(-1, 1) if self.relative else vectors).unsqueeze(0))
 
     @cached_property
     def values(self) -> Tensor:
@@ -219,13 +226,14 @@ class KroneckerBlock(SpectralBlock):
     ----------
     block : ParameterBlock
     eigenbasis : Eigenbasis
-        The factors' eigenvectors and eigenvalues β (G, o) and α (G, i).
+        The factors' eigenvectors and eigenvalues β (G, o) and α (G, i). If inputs have precisions of their own, α and
+        the eigenvectors of that side are those of P0^-½ A P0^-½.
     count : Tensor, ()
         Number of terms in the input factor.
     sharing : str
         "expand" or "reduce".
-    precision : Tensor, ()
-        δ.
+    precision : Tensor
+        δ, 0-d, or (G, o, i) and the same for all o.
     damped : bool
         Use (β' + √δ)(α' + √δ) with β' = β/√count and α' = α/√count instead of β'α' + δ ([I21] A.3).
     """
@@ -234,15 +242,18 @@ class KroneckerBlock(SpectralBlock):
         self, block: ParameterBlock, eigenbasis: Eigenbasis, count: Tensor, sharing: str, precision: Tensor,
         damped: bool = False,
     ) -> None:  # fmt: skip
-        self.block, self.precision, self.scale, self._shift = block, precision, None, precision
+        self.block, self.precision, self.relative = block, precision, precision.ndim > 0
         self.sharing, self.damped, self.count = sharing, damped, count
         self.homogeneous = not damped
         self._eigenbasis = eigenbasis
 
     @cached_property
     def basis(self) -> Basis:
-        """U_B ⊗ U_A."""
-        return self._eigenbasis.basis
+        """U_B ⊗ U_A, or U_B ⊗ P0^-½ U_A."""
+        found = self._eigenbasis.basis
+        if not self.relative or not isinstance(found.right, Tensor):
+            return found
+        return Basis(found.left, found.right * self.precision[:, 0].rsqrt().unsqueeze(2))
 
     @cached_property
     def left(self) -> Tensor:
@@ -268,7 +279,7 @@ class KroneckerBlock(SpectralBlock):
     def inverse(self) -> Tensor:
         """Eigenvalues of H⁻¹, (G, o, i)."""
         if not self.damped:
-            return 1.0 / (self.values + self.precision)
+            return super().inverse
         root = self.precision.sqrt()
         return 1.0 / ((self.left + root).unsqueeze(2) * (self.right + root).unsqueeze(1))
 
@@ -318,6 +329,13 @@ class KroneckerBlock(SpectralBlock):
         """Eigenvalues relative to P0; None if damped, because H - P0 then depends on δ."""
         return None if self.damped else super().spectrum()
 
+    def log_det_term(self, groups: int | Tensor) -> LogDetTerm | None:
+        """Σ log(1 + λ/δ); if inputs have precisions of their own, from the input factor at any of them."""
+        inputs = self._eigenbasis.inputs
+        if not self.relative or inputs is None or isinstance(groups, int):
+            return super().log_det_term(groups)
+        return InputTerm(self.left / self.count.sqrt(), inputs, groups[:, 0])
+
     def effective(self) -> Tensor:
         """γ = -∂ log det B/∂ log δ, 0-d."""
         if not self.damped:
@@ -329,7 +347,7 @@ class KroneckerBlock(SpectralBlock):
 
     def information_gained(self) -> Tensor:
         """p - tr(P0 H⁻¹), 0-d; if damped, P0 is smaller than what H adds to the curvature."""
-        return (1.0 - self.precision * self.inverse).sum(dtype=torch.float64)
+        return (1.0 - self._shift * self.inverse).sum(dtype=torch.float64)
 
     def quadratic(self, vector: Tensor) -> Tensor:
         """zᵀ (H - P0) z for z (G, o, i)."""
@@ -371,6 +389,6 @@ class KroneckerBlock(SpectralBlock):
         if vector is None:
             weights = self.inverse.mT if outputs_last else self.inverse
             return torch.diag_embed((weights @ inputs.unsqueeze(-1)).squeeze(-1)) * scale
-        z = self.basis.turn(vector)
+        z = self._coordinates(vector)
         z = z.mT if outputs_last else z
         return (z * inputs.unsqueeze(1)) @ z.mT * scale

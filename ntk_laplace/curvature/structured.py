@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.log_det_terms import LogDetTerm
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
@@ -97,8 +98,11 @@ class BlockPrecision(ABC):
         """Eigenvalues relative to P0; None if they are not available."""
         return None
 
-    def entry_of(self, values: Tensor) -> Tensor | None:
-        """Map per-entry values (G, o, i) to the eigenvalues; None if eigenvectors mix entries."""
+    def log_det_term(self, groups: int | Tensor) -> LogDetTerm | None:
+        """`log_det` at any precisions, from the prior group of all entries or of each, (G, o, i).
+
+        None if every setting needs another factorization.
+        """
         return None
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
@@ -153,24 +157,17 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         known = [own.double().flatten() for own in lists if own is not None]
         return torch.cat(known) if len(known) == len(lists) else None
 
-    def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
-        """Spectrum of each parameter block, with its prior group, or with one group per eigenvalue.
-
-        None if a block does not list its eigenvalues, or if an eigenvector mixes entries of different precisions.
-        """
-        found: list[tuple[Tensor, int | Tensor]] = []
+    def log_det_terms(self) -> list[LogDetTerm] | None:
+        """One for each parameter block; None if eigenvectors of a block mix entries of different precisions."""
+        found: list[LogDetTerm] = []
         for algebra in self.algebras:
-            spectrum = algebra.spectrum()
-            if spectrum is None:
-                return None
             groups = [self._prior.group_of(name) for name in algebra.block.names]
-            if isinstance(groups[0], int) and groups.count(groups[0]) == len(groups):
-                found.append((spectrum.flatten(), groups[0]))
-                continue
-            own = algebra.entry_of(algebra.block.gather(self.shapes.parts(self.groups)))
-            if own is None:
+            one = groups[0] if all(isinstance(group, int) and group == groups[0] for group in groups) else None
+            each = algebra.block.gather(self.shapes.parts(self.groups)) if one is None else one
+            term = algebra.log_det_term(each)
+            if term is None:
                 return None
-            found.append((spectrum.flatten(), own.flatten()))
+            found.append(term)
         return found
 
     def effective_parameters(self) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import prior_variances
+from ntk_laplace.curvature.posterior_precision import group_numbers
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.contractions import Variance
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram, gram_tiles
@@ -119,16 +120,18 @@ class _Weighted(torch.autograd.Function):
         ctx.gram_function, ctx.like = gram_function, log_precision
         ctx.variances = prior_variances(prior, gram_function.shapes)
         ctx.groups = {name: prior.group_of(name) for name in gram_function.shapes}
+        ctx.numbers = group_numbers(prior, gram_function.shapes)
         return gram_function.value(ctx.variances)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         slope, upstream = torch.zeros_like(ctx.like), upstream.contiguous()
-        if any(isinstance(group, slice) for group in ctx.groups.values()):
+        if any(isinstance(group, Tensor) for group in ctx.groups.values()):
             sizes = ctx.gram_function.shapes.sizes
             variance = torch.cat([_entries(ctx.variances[name], size, upstream) for name, size in sizes.items()])
-            return slope - (variance * ctx.gram_function.by_parameter(upstream)).to(slope), None, None
+            each = variance * ctx.gram_function.by_parameter(upstream)
+            return slope.index_add_(0, ctx.numbers.to(slope.device), -each.to(slope)), None, None
         for group in range(len(slope)):
             own = {name: v for name, v in ctx.variances.items() if ctx.groups[name] == group}
             # ∂ K / ∂ log δ_g = -K_g / δ_g

@@ -378,12 +378,33 @@ def contractions(left: Cluster, right: Cluster, variances: Variances) -> list[Co
         names = sorted(one.keys() & two.keys())
         ours, theirs = [(Dense.of(n, one[n]),) for n in names], [(Dense.of(n, two[n]),) for n in names]
     found = [
-        min((method(one, two, variances) for method in METHODS if method.applies(one, two, variances)),
-            key=lambda each: each.cost)
-        for one, two in zip(ours, theirs, strict=True)
-        if any(name in variances for name in _names(one))
+        min((method(*pair) for method in METHODS if method.applies(*pair)), key=lambda each: each.cost)
+        for pair in (_by_input(one, two, variances) for one, two in zip(ours, theirs, strict=True)
+                     if any(name in variances for name in _names(one)))
     ]  # fmt: skip
     return sorted(found, key=lambda each: each.stage)
+
+
+def _by_input(left: Cluster, right: Cluster, variances: Variances) -> tuple[Cluster, Cluster, Variances]:
+    """The same products with one prior variance of a layer's weight, if it has one for each input.
+
+    Their roots are multiplied into the inputs, so that rows need not be written out.
+    """
+    (one, *_), (two, *_) = left, right
+    outer = isinstance(one, Outer) and isinstance(two, Outer) and _same_factors(left, right)
+    variance = variances.get(one.weight) if outer else None
+    if not isinstance(variance, Tensor):
+        return left, right, variances
+    entries = one.shaped(variance)  # (G, o, i)
+    if not torch.equal(entries, entries[:, :1].expand_as(entries)):
+        return left, right, variances
+    scale = entries[:, :1].sqrt()
+
+    def scaled(block: Outer) -> Cluster:
+        return (replace(block, a=block.a * scale.to(block.a)),)
+
+    ours = scaled(one)
+    return ours, ours if two is one else scaled(two), {**variances, one.weight: 1.0}
 
 
 def _names(cluster: Cluster) -> tuple[str, ...]:

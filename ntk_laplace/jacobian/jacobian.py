@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -50,6 +50,10 @@ class Jacobian:
         """Rows of some of the examples."""
         f = self.f[index]
         return replace(self, blocks=tuple(b.subset(index) for b in self.blocks), num_examples=len(f), f=f)
+
+    def restricted(self, names: Collection[str]) -> Jacobian:
+        """The blocks that name one of these parameters, with their rows of other parameters."""
+        return replace(self, blocks=tuple(block for block in self.blocks if not set(names).isdisjoint(block.names)))
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Jacobian:
         """The same rows in another floating type, or on another device."""

@@ -80,7 +80,7 @@ class Objective:
         with torch.no_grad():
             own = (self._prior.precision / self.scale).cpu()
             places = map(self._prior.group_of, self.parameters)
-            self._pull = [own[place].view(p.shape).to(p) if isinstance(place, slice) else float(own[place])
+            self._pull = [own[place].view(p.shape).to(p) if isinstance(place, Tensor) else float(own[place])
                           for place, p in zip(places, self.parameters.values(), strict=True)]
 
     def gradient(self, x: Inputs, y: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ _OF_LAPLACE = {
     "evidence_bound": "a bound of the evidence by blocks",
     "evidence_curve": "the evidence over many precisions",
     "spectrum": "the eigenvalues of its curvature",
-    "group_spectra": "the eigenvalues of its curvature",
+    "log_det_terms": "the eigenvalues of its curvature",
     "local_log_det": "a model of its log determinant",
     "log_scale": "the scale of its curvature",
     "fit_hyperparameters": "hyperparameters that maximize the evidence",

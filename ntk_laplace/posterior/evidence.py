@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature import LogDetTerm
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory, maximize
@@ -145,16 +146,12 @@ class EvidenceVerbs(Fitted):
         """Eigenvalues of P0^-½ JᵀΛJ P0^-½, zeros included or not; None if the structure does not list them."""
         return self.posterior_precision.spectrum()
 
-    def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
-        """The spectrum in pieces, each with its prior group (a number, or one for each eigenvalue).
+    def log_det_terms(self) -> Sequence[LogDetTerm] | None:
+        """Terms whose sum is log det B at any prior precisions, and with Λ multiplied by any number.
 
-        With all of a group's precisions multiplied by c_g and Λ by c, log det B = Σ log(1 + c λ_i/c_g). None where a
-        structure has no eigenvalues that belong to one group each.
+        None where a structure has no eigenvalues that belong to one prior group each.
         """
-        if len(self.prior.log_precision) == 1:
-            spectrum = self.spectrum()
-            return None if spectrum is None else [(spectrum.flatten(), 0)]
-        return self.posterior_precision.group_spectra()
+        return self.posterior_precision.log_det_terms()
 
     def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
         """A smooth model of log det B near the present hyperparameters, if `log_det` is a stochastic estimate."""

@@ -47,6 +47,7 @@ LAST_LAYER_SPECTRUM = 4096  # rows of B up to which a last layer lists eigenvalu
 HESSIAN_EXAMPLES = 4096  # examples whose output Hessians are compared at a time
 BLOCK_REFRESH = 0.05  # steps of variational inference, in units of step size, between two eigendecompositions
 BLOCK_CHANGE = 0.05  # relative change of a block's trace, after which it is decomposed anew before that
+INPUTS_WITH_PRECISIONS = 128  # features up to which estimators learn a precision for each: a decomposition at each step
 EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 
 # --- linear algebra

@@ -178,10 +178,9 @@ class BlockSpec(StructureSpec):
 
 
 def _block(summary: Summary, precision: Tensor) -> DenseParameterBlock:
-    """Eigendecompose an exact block, or P0^-½ (JᵀΛJ) P0^-½ if every entry has its own precision."""
+    """Eigendecompose an exact block, or P0^-½ (JᵀΛJ) P0^-½ if entries have precisions of their own."""
     lower = summary.sums["block"]
-    scale = None
     if precision.ndim:
-        scale = precision.rsqrt()
-        lower = lower * scale.flatten() * scale.flatten().unsqueeze(1)
-    return DenseParameterBlock(summary.block, FactorEigen(lower), precision, scale)
+        scale = precision.rsqrt().flatten()
+        lower = lower * scale * scale.unsqueeze(1)
+    return DenseParameterBlock(summary.block, FactorEigen(lower), precision)

@@ -38,14 +38,20 @@ class KroneckerSpec(StructuredSpec):
         Raises
         ------
         HyperparameterError
-            If the prior has one precision per parameter, and the eigenvectors mix parameters.
+            If a layer's weights have several precisions, and the eigenvectors mix them.
         """
-        if prior.groups == "parameter" and not self.squares:
+        if (prior.groups == "parameter" and not self.squares) or (prior.groups == "input" and not self.by_input):
             raise HyperparameterError(
-                f"one prior precision per layer or tensor for {self.name!r}, whose eigenvectors mix a layer's weights",
-                'groups="parameter"',
-                'Use groups "all", "layer" or "tensor", or structure "inf", "diag", "full" or "gp".',
+                f"one prior precision per layer or tensor for {self}, whose eigenvectors mix a layer's weights",
+                f"groups={prior.groups!r}",
+                'Use groups "all", "layer" or "tensor", or structure "inf", "diag", "full" or "gp".'
+                + ' "kfac" as it is takes groups="input" too.' * (prior.groups == "input"),
             )  # fmt: skip
+
+    @property
+    def by_input(self) -> bool:
+        """False where the eigenvectors of the fit stay as they are: precisions of inputs turn them."""
+        return self.squares
 
     def algebra(self, summary: Summary, eigenbasis: Eigenbasis, extra: Any, precision: Tensor) -> BlockPrecision:
         """Factorization of H on one parameter block at one precision, 0-d or (G, o, i)."""
@@ -97,8 +103,20 @@ class KFAC(KroneckerSpec):
         """The rank."""
         return self.rank
 
+    @property
+    def by_input(self) -> bool:
+        """Whether the whole input factor is kept, and the precision is added to the product."""
+        return not self.damped and self.rank is None
+
     def kronecker(self, summary: Summary, eigenbasis: Eigenbasis, extra: Any, precision: Tensor) -> BlockPrecision:
         """λ_oi = β_o α_i / count."""
+        if precision.ndim:
+            if not torch.equal(precision, precision[:, :1].expand_as(precision)):
+                raise HyperparameterError(
+                    f"inputs on the second axis of {summary.block.weight!r}, for a precision of each under {self}",
+                    "a layer that has its outputs there", 'Use groups "layer", or structure "gp", "full" or "diag".',
+                )  # fmt: skip
+            eigenbasis = eigenbasis.relative_to(precision[:, 0], summary)
         return KroneckerBlock(summary.block, eigenbasis, summary.sums["count"], self.sharing, precision, self.damped)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -165,8 +165,7 @@ def _of_block(
     Each determinant is taken in the smaller of the two spaces. Rows are kept only where one is in function space.
     """
     prior, size, like = fitted.prior, len(index) * root.shape[-1], fitted.theta
-    in_weights = [diagonal or layout.num_parameters < size or (gradient and prior.groups == "parameter")
-                  for layout in layouts]  # fmt: skip
+    in_weights = [diagonal or layout.num_parameters < size for layout in layouts]
     _require_memory(fitted, [] if diagonal else [w for w, own in zip(layouts, in_weights, strict=True) if own],
                     0 if all(in_weights) else size)
     shape = 1 if diagonal else 2
@@ -186,7 +185,7 @@ def _of_block(
     for i, layout in enumerate(layouts):
         precision: PosteriorPrecision | _Diagonal
         if together is not None and i not in sums:
-            own = _restricted(together, layout)
+            own = together.restricted(layout)
             eye = torch.eye(own.num_cotangents).to(own.f).expand(own.num_examples, -1, -1)  # S is in the rows already
             precision = FunctionSpacePrecision(own, eye, prior, layout)
         else:
@@ -236,14 +235,9 @@ def _weighted_rows(fitted: FittedModel, index: Tensor, root: Tensor) -> Iterator
     yield from read_rows(model, source, root, model.settings.batch_size, "bound of the evidence")
 
 
-def _restricted(rows: Jacobian, layout: ParameterLayout) -> Jacobian:
-    """The rows without blocks of other parameters."""
-    return replace(rows, blocks=tuple(block for block in rows.blocks if not layout.keys().isdisjoint(block.names)))
-
-
 def _pieces(rows: Jacobian, layout: ParameterLayout) -> Iterator[Jacobian]:
     """The rows of some parameters in pieces that fit in memory when written out."""
-    own = _restricted(rows, layout)
+    own = rows.restricted(layout)
     step = max(1, tuning.FULL_ROWS_BYTES // (layout.num_parameters * rows.num_cotangents * rows.dtype.itemsize))
     for start in range(0, rows.num_examples, step):
         yield own.subset(slice(start, start + step))

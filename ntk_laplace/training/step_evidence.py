@@ -196,7 +196,7 @@ class _Bound:
         """As of the part."""
         return self.part.log_scale()
 
-    def group_spectra(self) -> None:
+    def log_det_terms(self) -> None:
         """None: a step takes a factorization of the M examples."""
 
     def local_log_det(self) -> None:

@@ -245,4 +245,4 @@ def _ratio(model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
 
 def _group(model: LinearizedModel, name: str) -> Tensor:
     group, count = model.prior.group_of(name), model.network.shapes[name].numel()
-    return torch.arange(group.start, group.stop) if isinstance(group, slice) else torch.full((count,), group)
+    return group if isinstance(group, Tensor) else torch.full((count,), group)

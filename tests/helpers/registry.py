@@ -194,6 +194,24 @@ def _layer_precisions(problem: Problem) -> dict[str, float]:
     return _group_values([_layer(name) for name in problem.names])
 
 
+def _by_input(problem: Problem) -> tuple[str, dict[str, Any]]:
+    """The first parameter with inputs; its precisions by input, and those of the other parameters by layer."""
+    first = next((name for name, p in problem.parameters.items() if p.ndim > 1), "")
+    layers = _group_values([_layer(name) for name in problem.names if name != first])
+    inputs = problem.parameters[first].shape[1] if first else 0
+    return first, layers | {first: 0.6 + torch.arange(inputs, dtype=torch.float64)}
+
+
+def _input_precisions(problem: Problem) -> Tensor:
+    first, values = _by_input(problem)
+    found = []
+    for name, p in problem.parameters.items():
+        one = torch.ones_like(p).double().detach()
+        own = torch.einsum("oi...,i->oi...", one, values[first]) if name == first else one * values[_layer(name)]
+        found.append(own.reshape(-1))
+    return torch.cat(found)
+
+
 PRIORS = {
     case.name: case
     for case in (
@@ -219,6 +237,11 @@ PRIORS = {
                 _flat(problem, lambda name: _group_values(problem.names)[name]),
                 torch.cat([mean.reshape(-1) for mean in _tensor_means(problem).values()]),
             ),
+        ),
+        PriorCase(
+            "input",
+            lambda problem: _library().GaussianPrior(precision=_by_input(problem)[1], groups="input"),
+            lambda problem: (_input_precisions(problem), torch.zeros_like(problem.theta)),
         ),
         PriorCase(
             "parameter",

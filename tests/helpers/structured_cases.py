@@ -198,9 +198,14 @@ MET_BY_ALL = (
 
 
 def admits(network: str, likelihood: str, prior: str, curvature: str, structure: str) -> bool:
-    """Kronecker factors take no precision by parameter; ties of a Gaussian's eigenvalues leave open what INF keeps."""
+    """Kronecker factors take no precision by parameter, and one by input only where inputs are the second axis.
+
+    Ties of a Gaussian's eigenvalues leave open what INF keeps.
+    """
+    each = {"parameter": ("inf", "diag"), "input": ("kfac", "kfac reduce", "inf", "diag")}
+    outputs_second = prior == "input" and network in ("conv_transpose1d", "conv_transpose2d")
     return (
-        likelihood in offered(network) and (prior != "parameter" or structure in ("inf", "diag"))
+        likelihood in offered(network) and structure in each.get(prior, STRUCTURES) and not outputs_second
         and not (likelihood == "gaussian" and structure == "inf")
     )  # fmt: skip
 

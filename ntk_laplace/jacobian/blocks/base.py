@@ -125,10 +125,6 @@ class Block(ABC):
     def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Block:
         """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q), or reflections; None is the identity."""
 
-    @abstractmethod
-    def scaled(self, scale: Tensor) -> Block:
-        """Rows with entries multiplied by (G, o, i)."""
-
     def squares(self) -> Tensor:
         """Σ_nk J_nk², (G, o, i)."""
         total = self.values.new_zeros(self.entries)

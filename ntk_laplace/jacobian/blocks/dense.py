@@ -134,6 +134,3 @@ class Dense(Block):
     def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Dense:
         rows = self.written(slice(None))
         return Dense.of_layer(self.weight, turned(turned(rows.mT, left).mT, right))
-
-    def scaled(self, scale: Tensor) -> Dense:
-        return replace(self, rows=self.rows * scale.expand(self.entries).flatten())

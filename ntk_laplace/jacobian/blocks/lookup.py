@@ -139,9 +139,6 @@ class Lookup(Factored):
         rows = replace(self, b=turned(self.b.unsqueeze(2), right).squeeze(2), padding=-1)
         return rows if left is None else rows._as_dense().rotated(left, None)
 
-    def scaled(self, scale: Tensor) -> Lookup:
-        return replace(self, b=self.b * scale.expand(self.entries)[0][self.tokens], padding=-1)
-
     def squares(self) -> Tensor:
         squares = self._summed_by_token().square().sum(0).flatten(0, 1)
         return squares.new_zeros(self.vocabulary, squares.shape[1]).index_add_(0, self.tokens.flatten(), squares)[None]

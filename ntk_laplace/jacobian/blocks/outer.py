@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, steps, weigh
-from ntk_laplace.jacobian.blocks.dense import Dense
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reflections import Reflections, turned
 
@@ -277,9 +276,6 @@ class Outer(Factored):
         b, a = turned(self.b, left), turned(self.inputs, right)
         size = b.shape[2] * b.shape[4] * a.shape[3]
         return replace(self, bias=None, b=b, a=a, index=None, size=size)
-
-    def scaled(self, scale: Tensor) -> Dense:
-        return Dense.of_layer(self.weight, self.written(slice(None)) * scale)
 
     def squares(self) -> Tensor:
         if not self.one_position:

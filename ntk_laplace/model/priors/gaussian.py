@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
 from ntk_laplace.model.priors.grouping import Grouping
 from ntk_laplace.model.priors.names import GROUPS, Value, checked_mean, checked_precision, describe, flat_mean, names_of
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
@@ -26,14 +27,21 @@ class GaussianPrior(nn.Module):
     precision : float, Tensor or mapping
         In inverse squared units of the weights: one for all groups, one per group (in the order of `group_names`), or
         a mapping from names of groups, or of parameters that are the only member of a group. With
-        ``groups="parameter"`` a mapping from parameter names to a number or a tensor of the parameter's shape.
+        ``groups="parameter"`` a mapping from parameter names to a number or a tensor of the parameter's shape; with
+        ``groups="input"`` the first weight's name stands for all its inputs, a number or one for each.
     mean : float, Tensor or mapping
         One for all, flat (P,) in the order of the network's parameters, or a mapping from parameter names to a number
         or a tensor of its shape. A mapping must contain every parameter, and may contain more.
-    groups : {"all", "layer", "tensor", "parameter"} or mapping
+    groups : {"all", "layer", "tensor", "input", "parameter"} or mapping
         Which parameters share a precision: all; those of one module (the group's name is the module's path, ""
         for the network itself); those of one tensor; none; or ``{group: [names of parameters or modules]}``, which
-        must contain every parameter once.
+        must contain every parameter once. "input" is automatic relevance determination (Neal 1996): of the first
+        parameter with two or more axes, (outputs, inputs, ...), the entries of each input share one, and so do the
+        other parameters of each module.
+    spread : float
+        Of ``groups="input"``: standard deviation of the log precisions of the inputs around their mean, a hyperprior
+        for searches of the precisions (`log_hyperprior`). Without it, ``float("inf")``, few data leave out inputs that
+        matter.
 
     Attributes
     ----------
@@ -55,12 +63,16 @@ class GaussianPrior(nn.Module):
         precision: Value | Mapping[str, Value] = 1.0,
         mean: Value | Mapping[str, Value] = 0.0,
         groups: str | Mapping[str, Sequence[str]] = "all",
+        spread: float = 2.0,
     ) -> None:
         super().__init__()
         if not (isinstance(groups, Mapping) or groups in GROUPS):
             raise HyperparameterError(
                 f"groups among {GROUPS} or a mapping from group to names", f"{groups!r}", "Pass one of them."
             )
+        if not (is_number(spread, above=0) or spread == math.inf):
+            raise HyperparameterError("a positive spread", f"{spread!r}", 'Leave it out for 2, or pass float("inf").')
+        self.spread = float(spread)
         self.groups = {g: names_of(g, m) for g, m in groups.items()} if isinstance(groups, Mapping) else groups
         self._given_precision, self._given_mean = checked_precision(precision), checked_mean(mean)
         self._grouping = Grouping(names=["all"] if groups == "all" else [])
@@ -152,8 +164,8 @@ class GaussianPrior(nn.Module):
         """Whether the precisions are those that the caller passed or assigned: False once they were optimized."""
         return self._as_given is None or torch.equal(self._as_given, self._log_precision().detach().cpu())
 
-    def group_of(self, name: str) -> int | slice:
-        """Index of a parameter's precision in `log_precision`; a slice for ``groups="parameter"``."""
+    def group_of(self, name: str) -> int | Tensor:
+        """Index of a parameter's precision in `log_precision`; where it has several, those of its entries, (numel,)."""
         return self._bound().place(name)
 
     def group_counts(self) -> Tensor:
@@ -161,7 +173,7 @@ class GaussianPrior(nn.Module):
         return self._bound().counts(self._log_precision().device)
 
     def tensor_precision(self, name: str) -> Tensor:
-        """Precision of a parameter, 0-d; flat (numel,) for ``groups="parameter"``. Differentiable."""
+        """Precision of a parameter, 0-d; flat (numel,) where it has several. Differentiable."""
         return self._log_precision()[self.group_of(name)].exp()
 
     def flat_precision(self) -> Tensor:
@@ -171,6 +183,25 @@ class GaussianPrior(nn.Module):
     def log_det(self) -> Tensor:
         """Log determinant of P0. Differentiable."""
         return (self.group_counts() * self._log_precision()).sum()
+
+    @property
+    def inputs(self) -> slice:
+        """Indices of the precisions of the inputs in `log_precision`, for ``groups="input"``; of none for others."""
+        return self._bound().inputs
+
+    @property
+    def has_hyperprior(self) -> bool:
+        """Whether `log_hyperprior` depends on the precisions."""
+        return self.groups == "input" and math.isfinite(self.spread)
+
+    def log_hyperprior(self) -> Tensor:
+        """``-½ Σ_i (log δ_i - m)²/spread²`` over the inputs of ``groups="input"``, with their mean m; 0 for others.
+
+        Searches of the precisions add it to the evidence; the evidence itself does not contain it. 0-d, nats.
+        Differentiable.
+        """
+        logs = self._log_precision()[self.inputs]
+        return -0.5 * ((logs - logs.mean()) / self.spread).square().sum() if self.has_hyperprior else logs.new_zeros(())
 
     # --- mean and energy -----------------------------------------------------------------------------------
 
@@ -206,14 +237,14 @@ class GaussianPrior(nn.Module):
         mean = self.flat_mean()
         same = bool((mean == mean[0]).all())
         return {
-            "groups": groups, "mean": float(mean[0]) if same else mean.clone(),
+            "groups": groups, "spread": self.spread, "mean": float(mean[0]) if same else mean.clone(),
             "log_precision": self._log_precision().detach().clone(), "as_given": self.as_given,
         }  # fmt: skip
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], shapes: Mapping[str, Size]) -> GaussianPrior:
         """Restore a prior from its record, bound to parameters of these names and shapes."""
-        prior = cls(mean=record["mean"], groups=record["groups"]).bind(shapes)
+        prior = cls(mean=record["mean"], groups=record["groups"], spread=record.get("spread", 2.0)).bind(shapes)
         with torch.no_grad():
             prior._log_precision().copy_(record["log_precision"])
         if record.get("as_given", True):  # older records do not know

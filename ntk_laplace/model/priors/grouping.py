@@ -22,19 +22,22 @@ class Grouping:
     Attributes
     ----------
     by_parameter : bool
-        Every scalar parameter is a group; otherwise every tensor belongs to one group.
+        Every scalar parameter is a group; otherwise every tensor belongs to one group, or is `by_input`.
     shapes : ParameterLayout
         The network's parameters in the order that flattens θ; empty before a network is known.
     group_of : dict of str to int
-        Group of each tensor.
+        Group of each tensor; of the one that is `by_input` its first.
     names : list of str
         Names of the groups.
+    by_input : str or None
+        The tensor with a group for each index of its second axis, the inputs of its layer.
     """
 
     by_parameter: bool = False
     shapes: ParameterLayout = field(default_factory=lambda: ParameterLayout({}))
     group_of: dict[str, int] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
+    by_input: str | None = None
 
     @classmethod
     def of(cls, groups: str | Mapping[str, Sequence[str]], shapes: ParameterLayout) -> Grouping:
@@ -43,10 +46,25 @@ class Grouping:
         Raises
         ------
         HyperparameterError
-            If a mapping does not contain every parameter once.
+            If a mapping does not contain every parameter once, or if no weight has inputs.
         """
+        if groups == "input":
+            return cls._of_inputs(shapes)
         group_of, names = assign(groups, list(shapes))
         return cls(groups == "parameter", shapes, group_of, names)
+
+    @classmethod
+    def _of_inputs(cls, shapes: ParameterLayout) -> Grouping:
+        """One group for each input of the first weight, and one for the other parameters of each layer."""
+        first = next((name for name, shape in shapes.items() if len(shape) > 1), None)
+        if first is None:
+            raise HyperparameterError('a weight of shape (outputs, inputs, ...), for groups="input"',
+                                      f"parameters of shapes {[tuple(shape) for shape in shapes.values()]}",
+                                      'Use groups "tensor" or "parameter".')
+        inputs = [f"{first}[:, {column}]" for column in range(shapes[first][1])]
+        group_of, names = assign("layer", [name for name in shapes if name != first])
+        later = {name: len(inputs) + group for name, group in group_of.items()}
+        return cls(False, shapes, {first: 0} | later, inputs + names, first)
 
     @property
     def num_parameters(self) -> int:
@@ -60,35 +78,55 @@ class Grouping:
             return [f"{name}[{i}]" for name, size in self.shapes.sizes.items() for i in range(size)]
         return list(self.names)
 
-    def place(self, name: str) -> int | slice:
-        """Index, or slice, of a tensor's precisions."""
+    @property
+    def inputs(self) -> slice:
+        """The groups of the tensor that is `by_input`; none if there is none."""
+        return slice(0, 0) if self.by_input is None else slice(0, self.shapes[self.by_input][1])
+
+    def place(self, name: str) -> int | Tensor:
+        """Group of a tensor; if it has several, the group of each entry, (numel,), int64."""
         if name not in self.group_of:
             raise unknown("parameter", name, self.shapes)
-        if not self.by_parameter:
-            return self.group_of[name]
-        return self.shapes.slices()[name]
+        if self.by_parameter:
+            entries = self.shapes.slices()[name]
+            return torch.arange(entries.start, entries.stop)
+        return self._over_inputs(torch.arange(self.shapes[name][1])) if name == self.by_input else self.group_of[name]
 
     def counts(self, device: torch.device) -> Tensor:
         """Count the parameters in each group, (G,), int64."""
         if self.by_parameter:
             return torch.ones(self.num_parameters, dtype=torch.int64, device=device)
-        index, sizes = self._index(device)
-        return torch.zeros(len(self.names), dtype=torch.int64, device=device).index_add(0, index, sizes)
+        return self.sums(torch.ones(self.num_parameters, dtype=torch.int64, device=device))
 
     def spread(self, values: Tensor) -> Tensor:
         """Expand values per group (G,) to values per parameter (P,)."""
         if self.by_parameter:
             return values
-        index, sizes = self._index(values.device)
-        return values[index].repeat_interleave(sizes, output_size=self.num_parameters)
+        parts = []
+        for name, size in self.shapes.sizes.items():
+            if name == self.by_input:
+                parts.append(self._over_inputs(values[self.inputs]))
+            else:
+                parts.append(values[self.group_of[name]].expand(size))
+        return torch.cat(parts)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum values per parameter (P,) over each group, (G,)."""
         if self.by_parameter:
             return values
-        index, sizes = self._index(values.device)
-        sums = torch.stack([part.sum() for part in values.split(sizes.tolist())])
-        return sums.new_zeros(len(self.names)).index_add(0, index, sums)
+        sums, groups = [], []
+        for name, part in self.shapes.parts(values).items():
+            shape = self.shapes[name] if name == self.by_input else (-1, 1)
+            own = part.view(shape).transpose(0, 1).flatten(1).sum(1)  # of each input, or one
+            sums.append(own)
+            groups.append(torch.arange(len(own), device=values.device) + self.group_of[name])
+        return values.new_zeros(len(self.names)).index_add(0, torch.cat(groups), torch.cat(sums))
+
+    def _over_inputs(self, values: Tensor) -> Tensor:
+        """One value for each input to one for each entry of the tensor that is `by_input`, flat."""
+        assert self.by_input is not None
+        shape = self.shapes[self.by_input]
+        return values.view(1, -1, *(1,) * (len(shape) - 2)).expand(shape).flatten()
 
     def values(self, given: Value | Mapping[str, Value]) -> Tensor:
         """Precisions of the groups, (G,), from any accepted input.
@@ -110,14 +148,9 @@ class Grouping:
             )
         return values.flatten().expand(size).clone()
 
-    def _index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Group and size of each parameter tensor, in order."""
-        sizes = list(self.shapes.sizes.values())
-        return torch.tensor(list(self.group_of.values()), device=device), torch.tensor(sizes, device=device)
-
     def _from_groups(self, given: Mapping[str, Value]) -> Tensor:
         values: dict[str, float] = {}
-        for key, value in given.items():
+        for key, value in self._with_each_input(given).items():
             group = self._group_named(key)
             if group in values or torch.as_tensor(value).numel() != 1:
                 got = "two" if group in values else f"shape {tuple(torch.as_tensor(value).shape)}"
@@ -133,6 +166,18 @@ class Grouping:
                 "Name each group once.",
             )
         return torch.tensor([values[name] for name in self.names], dtype=torch.float64)
+
+    def _with_each_input(self, given: Mapping[str, Value]) -> dict[str, Value]:
+        """The mapping with the name of the tensor that is `by_input` replaced by the names of its groups."""
+        found = dict(given)
+        if self.by_input is None or self.by_input not in found:
+            return found
+        names, value = self.names[self.inputs], torch.as_tensor(found.pop(self.by_input))
+        count = len(names)
+        if value.numel() != 1 and value.shape != (count,):
+            raise HyperparameterError(f"one precision for {self.by_input!r}, or one for each input, ({count},)",
+                                      f"shape {tuple(value.shape)}", "Pass a number, or a tensor of this shape.")
+        return found | dict(zip(names, value.flatten().expand(count), strict=True))
 
     def _group_named(self, key: str) -> str:
         if key in self.names:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Value = float | Tensor
-GROUPS = ("all", "layer", "tensor", "parameter")
+GROUPS = ("all", "layer", "tensor", "input", "parameter")
 
 
 def assign(groups: str | Mapping[str, Sequence[str]], names: list[str]) -> tuple[dict[str, int], list[str]]:

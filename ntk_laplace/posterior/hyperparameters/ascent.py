@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
-from ntk_laplace.posterior.hyperparameters.variables import Evidence, Variables, spectral_evidence
+from ntk_laplace.posterior.hyperparameters.variables import Evidence, Variables, spectral_evidence, with_hyperprior
 
 __all__ = ["Ascent"]
 
@@ -35,6 +35,8 @@ class Ascent:
     def climb(self, posterior: Evidence, theta: Tensor, steps: int) -> tuple[float, float]:
         """Take K steps on a posterior's evidence and set its hyperparameters to the result ([I21] Eq. 7).
 
+        The steps are on the evidence with the prior's `log_hyperprior`.
+
         Parameters
         ----------
         posterior : Evidence
@@ -54,10 +56,10 @@ class Ascent:
             evidence = posterior.log_marginal_likelihood if evidence is None else evidence
             logs, optimizer = self._bound(variables)
             low, high = variables.box(self.bounds)
-            before = None
+            before, objective = None, with_hyperprior(evidence, posterior.prior)
             for _ in range(steps):
-                value, gradient = variables.value_and_gradient(evidence)
-                before = value if before is None else before
+                value, gradient = variables.value_and_gradient(objective)
+                before = value - posterior.prior.log_hyperprior().item() if before is None else before
                 if not bool(gradient.isfinite().all()):
                     raise _not_finite(value)
                 logs.grad = -gradient

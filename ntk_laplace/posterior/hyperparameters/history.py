@@ -24,7 +24,7 @@ class HyperparameterHistory:
     names : list of str
         Hyperparameters by name: ``precision[group]``, ``noise``, ``temperature``.
     evidence : list of float
-        Nats, one per step; the first is at the starting values.
+        Nats, one per step; the first is at the starting values. The prior's `log_hyperprior`, if it has one, is in it.
     values : list of list of float
         Hyperparameters at each step, in the order of `names`; variances and precisions, not their logarithms.
     converged : bool

@@ -19,9 +19,15 @@ from ntk_laplace.errors import (
     is_number,
     require_whole,
 )
-from ntk_laplace.model.likelihoods import Gaussian, Likelihood
+from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.posterior.hyperparameters.history import HyperparameterHistory
-from ntk_laplace.posterior.hyperparameters.variables import Evidence, Variables, local_evidence, spectral_evidence
+from ntk_laplace.posterior.hyperparameters.variables import (
+    Evidence,
+    Variables,
+    local_evidence,
+    spectral_evidence,
+    with_hyperprior,
+)
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 
@@ -37,6 +43,8 @@ def maximize(
     **options: Any,
 ) -> HyperparameterHistory:  # fmt: skip
     """Maximize a posterior's evidence over its hyperparameters, and set them to the best values.
+
+    Where the prior has a hyperprior (`GaussianPrior.log_hyperprior`), it is added to the evidence, also in the history.
 
     Parameters
     ----------
@@ -71,7 +79,7 @@ def maximize(
         raise HyperparameterError("options among correction, learning_rate, progress", ", ".join(options), "Drop them.")
     variables = Variables(posterior, parameters)
     if method == "mackay":
-        _require_fixed_point(set(variables.parameters), posterior.likelihood, correction)
+        _require_fixed_point(posterior, set(variables.parameters), correction)
     evidence = None if correction else spectral_evidence(posterior, theta, list(variables.parameters))
     # the gradient of an estimate is another estimate: a search needs a function and its own gradient
     searched = evidence is None and not correction and method != "mackay"
@@ -80,7 +88,7 @@ def maximize(
         _follow_an_estimate(method, list(variables.parameters))
     if evidence is None:
         evidence = partial(posterior.log_marginal_likelihood, correction=correction)
-    search = _Search(variables, evidence, bounds, steps, tolerance)
+    search = _Search(variables, with_hyperprior(evidence, posterior.prior), bounds, steps, tolerance)
     history = search.history = HyperparameterHistory(method, variables.names)
     try:
         with variables.alone():
@@ -115,7 +123,7 @@ def _by_local_models(
     """Maximize local models in turn, each made where the one before has its maximum; a step is one of them."""
     variables = search.variables
     for _ in track(range(tuning.ANCHORS), "ntk_laplace: local models", tuning.ANCHORS, progress):
-        inner = _Search(variables, local, bounds, search.steps, search.tolerance)
+        inner = _Search(variables, with_hyperprior(local, posterior.prior), bounds, search.steps, search.tolerance)
         inner.history = HyperparameterHistory(method, variables.names)
         start = inner.inside(variables.get())
         value, gradient = inner.at(start)
@@ -326,13 +334,13 @@ def _fixed_point(search: _Search, posterior: Evidence, distances: Tensor) -> Ten
     return torch.cat(found)
 
 
-def _require_fixed_point(moving: set[str], likelihood: Likelihood, correction: bool) -> None:
-    noise = isinstance(likelihood, Gaussian) and likelihood.kind == "scalar"
+def _require_fixed_point(posterior: Evidence, moving: set[str], correction: bool) -> None:
+    noise = isinstance(posterior.likelihood, Gaussian) and posterior.likelihood.kind == "scalar"
     others = moving - ({"precision", "noise"} if noise else {"precision"})
-    if others or correction:
-        what = ", ".join(sorted(others)) or "an evidence with correction"
+    if others or correction or posterior.prior.has_hyperprior:
+        what = ", ".join(sorted(others)) or ("an evidence with correction" if correction else "a prior with a spread")
         raise UnsupportedError(f'method "lbfgs" or "adam" for {what}', '"mackay"', "The fixed point is known for "
-                               "precisions and for a Gaussian's one noise variance, without correction.")
+                               "precisions and for a Gaussian's one noise variance, without correction or spread.")
 
 
 def _follow_an_estimate(method: str, moving: list[str]) -> None:

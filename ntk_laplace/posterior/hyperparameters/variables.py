@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ntk_laplace.curvature import LogDetTerm
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
-from ntk_laplace.runtime import tuning
 
-__all__ = ["Evidence", "Variables", "local_evidence", "spectral_evidence"]
+__all__ = ["Evidence", "Variables", "local_evidence", "spectral_evidence", "with_hyperprior"]
 
 
 class Evidence(Protocol):
@@ -51,8 +50,8 @@ class Evidence(Protocol):
     def log_scale(self) -> Tensor | None:
         """Log of the scalar by which the likelihood's hyperparameters multiply the curvature; None if not a scalar."""
 
-    def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
-        """Eigenvalues of P0^-½ JᵀΛJ P0^-½ with their prior groups; None if not available."""
+    def log_det_terms(self) -> Sequence[LogDetTerm] | None:
+        """Terms whose sum is log det B at any precisions; None if the structure has none."""
 
     def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
         """log det B in changes of the log precisions, near the present ones; None where it is not estimated."""
@@ -163,23 +162,34 @@ class Variables:
         return value.item(), torch.cat([g.detach().double().flatten().cpu() for g in gradients])
 
 
+def with_hyperprior(evidence: Callable[[], Tensor], prior: GaussianPrior) -> Callable[[], Tensor]:
+    """What searches maximize: the evidence, and the hyperprior of the precisions if there is one."""
+    if not prior.has_hyperprior:
+        return evidence
+
+    def objective() -> Tensor:
+        value = evidence()
+        return value + prior.log_hyperprior().to(value)
+
+    return objective
+
+
 def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> Callable[[], Tensor] | None:
-    """The evidence from one eigendecomposition, if each eigenvalue of B - I belongs to one precision.
+    """The evidence from terms of log det B that are known at any precisions.
 
     This holds for one precision for all parameters, and for Kronecker factors and diagonals in weight space. The
     likelihood may be optimized too if it only multiplies Λ by a scalar (a Gaussian's single noise variance); a fixed
-    likelihood is evaluated once. A step costs O(P), or O(N R). None in other cases.
+    likelihood is evaluated once. A step costs O(P), or O(N R), and one eigendecomposition of the first layer's inputs
+    if each has a precision of its own. None in other cases.
     """
     prior = posterior.prior
     moving = set(which) - {"precision"}
     scale = posterior.log_scale()
     if moving and scale is None:
         return None
-    spectra = posterior.group_spectra()
-    if spectra is None:
+    terms = posterior.log_det_terms()
+    if terms is None:
         return None
-    # rounding can make eigenvalues of a semidefinite matrix slightly negative
-    spectra = [(values.detach().clamp_min(0.0), group) for values, group in spectra]
     with torch.no_grad():
         log_precision, distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
         log_scale = None if scale is None else scale.detach().clone()
@@ -192,7 +202,7 @@ def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) 
             shift = shift - (now - log_scale).double()
         joint = posterior.log_likelihood() if moving else log_likelihood
         joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
-        log_det = torch.stack([_LogDet.apply(shift[group], values) for values, group in spectra]).sum()
+        log_det = torch.stack([term.log_det(shift) for term in terms]).sum()
         return joint - 0.5 * log_det.to(joint)  # [I21] Eq. 8, 9
 
     return evidence
@@ -223,27 +233,3 @@ def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> 
 
     return evidence
 
-
-class _LogDet(torch.autograd.Function):
-    """Σ log(1 + λ_i e^(-s)) for one s, or one for each λ_i, with its derivative from the same pass.
-
-    Processed in pieces that fit in the CPU cache: otherwise a million eigenvalues take half of the time in memory.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, shift: Tensor, values: Tensor) -> Tensor:
-        total, slope = shift.new_zeros(()), []
-        factor = torch.exp(-shift).to(values)
-        factors = factor.expand_as(values).split(tuning.EIGENVALUES) if factor.ndim else repeat(factor)
-        for part, own in zip(values.split(tuning.EIGENVALUES), factors, strict=False):
-            ratio = part * own
-            total += torch.log1p(ratio).sum().to(shift)  # each piece in its own dtype, their sum in double
-            used = ratio.div_(ratio + 1)
-            slope.append(used if factor.ndim else used.sum().to(shift))
-        ctx.slope = torch.cat(slope).to(shift) if factor.ndim else sum(slope, shift.new_zeros(()))
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return -upstream * ctx.slope, None

@@ -63,7 +63,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_likelihood_options(parser)
     model.add_argument("--precision", type=positive, default=1.0, metavar="DELTA",
                        help="of the prior: the weight decay on the summed loss (default: 1)")  # fmt: skip
-    model.add_argument("--groups", choices=("all", "layer", "tensor"), default="all",
+    model.add_argument("--groups", choices=("all", "layer", "tensor", "input"), default="all",
                        help="parameters that share one precision (default: %(default)s)")  # fmt: skip
     model.add_argument("--curvature", choices=("ggn", "ef", "mc"), default="ggn",
                        help="exact Gauss-Newton, empirical or Monte-Carlo Fisher (default: %(default)s)")  # fmt: skip

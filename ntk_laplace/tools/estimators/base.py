@@ -24,8 +24,9 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.explain import Explanation, Ranking
-from ntk_laplace.posterior.fit import laplace
-from ntk_laplace.structures import Settings
+from ntk_laplace.posterior.fit import laplace, spec_of
+from ntk_laplace.runtime import tuning
+from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.networks import is_module, network_of
 from ntk_laplace.training import EvidenceHistory, train_with_evidence
 
@@ -94,7 +95,7 @@ class LaplaceEstimator(BaseEstimator):
         self._inputs = Standardized.of(x, weight, self._standardized)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = Settings(progress=bool(self.verbose))
-        prior = GaussianPrior(self.precision, groups=self.groups)
+        prior = GaussianPrior(self.precision, groups=self._prior_groups(x.shape[1]))
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             module = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
@@ -122,6 +123,26 @@ class LaplaceEstimator(BaseEstimator):
             posterior.predictive = None
         self.posterior_, self.network_ = posterior, module
         self.log_marginal_likelihood_value_ = self.log_marginal_likelihood()
+
+    def _prior_groups(self, features: int) -> Any:
+        """`groups`; of "auto" those of a perceptron's inputs, if there are not too many, else those of the layers."""
+        if not (isinstance(self.groups, str) and self.groups == "auto"):
+            return self.groups
+        few = isinstance(self.network, str) and features <= tuning.INPUTS_WITH_PRECISIONS
+        return "input" if few and _takes_inputs(spec_of(self.structure)) else "layer"
+
+    @property
+    def relevance_(self) -> Array:
+        """Prior standard deviation of the first layer's weights of each feature, (features,), for ``groups="input"``.
+
+        It is learned: the smaller, the less the network depends on the feature.
+        """
+        check_is_fitted(self, "posterior_")
+        prior = self.posterior_.prior
+        if prior.groups != "input":
+            raise AttributeError(f"relevance_ needs groups='input'; the prior's groups are {prior.groups!r}")
+        found: Array = prior.precision[prior.inputs].detach().rsqrt().cpu().numpy()
+        return found
 
     @property
     def _standardized(self) -> bool:
@@ -261,6 +282,16 @@ def _untold() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the fitted predictive is not to be trusted", NTKLaplaceWarning)
         yield
+
+
+def _takes_inputs(spec: StructureSpec | Auto) -> bool:
+    """Whether a structure supports one precision for each input."""
+    try:
+        if isinstance(spec, StructureSpec):
+            spec.check(GaussianPrior(groups="input"))
+    except HyperparameterError:
+        return False
+    return True
 
 
 def _require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:

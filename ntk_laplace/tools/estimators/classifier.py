@@ -40,7 +40,8 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
     ----------
     classes_ : ndarray
         Labels, of any type, in the order of the columns of `predict_proba`.
-    posterior_, network_, history_, log_marginal_likelihood_value_, theta_, n_features_in_, feature_names_in_, n_iter_
+    posterior_, network_, history_, relevance_, log_marginal_likelihood_value_, theta_, n_features_in_,
+    feature_names_in_, n_iter_
         As in `LaplaceRegressor`.
 
     Examples
@@ -55,7 +56,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
 
     def __init__(
         self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32,), activation: str = "tanh",
-        precision: float = 1.0, groups: Any = "layer", structure: Any = "kfac", curvature: Any = "ggn",
+        precision: float = 1.0, groups: Any = "auto", structure: Any = "kfac", curvature: Any = "ggn",
         predictive: str | None = "loo", epochs: int = 100, learning_rate: float = 0.02, batch_size: int | None = 128,
         standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False, random_state: Any = None,
     ) -> None:  # fmt: skip

@@ -36,8 +36,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Of "mlp".
     precision : float
         Prior precision at the start.
-    groups : {"layer", "all", "tensor"} or mapping
-        Which weights share a prior precision.
+    groups : {"auto", "input", "layer", "all", "tensor"} or mapping
+        Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
+        network is "mlp" with at most 128 features and the structure supports it, else those of each layer.
     noise : float
         Noise variance at the start, in squared units of the targets (standardized ones by default).
     structure, curvature
@@ -69,6 +70,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     training_index_ : ndarray
         Row in the data of `fit` of each training point of the posterior. Equal examples are one training point, whose
         weight is the sum of theirs: leave-one-out predicts none from its copy.
+    relevance_ : ndarray, (features,)
+        Prior standard deviation of the first layer's weights of each feature, for ``groups="input"``.
     noise_ : float or ndarray, (targets,)
         Noise variance in squared units of the targets.
     log_marginal_likelihood_value_ : float
@@ -90,7 +93,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def __init__(
         self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32,), activation: str = "tanh",
-        precision: float = 1.0, groups: Any = "layer", noise: float = 0.1, structure: Any = "kfac",
+        precision: float = 1.0, groups: Any = "auto", noise: float = 0.1, structure: Any = "kfac",
         curvature: Any = "ggn", predictive: str | None = "loo", epochs: int = 100, learning_rate: float = 0.02,
         batch_size: int | None = 128, standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False,
         random_state: Any = None,
