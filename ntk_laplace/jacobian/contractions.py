@@ -391,8 +391,9 @@ def _by_input(left: Cluster, right: Cluster, variances: Variances) -> tuple[Clus
     Their roots are multiplied into the inputs, so that rows need not be written out.
     """
     (one, *_), (two, *_) = left, right
-    outer = isinstance(one, Outer) and isinstance(two, Outer) and _same_factors(left, right)
-    variance = variances.get(one.weight) if outer else None
+    if not (isinstance(one, Outer) and isinstance(two, Outer) and _same_factors(left, right)):
+        return left, right, variances
+    variance = variances.get(one.weight)
     if not isinstance(variance, Tensor):
         return left, right, variances
     entries = one.shaped(variance)  # (G, o, i)
