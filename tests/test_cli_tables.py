@@ -289,6 +289,8 @@ def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
     np.testing.assert_allclose(found["upper"] - found["mean"], 1.6448536269514722 * sd, rtol=1e-9)
     np.testing.assert_allclose(found["lower"] + found["upper"], 2 * mean, rtol=1e-9)
     assert f"training rows: {model.log_marginal_likelihood_value_:.3f} nats" in out
+    most = model.relevance_.argmax()
+    assert f"under the prior: {x.columns[most]} {model.relevance_[most]:.3g}, " in " ".join(out.split())
     loaded = joblib.load("out/model.joblib")
     np.testing.assert_allclose(loaded.predict(x.loc[found["row"]]), mean, rtol=1e-9)
     error = found["target"] - mean

@@ -209,7 +209,7 @@ def test_the_hyperprior_is_that_of_the_inputs_alone() -> None:
         again = GaussianPrior.from_record(prior.record(), SHAPES)
         assert again.spread == width and torch.equal(again.log_precision, prior.log_precision)
         older = {name: value for name, value in prior.record().items() if name != "spread"}
-        assert GaussianPrior.from_record(older, SHAPES).spread == 2.0
+        assert GaussianPrior.from_record(older, SHAPES).spread == 1.0
     for name in ("layer", "parameter", "mapping"):
         assert bound(name).log_hyperprior().item() == 0.0 and not bound(name).has_hyperprior
 
@@ -328,7 +328,7 @@ ERRORS = [
     (make({"body.0.weight": torch.ones(3)}, groups="input"), "each input, (2,); got shape (3,). Pass a number, or a"),
     (make({"body.0.weight": 1.0}, groups="input"), "for every group, 'body.0.weight[:, 0]', 'body.0.weight[:, 1]', ''"),
     (lambda: GaussianPrior(groups="input").bind({"a": Size((3,))}), "inputs, ...), for groups=\"input\"; got"),
-    (lambda: GaussianPrior(groups="input", spread=0.0), "expected a positive spread; got 0.0. Leave it out for 2, or"),
+    (lambda: GaussianPrior(groups="input", spread=0.0), "expected a positive spread; got 0.0. Leave it out for 1, or"),
     (make(groups={"a": "body"}), "expected a list of names for group 'a'; got 'body'. Write {'a': [name, ...]}."),
     (make(groups={"a": ["body", "scale"]}), "expected every parameter in one group; 'head.weight' once; got 'head.wei"),
     (

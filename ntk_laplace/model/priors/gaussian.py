@@ -63,7 +63,7 @@ class GaussianPrior(nn.Module):
         precision: Value | Mapping[str, Value] = 1.0,
         mean: Value | Mapping[str, Value] = 0.0,
         groups: str | Mapping[str, Sequence[str]] = "all",
-        spread: float = 2.0,
+        spread: float = 1.0,
     ) -> None:
         super().__init__()
         if not (isinstance(groups, Mapping) or groups in GROUPS):
@@ -71,7 +71,7 @@ class GaussianPrior(nn.Module):
                 f"groups among {GROUPS} or a mapping from group to names", f"{groups!r}", "Pass one of them."
             )
         if not (is_number(spread, above=0) or spread == math.inf):
-            raise HyperparameterError("a positive spread", f"{spread!r}", 'Leave it out for 2, or pass float("inf").')
+            raise HyperparameterError("a positive spread", f"{spread!r}", 'Leave it out for 1, or pass float("inf").')
         self.spread = float(spread)
         self.groups = {g: names_of(g, m) for g, m in groups.items()} if isinstance(groups, Mapping) else groups
         self._given_precision, self._given_mean = checked_precision(precision), checked_mean(mean)
@@ -244,7 +244,7 @@ class GaussianPrior(nn.Module):
     @classmethod
     def from_record(cls, record: Mapping[str, Any], shapes: Mapping[str, Size]) -> GaussianPrior:
         """Restore a prior from its record, bound to parameters of these names and shapes."""
-        prior = cls(mean=record["mean"], groups=record["groups"], spread=record.get("spread", 2.0)).bind(shapes)
+        prior = cls(mean=record["mean"], groups=record["groups"], spread=record.get("spread", 1.0)).bind(shapes)
         with torch.no_grad():
             prior._log_precision().copy_(record["log_precision"])
         if record.get("as_given", True):  # older records do not know

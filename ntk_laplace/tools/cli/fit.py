@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import warnings
 from dataclasses import dataclass, replace
 from statistics import NormalDist
@@ -30,6 +31,7 @@ __all__ = ["run"]
 _POSTERIOR = "posterior"
 _HELD_OUT = 0.2
 _SHOWN = 5  # predictions that are printed
+_COLUMNS = 10  # of the largest relevance, that are printed
 _EXPLAINED = 200  # held-out rows on the page at most
 
 Model = ntkl.LaplaceRegressor | ntkl.LaplaceClassifier
@@ -70,6 +72,7 @@ def run(options: argparse.Namespace) -> None:
     predictions.to_csv(table, index=False)
     joblib.dump(fitted.model, saved)
     _tell_scores(fitted, len(held_out))
+    _tell_relevance(fitted.model)
     _tell_first(predictions, options.level)
     sources = _sources(fitted.model, training, new)
     _page(fitted.model, training, new, sources).write(page)
@@ -113,6 +116,19 @@ def _tell_scores(fitted: _Fitted, count: int) -> None:
     fit = fitted.model.predictive_fit_
     if fit is not None and not fit.trusted:
         print(f"\nWARNING: the posterior is used as it is, without calibration: {'; '.join(fit.reasons)}.")
+
+
+def _tell_relevance(model: Model) -> None:
+    """The columns on which the network depends most, if it has learned that."""
+    relevance = getattr(model, "relevance_", None)
+    if relevance is None:
+        return
+    names = getattr(model, "feature_names_in_", np.arange(len(relevance)).astype(str))
+    order = np.argsort(-relevance)[:_COLUMNS]
+    told = ", ".join(f"{names[column]} {relevance[column]:.3g}" for column in order)
+    more = f" and {len(relevance) - len(order)} more columns" if len(order) < len(relevance) else ""
+    text = f"Relevance, the standard deviation of a column's weights under the prior: {told}{more}"
+    print("\n" + textwrap.fill(text, 100))
 
 
 def _tell_first(predictions: pandas.DataFrame, level: float) -> None:
