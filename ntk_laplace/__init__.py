@@ -89,6 +89,7 @@ from ntk_laplace.training import (
     EvidenceSchedule,
     EvidenceTraining,
     TrainingState,
+    train_from_starts,
     train_with_evidence,
 )
 from ntk_laplace.variational_inference.result import VariationalFit, VariationalHistory, VariationalStep
@@ -217,6 +218,7 @@ __all__ = [
     "register_structure",
     "risk_bound",
     "selection",
+    "train_from_starts",
     "train_with_evidence",
     "variational",
 ]

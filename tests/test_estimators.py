@@ -109,6 +109,18 @@ def test_relevance_is_learned_for_the_inputs_of_a_perceptron() -> None:
         assert other.posterior_.prior.groups == "layer" and not hasattr(other, "relevance_")
 
 
+def test_several_precisions_are_several_starts() -> None:
+    x, y = sine()
+    options = QUICK | {"groups": "layer"}
+    model = ntkl.LaplaceRegressor(**options | {"precision": (1.0, 1e-3)}).fit(x, y)
+    single = [ntkl.LaplaceRegressor(**options | {"precision": one}).fit(x, y) for one in (1.0, 1e-3)]
+    best = max(single, key=lambda one: one.predictive_fit_.after)
+    assert single[0].predictive_fit_.after != single[1].predictive_fit_.after
+    assert np.allclose(model.predict(x), best.predict(x), rtol=1e-12)
+    with refused(ntkl.UnsupportedError, "one precision, for prefit=True", r"\(1.0, 0.1\)", "trained with"):
+        ntkl.LaplaceRegressor(model.network_, prefit=True, precision=(1.0, 0.1)).fit(x, y)
+
+
 def test_several_targets() -> None:
     x, y = sine(outputs=2)
     model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)

@@ -335,7 +335,7 @@ def test_the_bayesian_score_of_another_fisher(monkeypatch) -> None:
 
 def test_the_practitioners_table(tmp_path: Path) -> None:
     methods = ("network", "calibrated", "calibrated_ensemble", "evidence_network", "evidence_posterior", "recommended",
-               "refitted", "retrained")  # fmt: skip
+               "two_starts", "refitted", "retrained")  # fmt: skip
     arguments = ("--problems", "diabetes", "wine", "--seeds", "1", "--settings", "wd", "--out", "out", "--methods")
     printed = run("predictions/table.py", tmp_path, *arguments, *methods)
     kept = (tmp_path / "out" / "table.jsonl").read_text()
@@ -353,13 +353,14 @@ def test_the_practitioners_table(tmp_path: Path) -> None:
     exact, path = (rows["diabetes", method]["auroc_uncalibrated"] for method in ("evidence_posterior", "recommended"))
     assert exact == path  # of classes it is sampled
     found = figures(tmp_path / "out" / "summary.json")
-    for path, name in (("recommended", "path"), ("refitted", "refitted path")):
+    for path, name in (("recommended", "path"), ("two_starts", "path from two starts"), ("refitted", "refitted path")):
         compared = found[f"{name} against"]
         for kind, problem in (("classification", "wine"), ("regression", "diabetes")):
             gain = rows[problem, path]["log_likelihood"] - rows[problem, "calibrated"]["log_likelihood"]
             assert compared[kind]["calibrated"]["mean"] == pytest.approx(gain)
             assert compared[kind]["calibrated"]["wins"] == int(gain > 0)
         assert f"the {name} against" in printed
+        assert rows[problem, "two_starts"]["seconds"] > rows[problem, "recommended"]["seconds"]
     for problem in ("diabetes", "wine"):  # another mean and other numbers, at more cost
         path, refitted = rows[problem, "recommended"], rows[problem, "refitted"]
         assert refitted["log_likelihood"] != path["log_likelihood"] and refitted["seconds"] > path["seconds"]

@@ -167,6 +167,16 @@ class Ours:
         found = self.with_evidence(groups="layer")
         return self._fitted(found.posterior, time.process_time() - start)
 
+    def two_starts(self) -> Method:
+        """The path from two prior precisions at the start; leave-one-out chooses."""
+        start, recipe = time.process_time(), self.problem.recipe
+        best = ntkl.train_from_starts(
+            self.problem.network(self.baselines.seed), self.data, self._likelihood(),
+            ntkl.GaussianPrior(groups=self.groups), epochs=min(EPOCHS, recipe.epochs), batch_size=recipe.batch,
+            settings=QUIET,
+        )[0]  # fmt: skip
+        return self._fitted(best.posterior, time.process_time() - start)
+
     def refitted(self) -> Method:
         """The path, then the linear model's optimum, and of a Gaussian its precision and noise by leave-one-out."""
         found, seconds = self._once(self.with_evidence)

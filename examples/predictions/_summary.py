@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from _shared import table
 
-__all__ = ["DEVELOPMENT", "PATH", "REFITTED", "Comparison", "Results", "clustered", "report"]
+__all__ = ["DEVELOPMENT", "NAMES", "PATH", "REFITTED", "STARTS", "Comparison", "Results", "clustered", "report"]
 
 DEVELOPMENT = ("boston", "yacht", "energy", "banana", "ionosphere")  # the path's settings were found on these
-PATH, REFITTED = "recommended", "refitted"
+PATH, STARTS, REFITTED = "recommended", "two_starts", "refitted"
 RIVALS = ("network", "calibrated", "tuned_decay", "ensemble", "calibrated_ensemble", "dropout", "laplace_kron",
           "laplace_last_layer", "leave_one_out", "retrained", "evidence_network", "evidence_posterior")  # fmt: skip
+NAMES = {PATH: "the path", STARTS: "the path from two starts", REFITTED: "the refitted path"}
 Run = tuple[str, int, str]
 
 
@@ -118,7 +119,7 @@ def _scores(results: Results, methods: Sequence[str], runs: Sequence[Run]) -> st
 
 def _comparisons(results: Results, runs: Sequence[Run]) -> list[str]:
     parts = []
-    for path, name in ((PATH, "the path"), (REFITTED, "the refitted path")):
+    for path, name in NAMES.items():
         lines = []
         for rival in (*RIVALS, PATH):
             if path != rival and (found := results.compare(path, rival, runs)):

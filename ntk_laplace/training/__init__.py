@@ -3,6 +3,7 @@
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
 from ntk_laplace.training.schedule import EvidenceSchedule
+from ntk_laplace.training.starts import train_from_starts
 from ntk_laplace.training.train import train_with_evidence
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "EvidenceSchedule",
     "EvidenceTraining",
     "TrainingState",
+    "train_from_starts",
     "train_with_evidence",
 ]

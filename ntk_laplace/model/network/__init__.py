@@ -5,7 +5,7 @@ The caller's module is read once and never changed. All other code works on the 
 
 from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.model.network.choice import ParameterChoice
-from ntk_laplace.model.network.copying import require_module
+from ntk_laplace.model.network.copying import private_copy, require_module
 from ntk_laplace.model.network.frozen import Network, preserved_rng
 from ntk_laplace.model.network.many import ManyWeights, twice_differentiable
 from ntk_laplace.model.network.precision import outside_autocast
@@ -17,6 +17,7 @@ __all__ = [
     "ParameterChoice",
     "outside_autocast",
     "preserved_rng",
+    "private_copy",
     "require_module",
     "twice_differentiable",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -230,6 +231,16 @@ class GaussianPrior(nn.Module):
         return f"groups={kind!r}, {count}"
 
     # --- storage -----------------------------------------------------------------------------------------------
+
+    def scaled(self, factor: float) -> GaussianPrior:
+        """A copy with all precisions multiplied by a factor."""
+        found, given = copy.deepcopy(self), self._given_precision
+        if found.log_precision is None:
+            found._given_precision = {g: v * factor for g, v in given.items()} if isinstance(given, Mapping) else (
+                given * factor)  # fmt: skip
+        else:
+            found.precision = self.precision.detach() * factor
+        return found
 
     def record(self) -> dict[str, Any]:
         """A bound prior as plain containers of tensors."""

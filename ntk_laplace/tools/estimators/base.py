@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.networks import is_module, network_of
-from ntk_laplace.training import EvidenceHistory, train_with_evidence
+from ntk_laplace.training import EvidenceHistory, train_from_starts, train_with_evidence
 
 __all__ = ["LaplaceEstimator", "Standardized"]
 
@@ -95,7 +95,8 @@ class LaplaceEstimator(BaseEstimator):
         self._inputs = Standardized.of(x, weight, self._standardized)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = Settings(progress=bool(self.verbose))
-        prior = GaussianPrior(self.precision, groups=self._prior_groups(x.shape[1]))
+        starts = list(self.precision) if isinstance(self.precision, (Sequence, np.ndarray)) else None
+        prior = GaussianPrior(self.precision if starts is None else 1.0, groups=self._prior_groups(x.shape[1]))
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             module = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
@@ -111,12 +112,16 @@ class LaplaceEstimator(BaseEstimator):
                     with _untold():
                         self.predictive_fit_ = posterior.fit_predictive(self.predictive, strict=False)
             else:
+                options = {
+                    "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
+                    "optimizer": lambda weights: torch.optim.Adam(weights, lr=self.learning_rate),
+                    "predictive": self.predictive, "batch_size": self.batch_size, "settings": settings,
+                }  # fmt: skip
                 with _untold():
-                    found = train_with_evidence(
-                        module, data, likelihood, prior, self.structure, self.curvature,
-                        optimizer=lambda weights: torch.optim.Adam(weights, lr=self.learning_rate),
-                        epochs=self.epochs, predictive=self.predictive, batch_size=self.batch_size, settings=settings,
-                    )  # fmt: skip
+                    if starts is None:
+                        found = train_with_evidence(module, data, likelihood, prior, **options)
+                    else:
+                        found = train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
                 posterior, self.history_, self.predictive_fit_ = found.posterior, found.history, found.predictive
                 self.n_iter_ = len(found.history.loss)
         if self.predictive_fit_ is not None and not self.predictive_fit_.trusted:
@@ -158,6 +163,9 @@ class LaplaceEstimator(BaseEstimator):
             raise HyperparameterError("a positive learning_rate", repr(rate), "Pass learning_rate=0.02.")
         if self.standardize not in (True, False, "auto"):
             raise UnsupportedError('standardize True, False or "auto"', repr(self.standardize), "Choose one of them.")
+        if self.prefit and isinstance(self.precision, (Sequence, np.ndarray)):
+            raise UnsupportedError("one precision, for prefit=True", repr(self.precision),
+                                   "Pass the precision that the network was trained with.")  # fmt: skip
         if self.prefit and not is_module(self.network):
             raise UnsupportedError("a trained network, for prefit=True", repr(self.network)[:80],
                                    "Pass the nn.Module, or leave prefit out to train one.")  # fmt: skip

@@ -56,7 +56,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
 
     def __init__(
         self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32,), activation: str = "tanh",
-        precision: float = 1.0, groups: Any = "auto", structure: Any = "kfac", curvature: Any = "ggn",
+        precision: Any = 1.0, groups: Any = "auto", structure: Any = "kfac", curvature: Any = "ggn",
         predictive: str | None = "loo", epochs: int = 100, learning_rate: float = 0.02, batch_size: int | None = 128,
         standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False, random_state: Any = None,
     ) -> None:  # fmt: skip

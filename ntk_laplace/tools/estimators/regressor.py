@@ -34,8 +34,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Units of the hidden layers of "mlp".
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
-    precision : float
-        Prior precision at the start.
+    precision : float or sequence of float
+        Prior precision at the start. Of several, the network is trained from each, and leave-one-out chooses.
     groups : {"auto", "input", "layer", "all", "tensor"} or mapping
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 128 features and the structure supports it, else those of each layer.
@@ -93,7 +93,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def __init__(
         self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32,), activation: str = "tanh",
-        precision: float = 1.0, groups: Any = "auto", noise: float = 0.1, structure: Any = "kfac",
+        precision: Any = 1.0, groups: Any = "auto", noise: float = 0.1, structure: Any = "kfac",
         curvature: Any = "ggn", predictive: str | None = "loo", epochs: int = 100, learning_rate: float = 0.02,
         batch_size: int | None = 128, standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False,
         random_state: Any = None,

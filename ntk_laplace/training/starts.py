@@ -1,0 +1,99 @@
+"""Training with evidence from several prior precisions: leave-one-out orders the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import private_copy, require_module
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.structures import Settings
+from ntk_laplace.training.result import EvidenceTraining
+from ntk_laplace.training.train import train_with_evidence
+
+__all__ = ["train_from_starts"]
+
+
+def train_from_starts(
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None, *,
+    starts: Sequence[float] = (1.0, 0.01), **options: Any,
+) -> list[EvidenceTraining]:  # fmt: skip
+    """Train copies of a network with evidence, each from other prior precisions, and sort them by leave-one-out.
+
+    The evidence of a network has several maxima. From a strong prior the training can end at a function that is too
+    smooth, with noise that is too large; from a weak one, at a function that follows its labels.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Every copy starts from its weights. At the end it has the weights and buffers of the best copy; an error or an
+        interruption leaves it as it was.
+    data, likelihood, prior
+        As in `train_with_evidence`.
+    starts : sequence of float
+        Factors of the prior's precisions at the start of each training.
+    options
+        Of `train_with_evidence`, with ``predictive="loo"``. `optimizer` and `scheduler` are callables that make one.
+
+    Returns
+    -------
+    list of EvidenceTraining
+        One for each start, that with the largest mean leave-one-out log density (``predictive.after``) first.
+
+    Raises
+    ------
+    HyperparameterError
+        If a factor is not positive and finite.
+    UnsupportedError
+        For another `predictive`, a checkpoint, an optimizer of the caller's network, or a posterior that is not exact
+        and so has no leave-one-out.
+    """
+    if isinstance(starts, str) or not isinstance(starts, Sequence) or not starts:
+        raise HyperparameterError("factors of the prior's precisions", repr(starts), "Pass starts=(1.0, 0.01).")
+    for factor in starts:
+        if not is_number(factor, above=0):
+            raise HyperparameterError("positive finite starts", repr(factor), "Pass starts=(1.0, 0.01).")
+    _require_repeatable(options)
+    prior, module = GaussianPrior.of(prior, groups="layer"), require_module(network)
+    found: list[tuple[EvidenceTraining, nn.Module]] = []
+    for factor in starts:
+        copy = private_copy(module)
+        training = train_with_evidence(copy, data, likelihood, prior.scaled(factor), **options | {"predictive": "loo"})
+        if training.predictive is None:
+            raise UnsupportedError("an exact posterior, for leave-one-out of each start", training.posterior.reason,
+                                   "Use train_with_evidence, from one start.")
+        found.append((training, copy))
+    found.sort(key=lambda pair: -_left_out(pair[0]))
+    best = found[0][1]
+    with torch.no_grad():  # not by name: a wrapper of torch.compile adds to the names
+        for own, other in zip((*network.parameters(), *network.buffers()), (*best.parameters(), *best.buffers()),
+                              strict=True):  # fmt: skip
+            own.copy_(other)
+    return [training for training, _ in found]
+
+
+def _left_out(training: EvidenceTraining) -> float:
+    """Mean log density of left-out training points, nats."""
+    assert training.predictive is not None
+    return training.predictive.after
+
+
+def _require_repeatable(options: dict[str, Any]) -> None:
+    """Refuse options that belong to one training."""
+    if options.get("predictive", "loo") != "loo":
+        raise UnsupportedError('predictive="loo", which compares the starts', repr(options["predictive"]),
+                               "Leave it out.")
+    settings = Settings.of(options.get("settings"))
+    if settings.checkpoint is not None or settings.resume is not None:
+        raise UnsupportedError("settings without checkpoint and resume, for several trainings", "one of them",
+                               "Leave it out, or call train_with_evidence for each start.")
+    for name in ("optimizer", "scheduler"):
+        given = options.get(name)
+        if given is not None and (not callable(given) or isinstance(given, torch.optim.Optimizer)):
+            raise UnsupportedError(f"what makes the {name} of each training", f"a {type(given).__name__}",
+                                   "Pass torch.optim.Adam, or a function.")

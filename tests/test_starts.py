@@ -1,0 +1,69 @@
+"""Training from several prior precisions: which start is kept, what the caller's network gets, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+
+QUICK = {"epochs": 4, "batch_size": None, "settings": ntkl.Settings(progress=False)}
+
+
+def made() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    x = torch.rand(30, 1).double() * 4
+    y = torch.sin(3 * x) + 0.1 * torch.randn_like(x)
+    return nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1)).double(), (x, y)
+
+
+@pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted", "ignore:the network stays")
+def test_starts_are_trainings_by_hand_sorted_by_leave_one_out() -> None:
+    network, data = made()
+    before, likelihood = copy.deepcopy(network), ntkl.Gaussian(0.5)
+    prior = ntkl.GaussianPrior({"0": 2.0, "2": 1.0, "3": 1.0}, groups="layer")
+    found = ntkl.train_from_starts(network, data, likelihood, prior, starts=(1.0, 1e-3, 30.0), **QUICK)
+    expected = []
+    for factor in (1.0, 1e-3, 30.0):
+        module = copy.deepcopy(before)
+        own = ntkl.GaussianPrior({"0": 2.0 * factor, "2": factor, "3": factor}, groups="layer")
+        training = ntkl.train_with_evidence(module, data, likelihood, own, predictive="loo", **QUICK)
+        expected.append((training.predictive.after, module))
+    expected.sort(key=lambda pair: -pair[0])
+    assert [each.predictive.after for each in found] == pytest.approx([after for after, _ in expected], rel=1e-12)
+    assert len({round(after, 6) for after, _ in expected}) == 3  # else the order shows nothing
+    own, best = ([*module.parameters(), *module.buffers()] for module in (network, expected[0][1]))
+    assert all(torch.equal(one, other) for one, other in zip(own, best, strict=True))
+    assert not torch.equal(network[2].running_mean, before[2].running_mean)
+    assert prior.log_precision is None and likelihood.noise.item() == pytest.approx(0.5)  # the caller's
+
+
+def test_priors_are_scaled_bound_or_not() -> None:
+    shapes = {"0.weight": torch.Size((2, 3)), "0.bias": torch.Size((2,))}
+    for prior in (ntkl.GaussianPrior(2.0), ntkl.GaussianPrior({"0": 2.0}, groups="layer"),
+                  ntkl.GaussianPrior(2.0, groups="input").bind(shapes)):  # fmt: skip
+        scaled = prior.scaled(0.25).bind(shapes)
+        torch.testing.assert_close(scaled.flat_precision().detach(), torch.full((8,), 0.5).double())
+        assert scaled.as_given and torch.all(prior.bind(shapes).flat_precision() == 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:no predictive is fitted")
+def test_what_starts_refuse_leaves_the_network_as_it_was() -> None:
+    network, data = made()
+    before = copy.deepcopy(network.state_dict())
+    adam = torch.optim.Adam(network.parameters())
+    small = ntkl.Settings(progress=False, memory_budget=5000)
+    for options, error, words in (
+        ({"starts": ()}, ntkl.HyperparameterError, r"factors of the prior's precisions; got \(\)"),
+        ({"starts": (1.0, -1.0)}, ntkl.HyperparameterError, "positive finite starts; got -1.0"),
+        ({"predictive": None}, ntkl.UnsupportedError, 'predictive="loo".*; got None'),
+        ({"optimizer": adam}, ntkl.UnsupportedError, "what makes the optimizer of each training; got a Adam"),
+        ({"settings": ntkl.Settings(checkpoint="x.pt")}, ntkl.UnsupportedError, "without checkpoint and resume"),
+        ({"settings": small}, ntkl.UnsupportedError, "an exact posterior, for leave-one-out of each start"),
+    ):
+        with pytest.raises(error, match=words):
+            ntkl.train_from_starts(network, data, ntkl.Gaussian(0.5), **QUICK | options)
+    assert all(torch.equal(network.state_dict()[name], value) for name, value in before.items())
