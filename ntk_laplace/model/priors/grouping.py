@@ -56,7 +56,7 @@ class Grouping:
     @classmethod
     def _of_inputs(cls, shapes: ParameterLayout) -> Grouping:
         """One group for each input of the first weight, and one for the other parameters of each layer."""
-        first = next((name for name, shape in shapes.items() if len(shape) > 1), None)
+        first = next((name for name, shape in shapes.items() if len(shape) > 1 and shape.numel()), None)
         if first is None:
             raise HyperparameterError('a weight of shape (outputs, inputs, ...), for groups="input"',
                                       f"parameters of shapes {[tuple(shape) for shape in shapes.values()]}",
@@ -96,31 +96,36 @@ class Grouping:
         """Count the parameters in each group, (G,), int64."""
         if self.by_parameter:
             return torch.ones(self.num_parameters, dtype=torch.int64, device=device)
-        return self.sums(torch.ones(self.num_parameters, dtype=torch.int64, device=device))
+        groups, sizes = self._members(device)
+        return torch.zeros(len(self.names), dtype=torch.int64, device=device).index_add(0, groups, sizes)
 
     def spread(self, values: Tensor) -> Tensor:
         """Expand values per group (G,) to values per parameter (P,)."""
         if self.by_parameter:
             return values
-        parts = []
-        for name, size in self.shapes.sizes.items():
-            if name == self.by_input:
-                parts.append(self._over_inputs(values[self.inputs]))
-            else:
-                parts.append(values[self.group_of[name]].expand(size))
-        return torch.cat(parts)
+        if self.by_input is None:
+            groups, sizes = self._members(values.device)
+            return values[groups].repeat_interleave(sizes, output_size=self.num_parameters)
+        return torch.cat([self._over_inputs(values[self.inputs]) if name == self.by_input
+                          else values[self.group_of[name]].expand(size) for name, size in self.shapes.sizes.items()])
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum values per parameter (P,) over each group, (G,)."""
         if self.by_parameter:
             return values
-        sums, groups = [], []
-        for name, part in self.shapes.parts(values).items():
-            shape = self.shapes[name] if name == self.by_input else (-1, 1)
-            own = part.view(shape).transpose(0, 1).flatten(1).sum(1)  # of each input, or one
-            sums.append(own)
-            groups.append(torch.arange(len(own), device=values.device) + self.group_of[name])
-        return values.new_zeros(len(self.names)).index_add(0, torch.cat(groups), torch.cat(sums))
+        parts = [part.view(self.shapes[name]).transpose(0, 1).flatten(1).sum(1) if name == self.by_input
+                 else part.sum().view(1) for name, part in self.shapes.parts(values).items()]  # fmt: skip
+        groups, _ = self._members(values.device)
+        return values.new_zeros(len(self.names)).index_add(0, groups, torch.cat(parts))
+
+    def _members(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Group and size of each tensor, or of each input of the one that is `by_input`, in order."""
+        groups, sizes = [], []
+        for name, size in self.shapes.sizes.items():
+            several = self.inputs.stop if name == self.by_input else 1
+            groups += range(self.group_of[name], self.group_of[name] + several)
+            sizes += [size // several] * several
+        return torch.tensor(groups, device=device), torch.tensor(sizes, device=device)
 
     def _over_inputs(self, values: Tensor) -> Tensor:
         """One value for each input to one for each entry of the tensor that is `by_input`, flat."""
