@@ -30,6 +30,7 @@ PRINTED = {
     "10_wrong_labels": r"[678] of 8 wrong labels are among the first 16 of 120",
     "11_save_and_load": "the same variance: True",
     "12_gpytorch": rf"mean tensor\(\[{NUMBER}(?s:.*)tangent kernel \+ RBF",
+    "13_relevance": r"\[:, 0\] +weights of [^\n]* 0\.[5-9]\d+\n[^\n]*\[:, 1\] +weights of [^\n]* 0\.[01]\d+\n",
 }
 
 
