@@ -31,8 +31,9 @@ p.lead { font-size: 1.1rem; color: var(--soft); }
 nav ul { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; list-style: none; padding: 0; margin: 1rem 0 0; }
 a { color: var(--accent); }
 .scroll { overflow-x: auto; margin: 1.2rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 60%; }
-caption { text-align: left; font-weight: 600; padding: 0 0 .5rem; caption-side: top; }
+table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; min-width: 60%; }
+caption { text-align: left; font-weight: 600; padding: 0 0 .5rem; caption-side: top;
+          position: sticky; left: 0; width: max-content; max-width: calc(100vw - 2.5rem); }
 th, td { padding: .4rem .65rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: .5rem; }
 td.words, th.words { text-align: left; }
