@@ -21,6 +21,7 @@ from ntk_laplace import plotting
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.examples import read_examples
 from ntk_laplace.tools.cli.predictions import score_table
+from ntk_laplace.tools.cli.tables import read_table
 
 NETWORK = """
 from torch import nn
@@ -105,6 +106,17 @@ def test_parquet_gives_the_evidence_of_the_npz_to_all_digits(target: str, folder
     frame = pandas.read_csv(f"{target}.csv")
     frame.set_axis(np.arange(len(frame)) * 2).to_parquet("t.parquet")  # an index that is no column
     assert evidence("t.parquet", target) == evidence(f"{target}.npz", target)
+
+
+def test_a_named_index_is_a_column(folder: Path) -> None:
+    pytest.importorskip("pyarrow")
+    frame = pandas.read_csv("all.csv")
+    frame.set_index("height").to_parquet("named.parquet")
+    frame.set_index(pandas.Index(np.arange(20)[::-1])).to_parquet("unnamed.parquet")
+    for name in ("named", "unnamed"):
+        found = read_table(Path(f"{name}.parquet"), "the data")
+        assert set(found) == set(frame)
+        pandas.testing.assert_frame_equal(found[list(frame)], frame, check_dtype=False)
 
 
 def test_parquet_without_an_engine_is_one_line(

@@ -103,6 +103,9 @@ def _columnar(read: Callable[[Path], pandas.DataFrame], what: str) -> Callable[[
                             "Install one, pip install pyarrow, or save the table as .csv.") from cause  # fmt: skip
         except (ValueError, OSError) as cause:  # among them all errors of pyarrow for damaged files
             raise DataError(f"{what} table", f"{path} ({first_line(cause)})", "Check the file.") from cause
+        # the file has a named index as a column, which is not dropped; an index without a name counts the rows
+        named = [name for name in frame.index.names if name is not None]
+        frame = frame.reset_index(named, allow_duplicates=True) if named else frame
         frame.columns = frame.columns.map(str)
         twice = frame.columns[frame.columns.duplicated()]
         if len(twice):
