@@ -486,6 +486,14 @@ def test_outputs_of_another_shape(case):
         fit(Function(function))
 
 
+@pytest.mark.parametrize("function", [torch.detach, torch.no_grad()(lambda h: 2 * h), lambda h: torch.ones_like(h)])
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_outputs_without_a_gradient(function, structure):
+    """Their Jacobian would be zero, and the evidence would have no Occam factor."""
+    with refused(errors.NetworkError, "outputs that autograd differentiates", "require no gradient", "no_grad"):
+        fit(Function(function), structure=structure)
+
+
 @pytest.mark.parametrize("net", [lambda x: x, 3, None], ids=["function", "number", "None"])
 def test_networks_that_are_no_modules(net):
     with refused(errors.NetworkError, r"torch\.nn\.Module", "a ", "Wrap"):

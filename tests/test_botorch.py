@@ -425,6 +425,16 @@ def test_several_objectives() -> None:
     assert point.grad.isfinite().all() and float(point.grad.abs().max()) > 0
 
 
+@pytest.mark.parametrize("shape", [(0, D), (0, 3, D), (2, 0, D)])
+def test_no_points(shape: tuple) -> None:
+    """As of BoTorch's own models, whatever was observed."""
+    model = fitted(1, True)
+    for one in (model, model.condition_on_observations(draws(2, D), draws(2, 1))):
+        for noise in (False, True):
+            found = one.posterior(draws(*shape), observation_noise=noise)
+            assert found.mean.shape == found.variance.shape == (*shape[:-1], 1)
+
+
 def test_refusals() -> None:
     x, y = data(1)
     Model = ntkl.botorch.LaplaceModel
@@ -441,6 +451,10 @@ def test_refusals() -> None:
         model.subset_output([3])
     with refused(ntkl.DataError, "train_Y", r"\(9,\)", "one row"):
         Model.fit("mlp", x, y[:, 0])
+    for name, row in {"train_X": [x.clone(), y], "train_Y": [x, y.clone()]}.items():
+        row[name == "train_Y"][4, 0] = float("nan")
+        with refused(ntkl.DataError, f"finite {name}", "in row 4", "out"):
+            Model.fit("fourier", *row)
     with refused(ntkl.DataError, "train_X", r"\(3, 2\)", "of the fit"):
         Model(model.laplace, train_X=x[:3])
     with refused(ntkl.UnsupportedError, "mlp", "deep", "one of them"):

@@ -433,6 +433,41 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
     assert "cannot write to o.json: Permission denied. Choose another name." in capsys.readouterr().err
 
 
+def test_inputs_are_not_overwritten(
+    brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("ntk_laplace.tools.cli.evidence.bring", lambda *_: pytest.fail("work began"))
+    before = {path: path.read_bytes() for path in brought.iterdir()}
+    (brought / "same.json").symlink_to("d.npz")
+    predict = ["predict", *evidence()[1:-4], "--likelihood", "categorical", "--inputs", "new.csv", "--out", "new.csv"]
+    Path("new.csv").write_text("a,b\n")
+    for arguments, name in (
+        (evidence("--json", "d.npz"), "d.npz"), (evidence("--json", "w.pt"), "w.pt"),
+        (evidence("--json", "./model.py"), "model.py"), (evidence("--json", "same.json"), "same.json"),
+        (predict, "new.csv"),
+    ):  # fmt: skip
+        assert cli.main(arguments) == 1
+        words = f"expected another name for what is written; got {name}, which is an input."
+        assert words in capsys.readouterr().err
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_memory_that_runs_out_is_one_line(
+    brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fail(cause: Exception) -> None:
+        raise cause
+
+    for cause in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory:\n9 bytes")):
+        monkeypatch.setattr("ntk_laplace.tools.cli.evidence.bring", lambda _, cause=cause: fail(cause))
+        assert cli.main(evidence()) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("ntk-laplace: expected more memory; got ") and error.count("\n") == 1
+    monkeypatch.setattr("ntk_laplace.tools.cli.evidence.bring", lambda _: fail(RuntimeError("another")))
+    with pytest.raises(RuntimeError, match="another"):
+        cli.main(evidence())
+
+
 @pytest.mark.slow
 def test_interruption_prints_what_was_finished(
     brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -403,6 +403,8 @@ BAD = {
     "half of one": ("light/z.png", None, "an image that Pillow can read; got bad/light/z.png ("),
     "a file beside": ("labels.txt", b"text", "folders of images alone; got bad/labels.txt beside them. Move the file"),
     "16 bits": ("light/z.png", ("I;16", (3, 4)), "images with 8 bits per channel; got mode I;16 in bad/light/z.png."),
+    "nested folders": ("train/dark/z.png", ("L", (3, 4)), "images alone in the folder of each class; got the folder "
+                       "bad/train/dark. If the folders of the classes are in bad/train, pass that folder."),
     "no images": ("gone/.hidden", b"", "images in the folder of each class; got none in bad/gone. Add images, or"),
 }  # fmt: skip
 

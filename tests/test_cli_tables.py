@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -18,6 +19,9 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.tools import cli
+from ntk_laplace.tools.cli.examples import read_examples
+from ntk_laplace.tools.cli.predictions import score_table
+from ntk_laplace.tools.cli.tables import read_table
 
 NETWORK = """
 from torch import nn
@@ -29,6 +33,13 @@ def classes():
 
 def single():
     return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def unsaved():
+    class Inner(nn.Linear):
+        pass
+
+    return Inner(2, 1)
 
 
 make_network = single
@@ -95,6 +106,17 @@ def test_parquet_gives_the_evidence_of_the_npz_to_all_digits(target: str, folder
     frame = pandas.read_csv(f"{target}.csv")
     frame.set_axis(np.arange(len(frame)) * 2).to_parquet("t.parquet")  # an index that is no column
     assert evidence("t.parquet", target) == evidence(f"{target}.npz", target)
+
+
+def test_a_named_index_is_a_column(folder: Path) -> None:
+    pytest.importorskip("pyarrow")
+    frame = pandas.read_csv("all.csv")
+    frame.set_index("height").to_parquet("named.parquet")
+    frame.set_index(pandas.Index(np.arange(20)[::-1])).to_parquet("unnamed.parquet")
+    for name in ("named", "unnamed"):
+        found = read_table(Path(f"{name}.parquet"), "the data")
+        assert set(found) == set(frame)
+        pandas.testing.assert_frame_equal(found[list(frame)], frame, check_dtype=False)
 
 
 def test_parquet_without_an_engine_is_one_line(
@@ -201,6 +223,10 @@ BAD = {
     "twice": ("height,kind,height\n1,ant,2\n", "columns with different names; got 'height' twice in bad.csv."),
     "infinite": ("height,width,kind\n1,2,ant\ninf,2,bee\n",
                  f"expected finite numbers in column 'height' of bad.csv; got inf {ROW.format(1)}"),
+    "semicolons": ("height;width;kind\n1.5;2;ant\n", "in the first line; got bad.csv with ';' between them. Convert it "
+                   "in Python: pandas.read_csv('bad.csv', sep=';').to_csv('bad_commas.csv', index=False)."),
+    "decimal commas": ("height;width;kind\n1,5;2;ant\n", "pandas.read_csv('bad.csv', sep=';', decimal=',').to_csv("),
+    "tabs": ("height\twidth\tkind\n1\t2\tant\n", r"got bad.csv with '\t' between them. Convert it in Python: "),
     "bytes": (b"height,width,kind\n1,2,\xff\n", "got bad.csv ('utf-8' codec can't decode byte 0xff"),
 }  # fmt: skip
 
@@ -263,7 +289,7 @@ QUICK = ["--epochs", "2", "--hidden", "2", "--out", "out"]
 
 
 def scores(text: str) -> dict[str, list[float]]:
-    rows = re.findall(r"^(network alone|posterior) +([-\d. ]+)$", text, re.MULTILINE)
+    rows = re.findall(r"^(network alone|posterior) +([-\d.e ]+)$", text, re.MULTILINE)
     return {name: [float(number) for number in numbers.split()] for name, numbers in rows}
 
 
@@ -298,7 +324,9 @@ def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
     for name, own in {"network alone": np.full(4, model.noise_**0.5), "posterior": sd}.items():
         density = (-0.5 * np.log(2 * np.pi) - np.log(own) - error**2 / own**2 / 2).mean()
         covered = (np.abs(error) <= 1.6448536269514722 * own).mean()
-        assert scores(out)[name] == pytest.approx([density, (error**2).mean() ** 0.5, covered], abs=5.1e-5)
+        told, rmse, inside = scores(out)[name]
+        assert [told, inside] == pytest.approx([density, covered], abs=5.1e-5)
+        assert rmse == pytest.approx((error**2).mean() ** 0.5, rel=5.1e-4)
 
 
 @pytest.mark.slow
@@ -362,15 +390,48 @@ def test_what_a_target_is_taken_as(
          "column 'price' of price.csv; got "),
         (["few.csv", "--target", "price"], "expected at least 10 rows; got 9 in few.csv."),
         (["price.csv", "--target", "price", "--out", "model.py/below"], "cannot write to model.py/below"),
+        (["predictions.csv", "--target", "price", "--out", "."], "expected another name for what is written; got "
+         "predictions.csv, which is an input. It would be overwritten: choose another --out"),
+        (["price.tsv", "--target", "price"], r"got price.tsv. A table can be .csv, .parquet, .feather or .arrow, with "
+         r"--target COLUMN. Convert it in Python: pandas.read_csv('price.tsv', sep='\t').to_csv('price.csv', index"),
+        (["price.csv", "--target", "price", "--network", "model.py:unsaved"], "expected a network that pickle can "
+         "save, for model.joblib; got "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_fitted_is_one_line(
     arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    pandas.read_csv("price.csv").iloc[:9].to_csv("few.csv", index=False)
+    frame = pandas.read_csv("price.csv")
+    frame.iloc[:9].to_csv("few.csv", index=False)
+    frame.to_csv("price.tsv", index=False, sep="\t")
+    frame.to_csv("predictions.csv", index=False)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
     assert cli.main(["fit", *arguments]) == 1
     printed = capsys.readouterr()
     assert words in printed.err and printed.err.count("\n") == 1 and printed.out == "", printed.err
+    assert before.items() <= {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}.items()
+    assert not Path("ntk-laplace-fit").exists()
+
+
+@pytest.mark.slow
+def test_a_fit_that_fails_late_writes_nothing(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    pandas.read_csv("price.csv").assign(month="May").to_csv("t.csv", index=False)
+    assert cli.main(["fit", "t.csv", "--target", "price", "--group", "month", *QUICK]) == 1
+    assert "expected at least two sources; got 'May' for all" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_whole_numbers_are_classes_by_all_their_digits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two numbers that are one in double precision."""
+    labels = np.array([10**17, 10**17 + 1])[np.arange(20) % 2]
+    pandas.read_csv("price.csv").assign(price=labels).to_csv("t.csv", index=False)
+    options = argparse.Namespace(data=Path("t.csv"), target=["price"], task=None, source=None)
+    assert np.array_equal(read_examples(options).y, labels)
+
+
+def test_scores_in_any_unit() -> None:
+    text = score_table({"posterior": {"log_likelihood": 21.4, "rmse": 1.23e-10}, "network": {"rmse": 17150.4639}})
+    assert "21.4000" in text and "1.23e-10" in text and "1.715e+04" in text
 
 
 @pytest.mark.slow

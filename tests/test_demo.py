@@ -199,6 +199,7 @@ def test_one_run_compares_the_structures(finished: tuple[Path, dict[str, Any], s
         assert row["fit_seconds"] > 0 and not row["note"].startswith(("refused", "failed"))
         for shown in (text, page):
             assert f"{row['evidence']:.3f}" in shown and f"{row['log_det']:.3f}" in shown
+    assert f"{found['iterative']['evidence']:.3f} ± {found['iterative']['standard_error']:.2g}" in page
     assert "structures.png" in summary["pictures"] and "Evidence under every structure" in page
 
 

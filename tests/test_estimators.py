@@ -292,6 +292,10 @@ def test_units_of_any_size() -> None:
         found = ntkl.LaplaceRegressor(**QUICK).fit((x * np.float32(unit)), y)
         assert np.allclose(found.predict(x * np.float32(unit)), wanted, rtol=1e-3)
         assert np.allclose(ntkl.LaplaceRegressor(**QUICK).fit(x, y * unit).predict(x) / unit, wanted, rtol=1e-6)
+    for unit in (1e-200, 1e200):
+        for data in ((x.astype(np.float64) * unit, y), (x, y * unit)):
+            with refused(ntkl.DataError, r"magnitudes from 1e-140 to 1e\+140", "at most in a column", "another unit"):
+                ntkl.LaplaceRegressor(**QUICK).fit(*data)
     column = np.full((200000, 2), 7.3, np.float32)
     column[:, 1] = 1e4 + np.random.default_rng(0).standard_normal(200000)
     scaled = Standardized.of(column, None, True)

@@ -630,6 +630,17 @@ def test_wrong_options_are_refused(build: Any, message: str) -> None:
         build()
 
 
+def test_numbers_that_overflow_are_told() -> None:
+    """A precision at which the products of some probes overflow, and the sketch does not."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        x = torch.randn(30, 4).double()
+        network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with pytest.raises(NumericalError, match="larger prior precision"):
+        ntkl.laplace(network, (x, torch.arange(30) % 3), ntkl.Categorical(), ntkl.GaussianPrior(1e-306),
+                     "iterative").log_marginal_likelihood()  # fmt: skip
+
+
 def test_a_rank_that_does_not_fit_is_refused_before_anything_is_read() -> None:
     with pytest.raises(MemoryBudgetError, match=r"3 x 1,000 vectors of 293 parameters"):
         classes(ntkl.Iterative(rank=1000), memory_budget=10**6)

@@ -56,6 +56,11 @@ def page(image: bytes) -> Page:
     return page.section("Second").picture(image, 'what "it" shows', "below")
 
 
+def test_long_cells_take_several_lines() -> None:
+    text = Page("A").table("B", ["run", "short", "long"], [["a", "word", "a word " * 9]]).html()
+    assert '<td class="words">word' in text and '<td class="words long">a word' in text
+
+
 def test_page_is_well_formed_and_escaped(page: Page) -> None:
     reader = Reader(page.html())
     text = "".join(reader.words)

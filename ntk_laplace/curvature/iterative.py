@@ -21,6 +21,7 @@ from torch import Tensor
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.curvature.sketch import Curvature, Sketch, growing, normal
+from ntk_laplace.errors import NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, inner, lanczos
@@ -465,6 +466,9 @@ def grown(
         wished = tolerance(estimate.value)
         if estimate.standard_error <= wished:
             return found
+        if not math.isfinite(estimate.standard_error):
+            raise NumericalError("a finite estimate of log det B", "numbers that overflow",
+                                 "Take a larger prior precision.")  # fmt: skip
         # the spread of the first probes is itself an estimate: a fifth more
         needed = math.ceil(1.2 * probes[0] * min((estimate.standard_error / wished) ** 2, 1e6))
         if doubled is None or (needed <= probes[1] and (needed - probes[0]) * estimate.steps <= doubled):

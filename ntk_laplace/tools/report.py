@@ -31,11 +31,13 @@ p.lead { font-size: 1.1rem; color: var(--soft); }
 nav ul { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; list-style: none; padding: 0; margin: 1rem 0 0; }
 a { color: var(--accent); }
 .scroll { overflow-x: auto; margin: 1.2rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 60%; }
-caption { text-align: left; font-weight: 600; padding: 0 0 .5rem; caption-side: top; }
+table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; min-width: 60%; }
+caption { text-align: left; font-weight: 600; padding: 0 0 .5rem; caption-side: top;
+          position: sticky; left: 0; width: max-content; max-width: calc(100vw - 2.5rem); }
 th, td { padding: .4rem .65rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: .5rem; }
 td.words, th.words { text-align: left; }
+td.long { white-space: normal; min-width: 16rem; }
 thead th { white-space: normal; vertical-align: bottom;
            border-bottom: 2px solid var(--line); color: var(--soft); font-weight: 600; }
 tbody th { font-weight: 500; }
@@ -47,6 +49,8 @@ figcaption { color: var(--soft); max-width: 46rem; margin-top: .5rem; font-size:
 footer { margin-top: 3rem; color: var(--soft); font-size: .9rem; }
 @media print { h2 { break-after: avoid; } figure, table { break-inside: avoid; } }
 """
+
+_LONG = 36  # characters of a cell on one line
 
 # makes the browser block all external resources
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -110,7 +114,7 @@ class Page:
         for row in rows:
             if len(row) != len(columns):
                 raise DataError(f"{len(columns)} cells in each row", f"{len(row)} in {list(row)}", "Fill empty cells.")
-        marks = ["" if any(_is_number(row[i]) for row in rows) else ' class="words"' for i in range(len(columns))]
+        marks = [_mark([row[i] for row in rows]) for i in range(len(columns))]
         head = "".join(f'<th scope="col"{mark}>{escape(name)}</th>' for name, mark in zip(columns, marks, strict=True))
         lines = [
             f'<tr><th scope="row">{escape(row[0])}</th>'
@@ -181,6 +185,13 @@ class Page:
         """Write the page to `path`, in UTF-8."""
         path.write_text(self.html(), encoding="utf-8")
         return path
+
+
+def _mark(cells: Sequence[str]) -> str:
+    """The class of a column: words stand at the left, and long ones take several lines."""
+    if any(map(_is_number, cells)):
+        return ""
+    return f' class="words{" long" if any(len(cell) > _LONG for cell in cells) else ""}"'
 
 
 def _is_number(cell: str) -> bool:

@@ -401,6 +401,10 @@ class Network:
         if moved:
             raise NetworkError("a network that does not change its buffers",
                                f"buffers that a forward pass changes: {', '.join(moved[:3])}", _EVAL)
+        if not alone.requires_grad:
+            raise NetworkError("network outputs that autograd differentiates with respect to the chosen parameters",
+                               "outputs that require no gradient",
+                               "Remove torch.no_grad(), .detach() and .numpy() from forward().")  # fmt: skip
         return alone
 
     def _channels_last_is_faster(self) -> bool:

@@ -65,7 +65,8 @@ class LaplaceModel(GaussianModel):
     Notes
     -----
     Covariances are those of `Posterior.latent` with 256 units of rounding of the largest prior variance on the
-    diagonal: acquisition functions factorize them. All results have the dtype of X.
+    diagonal: acquisition functions factorize them. All results have the dtype of X, or a finer one of the
+    outcome transform.
     """
 
     def __init__(
@@ -162,6 +163,9 @@ class LaplaceModel(GaussianModel):
                 got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
                 raise DataError(f"{name} as a tensor (n, {'d' if name == 'train_X' else 'm'}), n as in train_X", got,
                                 "Pass tensors with one row per observation.")
+            if isinstance(values, Tensor) and not values.isfinite().all():
+                row = int((~values.isfinite()).any(1).nonzero()[0])
+                raise DataError(f"finite {name}", f"NaN or infinity in row {row}", "Leave that observation out.")
         form = InputFormat.of(None if input_shape is None else tuple(input_shape), input_dtype)
         inputs, targets, variances = train_X, train_Y, train_Yvar
         if input_transform is not None:
@@ -255,7 +259,7 @@ class LaplaceModel(GaussianModel):
         if chosen != list(range(self.laplace.num_outputs)):
             f, jac = f[:, chosen], jac[:, chosen]
         shape = inputs.shape[:-1]
-        return f.reshape(*shape, -1).flatten(-2), jac.reshape(*shape, *jac.shape[1:]).flatten(-3, -2)
+        return f.reshape(*shape, *f.shape[1:]).flatten(-2), jac.reshape(*shape, *jac.shape[1:]).flatten(-3, -2)
 
     def _moments(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (..., q m) and covariance (..., q m, q m) of transformed outcomes."""
@@ -277,12 +281,13 @@ class LaplaceModel(GaussianModel):
 
     def _joint(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, jac = self._rows(inputs)
-        covariance = jac @ self._linearized.solve(jac).mT
+        covariance = jac @ (self._linearized.solve(jac) if jac.numel() else jac).mT
         if self._given is not None:
             mean, less = self._given.moments(mean, jac)
             covariance = covariance - less
         with torch.no_grad():  # V is a difference from the prior's: this is its rounding, in the dtype of X
-            prior = (jac.square() / self._linearized.precision.prior_precision).sum(-1).amax(-1)
+            prior = (jac.square() / self._linearized.precision.prior_precision).sum(-1)
+            prior = prior.amax(-1) if prior.shape[-1] else prior.sum(-1)
             size = ROUNDING * torch.finfo(inputs.dtype if inputs.is_floating_point() else jac.dtype).eps * prior
         eye = torch.eye(covariance.shape[-1], dtype=jac.dtype, device=jac.device)
         return mean, 0.5 * (covariance + covariance.mT) + size[..., None, None] * eye

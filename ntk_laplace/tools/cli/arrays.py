@@ -18,7 +18,7 @@ from ntk_laplace.model.data import Inputs
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
 from ntk_laplace.tools.cli.tables import TABLES
 
-__all__ = ["load_data", "load_inputs", "load_sources"]
+__all__ = ["ARRAYS", "load_data", "load_inputs", "load_sources"]
 
 _TABLES = {  # formats of other tables, with the pandas function that reads each
     ".tsv": "read_csv({}, sep='\\t')",
@@ -27,6 +27,7 @@ _TABLES = {  # formats of other tables, with the pandas function that reads each
 }
 _FORMATS = (*_TABLES, ".npy")
 _SAVED = (".pt", ".pth")
+ARRAYS = (".npz", *_SAVED)
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 

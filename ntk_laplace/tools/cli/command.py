@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ntk_laplace.structures import structure_names
+from ntk_laplace.tools.cli.arrays import ARRAYS
 from ntk_laplace.tools.cli.likelihood import likelihood_fault
 from ntk_laplace.tools.cli.options import (
     FACTORY,
@@ -31,6 +32,7 @@ from ntk_laplace.tools.cli.options import (
     structures,
     widths,
 )
+from ntk_laplace.tools.cli.python_files import first_line
 from ntk_laplace.tools.cli.tables import TABLES, is_table
 
 __all__ = ["main"]
@@ -198,6 +200,8 @@ def _target_fault(options: argparse.Namespace) -> str:
     files = [options.data, getattr(options, "inputs", None), getattr(options, "held_out", None)]
     if options.target is None or options.command == "explain" or any(map(is_table, filter(None, files))):
         return ""
+    if not options.data.is_dir() and options.data.suffix not in ARRAYS:
+        return ""  # no file of arrays either: the error that names the format tells how to convert it
     return (f"expected --target with a table, {TABLES}; got {options.data}. The targets of arrays are y, or --targets; "
             "those of a folder are the names in it.")
 
@@ -222,6 +226,7 @@ def _own(options: argparse.Namespace) -> int:
     """Run a command on the user's network, in one process or in those that torchrun started."""
     from ntk_laplace.errors import NTKLaplaceError, UnsupportedError
     from ntk_laplace.runtime.distributed import process_group
+    from ntk_laplace.runtime.resources import is_about_memory
     from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict
 
     try:
@@ -237,6 +242,11 @@ def _own(options: argparse.Namespace) -> int:
         return _complain(str(cause), FAILED)
     except OSError as cause:
         return _complain(f"cannot write to {cause.filename}: {cause.strerror or cause}. Choose another name.", FAILED)
+    except (MemoryError, RuntimeError) as cause:
+        if not is_about_memory(cause):
+            raise
+        return _complain(f"expected more memory; got {type(cause).__name__}: {first_line(cause).rstrip('.')}. "
+                         "Take fewer examples, or a smaller network.", FAILED)  # fmt: skip
     return OK
 
 

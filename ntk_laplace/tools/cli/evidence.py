@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
         After the finished rows have been printed.
     """
     for path in (options.json, options.plot):
-        require_writable(path)
+        require_writable(path, options)
     model = bring(options)
     first = model.settings.reducer.rank == 0  # of several processes one prints and writes
     try:

@@ -173,6 +173,8 @@ def _labels(column: pandas.Series, path: Path) -> NDArray[Any]:
         numbered, names = target_classes(column, path, None)
         return np.array(names, dtype=object)[numbered]
     values = numbers(column.to_frame(), path, [str(column.name)])[:, 0]
+    if is_integer_dtype(column.dtype):
+        return np.array(column.tolist())  # all digits, which a float may not have
     if (values != np.floor(values)).any():
         row = int(np.argmax(values != np.floor(values)))
         raise ntkl.DataError(f"names or whole numbers as classes in column {column.name!r} of {path}",

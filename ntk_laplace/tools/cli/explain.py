@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> None:
     OSError
         If the page cannot be written; raised before the computation.
     """
-    require_writable(options.out)
+    require_writable(options.out, options)
     model = bring(options)
     x, y = model.files.inputs(options.inputs, "inputs to explain")
     check_forward(model.network, to_device(x, next(model.network.parameters()).device), options.output)

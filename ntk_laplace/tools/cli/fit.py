@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 import sys
 import textwrap
 import warnings
@@ -15,15 +16,15 @@ import numpy as np
 import pandas
 import torch
 from numpy.typing import NDArray
-from torch import distributions
+from torch import distributions, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.tools.cli.examples import Examples, read_examples
 from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.model import require_writable
-from ntk_laplace.tools.cli.predictions import NETWORK
-from ntk_laplace.tools.cli.python_files import load_network
+from ntk_laplace.tools.cli.predictions import NETWORK, score_table
+from ntk_laplace.tools.cli.python_files import first_line, load_network
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
 __all__ = ["run"]
@@ -57,25 +58,26 @@ def run(options: argparse.Namespace) -> None:
     OSError
         If the files cannot be written; raised before the computation.
     """
-    examples = read_examples(options)
-    settings = _settings(options, examples)
-    options.out.mkdir(parents=True, exist_ok=True)
     table, saved, page = (options.out / name for name in ("predictions.csv", "model.joblib", "explanations.html"))
     for file in (table, saved, page):
-        require_writable(file)
+        require_writable(file, options, made=True)
+    examples = read_examples(options)
+    settings = _settings(options, examples)
     order = np.random.default_rng(options.seed).permutation(len(examples.y))
     held_out, rest = (np.sort(part) for part in np.split(order, [round(_HELD_OUT * len(order))]))
     training, new = examples.subset(rest), examples.subset(held_out)
     print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
     fitted = (_fit_classes if examples.classes else _fit_numbers)(training, new, settings, options.level)
     predictions = pandas.concat([new.named.reset_index(drop=True), pandas.DataFrame(fitted.columns)], axis=1)
-    predictions.to_csv(table, index=False)
-    joblib.dump(fitted.model, saved)
     _tell_scores(fitted, len(held_out))
     _tell_relevance(fitted.model)
     _tell_first(predictions, options.level)
     sources = _sources(fitted.model, training, new)
-    _page(fitted.model, training, new, sources).write(page)
+    explained = _page(fitted.model, training, new, sources)
+    options.out.mkdir(parents=True, exist_ok=True)
+    predictions.to_csv(table, index=False)
+    joblib.dump(fitted.model, saved)
+    explained.write(page)
     if sources is not None:
         print(f"\n{sources}")
     print(f"\nPredictions of the held-out rows are in {table}; {page} explains them in a browser.\n"
@@ -95,6 +97,8 @@ def _settings(options: argparse.Namespace, examples: Examples) -> dict[str, Any]
     shape, hidden = examples.shape, options.hidden
     found = {"epochs": options.epochs, "random_state": options.seed, "verbose": sys.stderr.isatty()}
     own = None if options.network is None else load_network(*options.network).double()
+    if own is not None:
+        _require_saved(own)
     if shape is None and own is None:
         return found | {"hidden_layer_sizes": hidden or (32,)}
     if shape is None:
@@ -107,9 +111,19 @@ def _settings(options: argparse.Namespace, examples: Examples) -> dict[str, Any]
     return found | {"network": network, "standardize": False}
 
 
+def _require_saved(network: nn.Module) -> None:
+    """Refuse, before the training, a network that model.joblib could not contain."""
+    try:
+        pickle.dumps(network)
+    except Exception as cause:  # __reduce__ of a layer may raise anything
+        raise ntkl.NetworkError("a network that pickle can save, for model.joblib",
+                                f"{type(cause).__name__}: {first_line(cause).rstrip('.')}",
+                                "Define its classes and functions at the top of the file, without lambda.") from cause
+
+
 def _tell_scores(fitted: _Fitted, count: int) -> None:
     print(f"\nScores of the {count:,} held-out rows")
-    print(pandas.DataFrame(fitted.scores).T.to_string(float_format="{:.4f}".format))
+    print(score_table(fitted.scores))
     if fitted.note:
         print(f"\n{fitted.note}")
     print(f"\nLog marginal likelihood of the training rows: {fitted.model.log_marginal_likelihood_value_:.3f} nats")

@@ -100,6 +100,10 @@ def _images(folder: Path) -> list[Path]:
     found = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     if not found:
         raise DataError("images in the folder of each class", f"none in {folder}", "Add images, or remove the folder.")
+    for entry in found:
+        if entry.is_dir():
+            raise DataError("images alone in the folder of each class", f"the folder {entry}",
+                            f"If the folders of the classes are in {folder}, pass that folder.")
     return found
 
 

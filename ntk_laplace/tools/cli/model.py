@@ -85,22 +85,41 @@ def _device(name: str, dtype: torch.dtype) -> torch.device:
     return device
 
 
-def require_writable(path: Path | None) -> None:
-    """Check before the computation that the path can be written.
+def require_writable(path: Path | None, options: argparse.Namespace, made: bool = False) -> None:
+    """Check before the computation that the path can be written, and is none of the files that the command reads.
+
+    Parameters
+    ----------
+    path : Path, optional
+    options : Namespace
+        Of the command.
+    made : bool
+        Whether the command makes missing directories on the way to the path.
 
     Raises
     ------
     OSError
         If the path cannot be written.
+    DataError
+        If it names a file that the options give as an input.
     """
     if path is None:
         return
+    network = options.network[0] if options.network else None
+    given = (network, *(getattr(options, name, None) for name in ("data", "checkpoint", "inputs", "held_out")))
+    if path.exists() and any(file.exists() and path.samefile(file) for file in given if file is not None):
+        raise ntkl.DataError("another name for what is written", f"{path}, which is an input",
+                             "It would be overwritten: choose another --out, --json or --plot.")  # fmt: skip
     place = path if path.exists() else path.resolve().parent
+    while made and not place.exists():
+        place = place.parent
     code = 0
     if path.is_dir():
         code = errno.EISDIR
     elif not place.exists():
         code = errno.ENOENT
+    elif place != path and not place.is_dir():
+        code = errno.ENOTDIR
     elif not os.access(place, os.W_OK):
         code = errno.EACCES
     if code:

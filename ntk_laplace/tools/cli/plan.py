@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> None:
     OSError
         If the file cannot be written; raised before the computation.
     """
-    require_writable(options.json)
+    require_writable(options.json, options)
     model = bring(options)
     found = ntkl.plan(
         model.network, (model.x, model.y), model.likelihood, model.prior, options.structures, options.curvature,

@@ -7,14 +7,13 @@ import sys
 import warnings
 from typing import Any
 
-import pandas
 from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import to_device
 from ntk_laplace.posterior.fit import spec_of
 from ntk_laplace.tools.cli.model import bring, require_writable
-from ntk_laplace.tools.cli.predictions import Judged, Predictions
+from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_table
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
 from ntk_laplace.tools.cli.weights import check_forward
 
@@ -35,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
     """
     page_path = options.out.with_suffix(".html")
     for path in (options.out, page_path):
-        require_writable(path)
+        require_writable(path, options)
     model = bring(options)
     x, y = model.files.inputs(options.inputs, "inputs to predict")
     held_out = None
@@ -70,8 +69,7 @@ def run(options: argparse.Namespace) -> None:
     print("\n".join(sentences))
     if found.judged is not None:
         print(f"\nScores of the {len(found.frame):,} inputs")
-        table = pandas.DataFrame(found.judged.scores(options.level)).T
-        print(table.to_string(float_format="{:.4f}".format))
+        print(score_table(found.judged.scores(options.level)))
     for text in warned:
         print(f"\nWARNING: {text}")
     print(f"\n{len(found.frame):,} predictions written to {options.out}; {page_path} is a page, which a browser opens")

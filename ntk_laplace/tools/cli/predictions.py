@@ -20,13 +20,25 @@ from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import joined
 from ntk_laplace.posterior.conformal.quantiles import fewest_points
 
-__all__ = ["CALIBRATED", "NETWORK", "POSTERIOR", "Judged", "Predictions", "single_labels"]
+__all__ = ["CALIBRATED", "NETWORK", "POSTERIOR", "Judged", "Predictions", "score_format", "score_table",
+    "single_labels"]
 
 NETWORK, POSTERIOR, CALIBRATED = "network alone", "posterior as it is", "calibrated posterior"
 _CHUNK = 512
 
 Versions = Mapping[str, Response]
 """Responses of the same points by name: the network alone, the posterior as it is, the calibrated posterior."""
+
+
+def score_format(score: str) -> str:
+    """The format of a score; an RMSE is in the unit of the targets, whose size is anything."""
+    return "{:.4g}" if score == "rmse" else "{:.4f}"
+
+
+def score_table(scores: Mapping[str, Mapping[str, float]]) -> str:
+    """Scores as text, a row for each version."""
+    table = pandas.DataFrame(scores).T
+    return table.to_string(formatters={score: score_format(score).format for score in table})
 
 
 def single_labels(likelihood: Likelihood, num_outputs: int) -> bool:

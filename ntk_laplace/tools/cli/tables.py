@@ -64,7 +64,10 @@ def _csv(path: Path) -> pandas.DataFrame:
             warnings.simplefilter("error", pandas.errors.ParserWarning)  # columns that it would drop
             warnings.simplefilter("ignore", DeprecationWarning)
             names = pandas.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]
+            _require_commas(names, path, expected)
             frame = pandas.read_csv(path, **options)
+    except DataError:
+        raise
     except pandas.errors.EmptyDataError as cause:
         raise DataError(expected, f"{path}, which is empty", "Check the file.") from cause
     except (pandas.errors.ParserWarning, ValueError, OSError, EOFError) as cause:
@@ -78,6 +81,17 @@ def _csv(path: Path) -> pandas.DataFrame:
     return frame
 
 
+def _require_commas(names: pandas.Series, path: Path, expected: str) -> None:
+    """Refuse one name for all columns, in which another character separates them."""
+    mark = next((mark for mark in ";\t|" if mark in str(names[0])), "") if len(names) == 1 else ""
+    if mark:
+        rows = pandas.read_csv(path, sep=mark, header=None, nrows=2, dtype=str)
+        decimal = ", decimal=','" if rows.iloc[1:].stack().str.fullmatch(r"-?\d+,\d+").any() else ""
+        copy = str(path.with_name(f"{path.name.partition('.')[0]}_commas.csv"))
+        line = f"pandas.read_csv({str(path)!r}, sep={mark!r}{decimal}).to_csv({copy!r}, index=False)"
+        raise DataError(expected, f"{path} with {mark!r} between them", f"Convert it in Python: {line}.")
+
+
 def _columnar(read: Callable[[Path], pandas.DataFrame], what: str) -> Callable[[Path], pandas.DataFrame]:
     """A reader of files that pyarrow reads for pandas."""
 
@@ -89,6 +103,9 @@ def _columnar(read: Callable[[Path], pandas.DataFrame], what: str) -> Callable[[
                             "Install one, pip install pyarrow, or save the table as .csv.") from cause  # fmt: skip
         except (ValueError, OSError) as cause:  # among them all errors of pyarrow for damaged files
             raise DataError(f"{what} table", f"{path} ({first_line(cause)})", "Check the file.") from cause
+        # the file has a named index as a column, which is not dropped; an index without a name counts the rows
+        named = [name for name in frame.index.names if name is not None]
+        frame = frame.reset_index(named, allow_duplicates=True) if named else frame
         frame.columns = frame.columns.map(str)
         twice = frame.columns[frame.columns.duplicated()]
         if len(twice):

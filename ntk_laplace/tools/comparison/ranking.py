@@ -30,7 +30,7 @@ _HEADINGS = {
     "aic": ("AIC", "{:.1f}"), "elbo": ("ELBO", "{:.2f}"), "elbo_nn": ("ELBO nn", "{:.2f}"),
     "importance": ("importance", "{:.2f}"),
     "test_log_likelihood": ("test log lik.", "{:.4f}"),
-    "test_accuracy": ("accuracy", "{:.4f}"), "test_rmse": ("RMSE", "{:.4f}"),
+    "test_accuracy": ("accuracy", "{:.4f}"), "test_rmse": ("RMSE", "{:.4g}"),
 }  # fmt: skip
 _WORDS = {
     "evidence": "evidence, nats", "conditional": "conditional evidence, nats", "loo": "leave-one-out log density, nats",

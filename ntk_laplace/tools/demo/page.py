@@ -155,14 +155,16 @@ def _structures(page: Page, studies: Sequence[Study], picture: Picture) -> None:
             continue
         rows = [
             (
-                row.structure, f"{row.evidence:.3f}",
+                row.structure,
+                f"{row.evidence:.3f}" + (f" ± {row.standard_error:.2g}" if row.standard_error else ""),
                 "exact" if row.difference is None else f"{row.difference:+.4g}", f"{row.log_det:.3f}",
                 f"{row.fit_seconds:.3f}", f"{row.evidence_seconds:.3f}",
                 "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.1f}",
             )
             for row in found.comparison.rows
         ]  # fmt: skip
-        page.table(f"{found.problem.title}: log marginal likelihood by structure, in nats", columns, rows)
+        page.table(f"{found.problem.title}: log marginal likelihood by structure, in nats, ± its standard error",
+                   columns, rows)  # fmt: skip
         for row in found.comparison.rows:
             if row.note:
                 page.paragraph(f"{row.structure}: {row.note}")

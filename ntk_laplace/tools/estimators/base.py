@@ -34,6 +34,8 @@ __all__ = ["LaplaceEstimator", "Standardized"]
 
 Array = NDArray[np.floating[Any]]
 
+_SMALLEST = 1e-140
+
 
 @dataclass(frozen=True)
 class Standardized:
@@ -48,6 +50,11 @@ class Standardized:
         columns = table.shape[1]
         if not wanted:
             return cls(np.zeros(columns), np.ones(columns))
+        largest = np.abs(table).max(0).astype(np.float64)
+        outside = np.flatnonzero((largest > 1 / _SMALLEST) | ((largest > 0) & (largest < _SMALLEST)))
+        if len(outside):
+            raise DataError(f"inputs and targets with magnitudes from {_SMALLEST:g} to {1 / _SMALLEST:g}",
+                            f"{largest[outside[0]]:g} at most in a column", "Take another unit for it.")  # fmt: skip
         found = StandardScaler().fit(table.astype(np.float64), sample_weight=weight)
         return cls(found.mean_, found.scale_)
 
