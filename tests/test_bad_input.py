@@ -783,8 +783,8 @@ def test_numbers_and_objects_of_the_wrong_kind():
     for dtype in ("float64", torch.int32, torch.float16):
         with refused(errors.UnsupportedError, "float64 or torch.float32", ".", "Leave it out"):
             ntkl.laplace(network(), data, likelihood, dtype=dtype)
-    for parameters in (3, [3]):
-        with refused(errors.NetworkError, "names of parameters", "3", "Leave"):
+    for parameters in (3, [3], network()[2]):
+        with refused(errors.NetworkError, "names of parameters", "3", "leave"):
             ntkl.laplace(network(), data, likelihood, parameters=parameters)
     with refused(errors.UnsupportedError, "list of structures", "5", "gp"):
         ntkl.compare_evidence(network(), data, likelihood, structures=5)

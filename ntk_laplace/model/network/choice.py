@@ -25,7 +25,7 @@ def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
     free = [name for name, parameter in named.items() if parameter.requires_grad]
     if choice is None:
         chosen = set(free)
-    elif callable(choice):
+    elif callable(choice) and not isinstance(choice, nn.Module):
         chosen = {name for name in free if choice(name, named[name])}
     elif isinstance(choice, str) and choice == "last_layer":
         last = free[-1].rpartition(".")[0] if free else ""
@@ -34,7 +34,8 @@ def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
         wanted = [choice] if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
         if not all(isinstance(want, str) for want in wanted):
             raise NetworkError('names of parameters or modules, a function of name and parameter, or "last_layer"',
-                               repr(choice), "Leave parameters= out for all that require gradients.")
+                               repr(choice)[:80], 'Pass for instance the name of a module, "head", or leave '
+                               "parameters= out for all that require gradients.")
         chosen = set()
         for want in wanted:
             hits = {name for name in named if name == want or name.startswith(want + ".")}
