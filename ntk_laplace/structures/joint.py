@@ -326,7 +326,7 @@ class NetworkLikelihood(WeightLikelihood):
         gradients = torch.stack([self.curvature(one[None], ones[:1]).gradients[0] for one in both])
         truth = (gradients[0] - gradients[1]) / (2.0 * size)
         gap = float((found - truth).norm() / truth.norm().clamp_min(torch.finfo(theta.dtype).tiny))
-        if gap > _DISAGREEMENT:
+        if not gap <= _DISAGREEMENT:  # NaN too
             raise _no_second_derivatives(f"products with the Hessian that differ by {gap:.2g} from the gradient's "
                                          "difference")
 
