@@ -492,6 +492,21 @@ def test_networks_that_are_no_modules(net):
         ntkl.laplace(net, (inputs(), ZEROS), ntkl.Gaussian())
 
 
+def test_lazy_modules_without_values():
+    with refused(errors.NetworkError, "parameters with values", r"'1\.weight' of a lazy module", "once"):
+        fit(nn.Sequential(nn.Tanh(), nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "iterative"])
+def test_networks_without_a_graph(mode, structure):
+    """Their rows would all be zero, and the posterior the prior."""
+    net = network()
+    net.forward = mode()(net.forward)
+    with refused(errors.NetworkError, "outputs that autograd can follow", "without a graph", r"no_grad.*detach"):
+        fit(net, structure=structure)
+
+
 @pytest.mark.parametrize("net", [network().requires_grad_(False), nn.Tanh()], ids=["all frozen", "none"])
 def test_no_parameter_left(net):
     with refused(errors.NetworkError, "at least one parameter that requires a gradient", "none of", "requires_grad"):

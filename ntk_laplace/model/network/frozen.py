@@ -337,6 +337,8 @@ class Network:
         Raises
         ------
         NonDeterministicError, MixedExamplesError
+        NetworkError
+            If buffers change, or outputs have no graph.
         """
         n = num_examples(x)
         if n == 0:
@@ -401,6 +403,9 @@ class Network:
         if moved:
             raise NetworkError("a network that does not change its buffers",
                                f"buffers that a forward pass changes: {', '.join(moved[:3])}", _EVAL)
+        if not alone.requires_grad:
+            raise NetworkError("outputs that autograd can follow to the chosen parameters", "outputs without a graph",
+                               "Remove torch.no_grad() and .detach() from forward(), or choose others by parameters=.")
         return alone
 
     def _channels_last_is_faster(self) -> bool:
