@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -31,7 +32,7 @@ def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
         last = free[-1].rpartition(".")[0] if free else ""
         chosen = {name for name in free if name.rpartition(".")[0] == last}
     else:
-        wanted = [choice] if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
+        wanted: list[Any] = [choice] if isinstance(choice, str) or not isinstance(choice, Iterable) else list(choice)
         if not all(isinstance(want, str) for want in wanted):
             raise NetworkError('names of parameters or modules, a function of name and parameter, or "last_layer"',
                                repr(choice)[:80], 'Pass for instance the name of a module, "head", or leave '
