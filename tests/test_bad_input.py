@@ -486,11 +486,14 @@ def test_outputs_of_another_shape(case):
         fit(Function(function))
 
 
-@pytest.mark.parametrize("function", [torch.detach, torch.no_grad()(lambda h: 2 * h), lambda h: torch.ones_like(h)])
-@pytest.mark.parametrize("structure", ["gp", "kfac"])
-def test_outputs_without_a_gradient(function, structure):
-    """Their Jacobian would be zero, and the evidence would have no Occam factor."""
-    with refused(errors.NetworkError, "outputs that autograd differentiates", "require no gradient", "no_grad"):
+@pytest.mark.parametrize(
+    ("function", "structure"),
+    [(torch.detach, "gp"), (torch.no_grad()(lambda h: 2 * h), "kfac"), (torch.ones_like, "full"),
+     (torch.inference_mode()(lambda h: 2 * h), "iterative")],
+)  # fmt: skip
+def test_outputs_without_a_graph(function, structure):
+    """Their rows would all be zero, the posterior the prior, and the evidence without an Occam factor."""
+    with refused(errors.NetworkError, "outputs that autograd can follow", "without a graph", r"no_grad.*detach"):
         fit(Function(function), structure=structure)
 
 
@@ -498,6 +501,11 @@ def test_outputs_without_a_gradient(function, structure):
 def test_networks_that_are_no_modules(net):
     with refused(errors.NetworkError, r"torch\.nn\.Module", "a ", "Wrap"):
         ntkl.laplace(net, (inputs(), ZEROS), ntkl.Gaussian())
+
+
+def test_lazy_modules_without_values():
+    with refused(errors.NetworkError, "parameters with values", r"'1\.weight' of a lazy module", "once"):
+        fit(nn.Sequential(nn.Tanh(), nn.LazyLinear(3)))
 
 
 @pytest.mark.parametrize("net", [network().requires_grad_(False), nn.Tanh()], ids=["all frozen", "none"])
@@ -791,8 +799,8 @@ def test_numbers_and_objects_of_the_wrong_kind():
     for dtype in ("float64", torch.int32, torch.float16):
         with refused(errors.UnsupportedError, "float64 or torch.float32", ".", "Leave it out"):
             ntkl.laplace(network(), data, likelihood, dtype=dtype)
-    for parameters in (3, [3]):
-        with refused(errors.NetworkError, "names of parameters", "3", "Leave"):
+    for parameters in (3, [3], network()[2]):
+        with refused(errors.NetworkError, "names of parameters", "3", "leave"):
             ntkl.laplace(network(), data, likelihood, parameters=parameters)
     with refused(errors.UnsupportedError, "list of structures", "5", "gp"):
         ntkl.compare_evidence(network(), data, likelihood, structures=5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Deflated
+from ntk_laplace.runtime.krylov import Deflated, minimize
 from ntk_laplace.runtime.krylov.quasi_newton import Pairs, descend
 from reference import relative_error
 from refusals import inputs, labels, network, refused
@@ -70,6 +72,27 @@ def test_descents_end_at_minima(room):
     at, values, steps = descend(own, start, 1e-16, room)
     assert relative_error(at, want) < 1e-6 and steps[1] <= 1 < steps[0]
     assert relative_error(values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
+
+
+class Nowhere(Quadratics):
+    """Second derivatives that are NaN in one of the problems."""
+
+    def at_once(self) -> int:
+        return 3
+
+    def local(self, at: Tensor, rows: Tensor) -> SimpleNamespace:
+        broken = torch.where(rows == 1, torch.nan, 1.0).unsqueeze(1)
+        return SimpleNamespace(gradients=self.values_and_gradients(at, rows)[1],
+                               products=lambda v: broken * torch.einsum("sij,sj->si", self.matrices[rows], v))
+
+
+def test_steps_that_are_refused_move_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tuning, "QUASI_NEWTON_STEPS", 1)
+    own = Nowhere()
+    found = minimize(own, torch.full((3, SIZE), 2.0).double(), 1e-16)
+    want = torch.linalg.solve(own.matrices, own.right)
+    assert found.converged.tolist() == [True, False, True] and relative_error(found.at[::2], want[::2]) < 1e-9
+    assert torch.equal(found.values[1:2], own.values_and_gradients(found.at[1:2], torch.tensor([1]))[0])
 
 
 def test_deflation_is_the_inverse_where_lanczos_has_converged():

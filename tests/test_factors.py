@@ -280,6 +280,10 @@ USES: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
     "second use behind the first": ((3, 3), lambda x, w: ((x @ w).tanh() @ w.T).tanh() @ w),
     "view of view": ((6,), lambda x, w: x @ w.view(2, 3).t().contiguous().view(3, 2)),
     "complex": ((3,), lambda x, w: torch.fft.rfft(x * w).abs()),
+    "spectrum * w": ((2,), lambda x, w: torch.fft.irfft(torch.fft.rfft(x) * w, n=3)),
+    "spectrum * complex w": ((2, 2), lambda x, w: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(w), n=3)),
+    "spectrum + complex w": ((2, 2), lambda x, w: (torch.fft.rfft(x) + torch.view_as_complex(w)).abs()),
+    "spectrum @ complex w": ((2, 2, 2), lambda x, w: (torch.fft.rfft(x) @ torch.view_as_complex(w)).abs()),
 }
 
 

@@ -19,6 +19,7 @@ from torch.func import grad, hessian, jacrev, vmap
 import ntk_laplace as ntkl
 from ntk_laplace.metrics import held_out_scores
 from ntk_laplace.model.likelihoods.linearized import LinearizedResponse
+from ntk_laplace.structures.joint import ManyPoints
 from reference import Dense, jacobian, outputs, relative_error
 from reference_structures import Structured, StructuredModel, parts_of
 from registry import PRIORS, problem
@@ -285,6 +286,29 @@ def test_the_optimum_of_the_linearized_model(name: str, structure: str) -> None:
     residual = vmap(grad(by_hand(name)))(found, draw(6, 14, 2)).flatten()
     expected = network(X).detach().flatten() + jac @ (jac.T @ residual / 20.0 - theta)
     assert relative_error(found.flatten(), expected) < 1e-6
+
+
+def test_newton_steps_beyond_the_dtype_are_halved() -> None:
+    """A network that is far too sure: the first step takes log variances past what float64 holds."""
+    network, y = nn.Linear(3, 2).double(), draw(6, 14, 1)
+    with torch.no_grad():
+        network.weight.zero_()
+        network.bias.copy_(torch.tensor([0.0, -7.0]))
+    posterior = ntkl.laplace(network, (X, y), ntkl.HeteroscedasticGaussian())
+    step = posterior.posterior_precision.solve(posterior.fitted.joint_gradient())
+    assert torch.isfinite(step).all() and (X @ step[3:6] + step[7]).abs().max() > math.log(torch.finfo(y.dtype).max)
+    found = posterior.refit().latent_moments(X)[0]
+    residual = vmap(grad(by_hand("log variance")))(found, y)
+    inputs = torch.cat([X, torch.ones(14, 1, dtype=torch.float64)], 1)
+    torch.testing.assert_close(found, inputs @ (inputs.T @ residual), rtol=1e-6, atol=1e-6)
+
+
+def test_an_example_is_named_by_its_own_number_at_many_weights() -> None:
+    points = fitted("log variance").fitted.points
+    f = points.f.repeat(3, 1, 1)
+    f[2, 5, 1] = 800.0
+    with pytest.raises(ntkl.NonFiniteError, match="at example 5"):
+        ManyPoints(ntkl.HeteroscedasticGaussian(), points).each(f)
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -288,6 +288,13 @@ class Fused(nn.Module):
         return Once.apply(self.inner(x))
 
 
+class Length(nn.Module):
+    """|0 f| + f: the length has a subgradient at zero, and NaN as its second derivative."""
+
+    def forward(self, f):
+        return f + (0.0 * f).norm(dim=1, keepdim=True)
+
+
 def test_what_makes_no_sense():
     found = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical())
     with refused(ntkl.UnsupportedError, 'linearization="fixed" or "moving"', "'other'", "moving"):
@@ -295,9 +302,10 @@ def test_what_makes_no_sense():
     for steps in (3, 0, "all"):
         with refused(ntkl.HyperparameterError, "no steps=", "steps", "relinearize"):
             found.relabel(0, 1, steps=steps, linearization="moving")
-    fused = ntkl.laplace(Fused(), (inputs(), labels()), ntkl.Categorical())
-    with refused(ntkl.UnsupportedError, "second derivatives", "differ by", "relinearize"):
-        fused.remove(0, linearization="moving")
+    for layers in ([Fused()], [network(), Length()]):
+        fused = ntkl.laplace(nn.Sequential(*layers), (inputs(), labels()), ntkl.Categorical())
+        with refused(ntkl.UnsupportedError, "second derivatives", "differ by", "relinearize"):
+            fused.remove(0, linearization="moving")
     with refused(ntkl.MemoryBudgetError, "fit into", "predicted need", "Take fewer"):
         small = replace(found.fitted.model, settings=ntkl.Settings(memory_budget=100))
         type(found)(found.fitted.derived(found.fitted.structure, small)).remove(0, linearization="moving")

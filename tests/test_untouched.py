@@ -309,7 +309,7 @@ def test_tensors_of_inference_mode_are_inputs_and_data_like_others(structure):
             posterior.removal_effects(new, 0), posterior.leave_one_out(strict=False).mean,
             posterior.subset([0, 1, 5]).log_det(),
             posterior.condition((new, fresh)).log_det(), posterior.add(new, fresh).latent_moments(new)[1],
-            posterior.remove([1, 2]).latent_moments(new)[0],
+            posterior.remove([1, 2]).latent_moments(new)[0], posterior.cross_validate(2, linearization="fixed").f,
         ]
         posterior.prior.precision = 2.0
         return posterior, [*found, posterior.log_marginal_likelihood(correction=True)]

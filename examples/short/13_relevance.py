@@ -15,6 +15,6 @@ training = ntkl.train_with_evidence(
     network, (x, y), ntkl.Gaussian(noise=1.0), prior, epochs=150, batch_size=None, predictive="loo"
 )
 found = training.posterior.prior
-for name, deviation in zip(found.group_names, found.precision.rsqrt().tolist()):
+for name, deviation in zip(found.group_names, found.precision.rsqrt().tolist(), strict=True):
     print(f"{name:14} weights of standard deviation {deviation:.3f}")
 print(training.predictive)

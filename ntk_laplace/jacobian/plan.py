@@ -147,7 +147,7 @@ def extractor_of(use: UsePlan, graph: Graph, n: int) -> Extractor | None:
     """Extractor of the use's rows for a batch of n examples; None if no rule applies to the node."""
     node = graph.nodes[use.step.consumer]
     rule = RULES.get(node_kind(node))
-    if rule is None:
+    if rule is None or node._input_metadata[0].dtype.is_complex:  # rows are real, and so are the rules
         return None
     path = ParameterPath.to(use.name, graph.parameters[use.name], graph.nodes[use.source], use.step.output)
     output = graph.shape(use.step.consumer)

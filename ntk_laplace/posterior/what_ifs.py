@@ -205,9 +205,9 @@ class WhatIfsVerbs(WhatIfVerbs):
         names, numbers = numbers.unique(return_inverse=True)
         found = self.what_ifs(numbers == torch.arange(len(names)).unsqueeze(1), linearization=linearization)
         numbers = numbers.to(self._fitted.theta.device)
-        f = self._fitted.theta.new_empty(self.num_examples, self.num_outputs)
-        density = f.new_empty(self.num_examples)
         with torch.inference_mode(False), torch.no_grad():
+            f = self._fitted.theta.new_empty(self.num_examples, self.num_outputs)
+            density = f.new_empty(self.num_examples)
             for some, outputs in found._groups.training_outputs():
                 own = ((numbers >= some.start) & (numbers < some.stop)).nonzero().squeeze(1)
                 f[own] = outputs[numbers[own] - some.start, own]

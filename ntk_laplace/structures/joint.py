@@ -68,7 +68,12 @@ class ManyPoints:
     def each(self, f: Tensor, part: slice = slice(None)) -> Tensor:
         """log p(y_n | f_n), (S, n), nats, each point counted once."""
         likelihood, points, _ = self._repeated(f, part)
-        return replace(points, weights=None).log_prob_at(likelihood, f.flatten(0, 1)).view(f.shape[:2])
+        try:
+            return replace(points, weights=None).log_prob_at(likelihood, f.flatten(0, 1)).view(f.shape[:2])
+        except NonFiniteError:
+            if len(f) == 1:
+                raise
+            return torch.cat([self.each(own, part) for own in f.split(1)])  # raises with the number of the example
 
     def values_and_residuals(
         self, f: Tensor, part: slice = slice(None), weights: Tensor | None = None
@@ -321,7 +326,7 @@ class NetworkLikelihood(WeightLikelihood):
         gradients = torch.stack([self.curvature(one[None], ones[:1]).gradients[0] for one in both])
         truth = (gradients[0] - gradients[1]) / (2.0 * size)
         gap = float((found - truth).norm() / truth.norm().clamp_min(torch.finfo(theta.dtype).tiny))
-        if gap > _DISAGREEMENT:
+        if not gap <= _DISAGREEMENT:  # NaN too
             raise _no_second_derivatives(f"products with the Hessian that differ by {gap:.2g} from the gradient's "
                                          "difference")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -25,16 +26,17 @@ def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
     free = [name for name, parameter in named.items() if parameter.requires_grad]
     if choice is None:
         chosen = set(free)
-    elif callable(choice):
+    elif callable(choice) and not isinstance(choice, nn.Module):
         chosen = {name for name in free if choice(name, named[name])}
     elif isinstance(choice, str) and choice == "last_layer":
         last = free[-1].rpartition(".")[0] if free else ""
         chosen = {name for name in free if name.rpartition(".")[0] == last}
     else:
-        wanted = [choice] if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
+        wanted: list[Any] = [choice] if isinstance(choice, str) or not isinstance(choice, Iterable) else list(choice)
         if not all(isinstance(want, str) for want in wanted):
             raise NetworkError('names of parameters or modules, a function of name and parameter, or "last_layer"',
-                               repr(choice), "Leave parameters= out for all that require gradients.")
+                               repr(choice)[:80], 'Pass for instance the name of a module, "head", or leave '
+                               "parameters= out for all that require gradients.")
         chosen = set()
         for want in wanted:
             hits = {name for name in named if name == want or name.startswith(want + ".")}

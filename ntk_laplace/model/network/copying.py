@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ntk_laplace.errors import NetworkError
 
@@ -20,11 +21,15 @@ def require_module(module: Any) -> nn.Module:
     Raises
     ------
     NetworkError
-        If it is not an `nn.Module`.
+        If it is not an `nn.Module`, or a lazy one without values.
     """
     if not isinstance(module, nn.Module):
         raise NetworkError("a torch.nn.Module", f"a {type(module).__name__}",
                            "Wrap the function in a module whose parameters are registered.")
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise NetworkError("parameters with values", f"{name!r} of a lazy module that has seen no input",
+                               "Call network(x) once, and train it.")
     return module
 
 

@@ -337,6 +337,8 @@ class Network:
         Raises
         ------
         NonDeterministicError, MixedExamplesError
+        NetworkError
+            If buffers change, or outputs have no graph.
         """
         n = num_examples(x)
         if n == 0:
@@ -402,9 +404,9 @@ class Network:
             raise NetworkError("a network that does not change its buffers",
                                f"buffers that a forward pass changes: {', '.join(moved[:3])}", _EVAL)
         if not alone.requires_grad:
-            raise NetworkError("network outputs that autograd differentiates with respect to the chosen parameters",
-                               "outputs that require no gradient",
-                               "Remove torch.no_grad(), .detach() and .numpy() from forward().")  # fmt: skip
+            raise NetworkError("outputs that autograd can follow to the chosen parameters", "outputs without a graph",
+                               "Remove torch.no_grad(), .detach() and .numpy() from forward(), or choose others by "
+                               "parameters=.")  # fmt: skip
         return alone
 
     def _channels_last_is_faster(self) -> bool:

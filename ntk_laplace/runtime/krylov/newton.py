@@ -104,7 +104,8 @@ def minimize(
         products += found.products
         del local  # with its graphs
         size = _searched(objectives, at[going], found, going, values, eps)
-        at[going] += size.unsqueeze(1) * found.direction
+        taking = (size > 0).unsqueeze(1)  # a direction that is refused may be NaN
+        at[going] += torch.where(taking, size.unsqueeze(1) * found.direction, 0.0)
         radius[going] = found.next_radius(size)
         taken[going] += 1
         converged[going] = found.flat & found.positive

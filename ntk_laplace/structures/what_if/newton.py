@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NumericalError
+from ntk_laplace.errors import NonFiniteError, NumericalError
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.points import TrainingPoints
@@ -96,7 +96,10 @@ class Objective:
         slack = 8 * torch.finfo(at.f.dtype).eps * (1.0 + abs(value))
         for _ in range(tuning.HALVINGS):
             candidate = at.along(direction, size)
-            reached = self.value(candidate)
+            try:
+                reached = self.value(candidate)
+            except NonFiniteError:  # too far for this likelihood's densities
+                reached = math.inf
             if math.isfinite(reached) and reached <= value - 1e-4 * size * decrement + slack:
                 return candidate, size
             size /= 2
