@@ -153,7 +153,7 @@ def _tile_examples(left: Jacobian, right: Jacobian, found: list[Contraction]) ->
     """Examples on each side of a square tile, chosen to bound its buffers."""
     k = max(left.num_cotangents, right.num_cotangents)
     step = tile_rows(left.f) // k
-    if left is right:  # at least four blocks of rows, so that symmetry saves work, unless they are too small to save any
+    if left is right:  # at least four blocks of rows, for symmetry to save work, unless these are too small
         step = min(step, max(tuning.FEWEST_TILE_ROWS // k, -(-left.num_examples // 4)))
     return int(max(1, min([step, *(each.largest_tile() for each in found)])))
 
