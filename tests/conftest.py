@@ -34,7 +34,8 @@ def _seeded() -> Iterator[None]:
     """
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- scikit-learn and pandas read the global state
-    torch.manual_seed(0)
+    # torch.manual_seed also notes the stack as text for every kind of accelerator, each time
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     before = torch.get_default_dtype()
     yield
     threads = torch.get_num_threads()

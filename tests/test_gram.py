@@ -83,12 +83,15 @@ def test_diagonal_blocks_and_products(name, prior):
     assert relative_error(engine.multiply(one, two, delta, matrix), truth(name, prior, 0, 1) @ matrix) < limit(name)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_tiles_of_any_size_are_the_same(name, monkeypatch):
+@pytest.mark.parametrize(("name", "prior"), CASES)
+def test_tiles_of_any_size_are_the_same(name, prior, monkeypatch):
     """Small tiles cut every block at every place."""
     one, two = rows(name)
-    delta = variances(problem(name), "tensor")
+    delta = variances(problem(name), prior)
     whole = engine.gram(one, None, delta), engine.gram(one, two, delta)
+    with monkeypatch.context() as few:  # four blocks of rows
+        few.setattr(tuning, "FEWEST_TILE_ROWS", 1)
+        assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
     for examples in (1, 2, 5):
         monkeypatch.setattr(tuning, "TILE_ROWS", examples * one.num_cotangents)
         assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13

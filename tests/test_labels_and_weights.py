@@ -171,6 +171,15 @@ def test_other_roots_know_what_is_missing(case: Case, curvature: str) -> None:
         torch.testing.assert_close(root[there], whole[there], rtol=0, atol=0)
 
 
+def test_drawn_labels_move_no_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor that of accelerators which the fit does not use: nothing would restore it."""
+    moved: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", moved.append)
+    state, likelihood = torch.get_rng_state(), ntkl.Categorical()
+    one, other = (CurvatureType("mc", samples=3).root(likelihood, F, torch.zeros(N, dtype=torch.long)) for _ in "ab")
+    assert not moved and torch.equal(state, torch.get_rng_state()) and torch.equal(one, other)
+
+
 @each_case
 @pytest.mark.parametrize("method", ["glm", "blr", "map"])
 def test_predictions_are_scored_on_observed_targets(case: Case, method: str) -> None:

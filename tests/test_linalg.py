@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ntk_laplace.errors import MemoryBudgetError, NumericalError, UnsupportedError
-from ntk_laplace.runtime import linalg, tuning
+from ntk_laplace.runtime import linalg, resources, tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_full_precision
 from ntk_laplace.runtime.meter import PeakMemory
 from ntk_laplace.runtime.progress import track
@@ -222,6 +222,18 @@ def test_memory_is_predicted_and_named():
         require_memory(11, device, "this", "Do that.", budget=10)
     with pytest.raises(MemoryBudgetError):
         require_memory(2**60, device, "this", "Do that.")
+
+
+def test_free_memory_is_not_asked_for_where_little_is_needed(monkeypatch):
+    asked = []
+    monkeypatch.setattr(resources, "available_memory", lambda device: asked.append(device) or 2**30)
+    device = torch.device("cpu")
+    require_memory(2**18, device, "this", "Do that.")
+    assert not asked
+    require_memory(2**18 + 1, device, "this", "Do that.")
+    assert asked == [device]
+    with pytest.raises(MemoryBudgetError):  # a caller's limit counts, however small
+        require_memory(2, device, "this", "Do that.", budget=1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
-from ntk_laplace.model.network import preserved_rng
+from ntk_laplace.model.network import seeded_rng
 
 __all__ = ["CURVATURES", "CurvatureType"]
 
@@ -84,8 +84,7 @@ class CurvatureType:
         share = likelihood.weight**0.5
         if self.kind == "ef":
             return likelihood.residual(f, targets).unsqueeze(-1) / share
-        with preserved_rng(f.device):
-            torch.manual_seed(self.seed)
+        with seeded_rng(f.device, self.seed):
             response = likelihood.distribution(f)
             # reparametrized samples: real labels, and so S, are differentiable in the noise
             drawn = (response.rsample if response.has_rsample else response.sample)((self.samples,))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.contractions import Contraction, Tile, Variances, contractions, read_once, tile_rows
 from ntk_laplace.jacobian.jacobian import Jacobian
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import mirror_lower_
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_full_precision
 from ntk_laplace.runtime.resources import require_memory
@@ -152,8 +153,8 @@ def _tile_examples(left: Jacobian, right: Jacobian, found: list[Contraction]) ->
     """Examples on each side of a square tile, chosen to bound its buffers."""
     k = max(left.num_cotangents, right.num_cotangents)
     step = tile_rows(left.f) // k
-    if left is right:  # at least four blocks of rows, so that symmetry saves work for few examples as well
-        step = min(step, -(-left.num_examples // 4))
+    if left is right:  # at least four blocks of rows, for symmetry to save work, unless these are too small
+        step = min(step, max(tuning.FEWEST_TILE_ROWS // k, -(-left.num_examples // 4)))
     return int(max(1, min([step, *(each.largest_tile() for each in found)])))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ntk_laplace.errors import MemoryBudgetError
+from ntk_laplace.runtime import tuning
 
 __all__ = ["available_memory", "format_bytes", "is_about_memory", "require_memory"]
 
@@ -69,13 +70,16 @@ def require_memory(needed: int, device: torch.device, what: str, remedy: str, bu
     remedy : str
         What to do instead, as a full sentence.
     budget : int, optional
-        The caller's limit in bytes; by default the free memory of the device.
+        The caller's limit in bytes; by default the free memory of the device, which is not asked for where little is
+        needed: the answer takes longer than many computations of that size.
 
     Raises
     ------
     MemoryBudgetError
         If `needed` exceeds the budget.
     """
+    if budget is None and needed <= tuning.ASSUMED_FREE_BYTES:
+        return
     limit = available_memory(device) if budget is None else budget
     if needed > limit:
         raise MemoryBudgetError(

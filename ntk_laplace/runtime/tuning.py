@@ -7,6 +7,10 @@ so that a test can set a constant.
 
 MIB = 2**20
 
+# --- memory checks
+
+ASSUMED_FREE_BYTES = MIB // 4  # needs that are not compared with the free memory: reading that takes 0.2 ms
+
 # --- Jacobian pass
 
 WORKING_SET_BYTES = 128 * MIB  # output gradients of a batch
@@ -27,7 +31,7 @@ SEPARATE_MATRIX_ENTRIES = 512  # entries from which a parameter's rows get a sep
 
 TILE_ROWS = 1024  # rows of a tile whose buffers fit in cache
 TILE_DEVICE_ROWS = 4096  # the same on an accelerator, where few large products are faster
-FEWEST_TILE_ROWS = 160  # with fewer rows, a product of long rows is slow
+FEWEST_TILE_ROWS = 160  # with fewer rows, a product of long rows is slow, and tiles cost more than symmetry saves
 TILE_BYTES = 96 * MIB  # buffers of a tile that contracts shared positions
 PANEL_COLUMNS = 4096  # columns of a layer's rows that are written out at a time
 INNER_SUMS_BYTES = 2 * MIB  # inner sums over positions that fit in a core's cache

@@ -69,12 +69,13 @@ class FunctionSpace(StructureSpec):
             count += parts[-1].num_examples
             if len(parts) == 1:
                 _require_memory(Problem(model, total or count, parts[0], reducer.world_size))
-        rows = Jacobian.concatenate(parts)
+        rows, whole = Jacobian.concatenate(parts), len(parts) == 1 and reducer.world_size == 1
         parts.clear()
         _, every, weights = collected_points(model, source, rows.f, targets.rows)
         rows = Jacobian.concatenate([part.to(rows.dtype, rows.f.device) for part in reducer.gather(rows)])
         points = TrainingPoints.checked(model.likelihood, model.outputs(rows), every, weights)
-        _require_memory(Problem(model, rows.num_examples, rows, reducer.world_size), held=True)
+        if not whole:  # one batch of all examples was checked when it was read
+            _require_memory(Problem(model, rows.num_examples, rows, reducer.world_size), held=True)
         return FunctionSpaceStructure(self, rows, points, data=source)
 
     def require_memory(self, model: LinearizedModel, n: int, first: Structure) -> None:

@@ -1,7 +1,8 @@
 """Several ranks in threads of one process, of which one runs at a time, and a reducer between them.
 
-A rank runs until a collective operation and then hands over, so global state (the random generator, warnings) is never
-shared between two ranks at once. Values travel pickled, as between processes.
+A rank runs until a collective operation and then hands over to the next one, so global state (the random generator,
+warnings) is never shared between two ranks at once, and what a rank has done before another one dies is the same in
+every run. Values travel pickled, as between processes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,19 @@ class _Group:
     def __init__(self, world_size: int) -> None:
         self.slots: list[Any] = [None] * world_size
         self.running = threading.Lock()
-        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.barrier = threading.Barrier(world_size, lambda: self.hand_to(0), timeout=20)
+        self._turn, self._turned = 0, threading.Condition()
+
+    def hand_to(self, rank: int) -> None:
+        """Let this rank run next; after an error all run, one after the other."""
+        with self._turned:
+            self._turn = rank
+            self._turned.notify_all()
+
+    def wait_for(self, rank: int) -> None:
+        """Wait until it is this rank's turn."""
+        with self._turned:
+            self._turned.wait_for(lambda: self._turn == rank or self.barrier.broken, timeout=20)
 
 
 class ThreadReducer(Reducer):
@@ -53,10 +66,12 @@ class ThreadReducer(Reducer):
         group = self._group
         group.slots[self._rank] = pickle.dumps((call, value))
         group.running.release()
+        group.hand_to(self._rank + 1)
         try:
             group.barrier.wait()
             found = [pickle.loads(slot) for slot in group.slots]
             group.barrier.wait()  # all have read
+            group.wait_for(self._rank)
         finally:
             group.running.acquire()
         assert {one for one, _ in found} == {call}, "each rank calls another collective operation"
@@ -71,12 +86,14 @@ def on_ranks(world_size: int, run: Callable[[Reducer], Any]) -> list[Any]:
     errors: dict[int, BaseException] = {}
 
     def target(rank: int) -> None:
+        group.wait_for(rank)
         with group.running:
             try:
                 found[rank] = run(ThreadReducer(group, rank))
             except BaseException as error:  # a test reads it in its own thread
                 errors[rank] = error
                 group.barrier.abort()
+        group.hand_to(rank + 1)
 
     threads = [threading.Thread(target=target, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
     for thread in threads:

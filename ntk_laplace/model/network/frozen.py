@@ -31,7 +31,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import is_about_memory
 
-__all__ = ["Network", "preserved_rng"]
+__all__ = ["Network", "preserved_rng", "seeded_rng"]
 
 _FIRST = 4  # examples that are evaluated together; every other one is then evaluated again without the rest
 _EVAL = "Call network.eval() before the fit (and keep dropout off)."
@@ -42,6 +42,21 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
     """Run a block, then restore the random state of the CPU and of `device`."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def seeded_rng(device: torch.device, seed: int) -> Iterator[None]:
+    """Run a block from this seed on the CPU and on `device`, then restore their random state.
+
+    `torch.manual_seed` moves the state of every accelerator, and nothing would restore that of the others. Before an
+    accelerator is used, each call of it also adds an entry to a list that torch keeps, with the stack as text.
+    """
+    with preserved_rng(device):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield
 
 

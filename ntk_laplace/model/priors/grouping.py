@@ -120,7 +120,8 @@ class Grouping:
 
     def _members(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Group and size of each tensor, or of each input of the one that is `by_input`, in order."""
-        groups, sizes = [], []
+        groups: list[int] = []
+        sizes: list[int] = []
         for name, size in self.shapes.sizes.items():
             several = self.inputs.stop if name == self.by_input else 1
             groups += range(self.group_of[name], self.group_of[name] + several)

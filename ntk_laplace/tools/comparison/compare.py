@@ -27,7 +27,7 @@ from ntk_laplace.errors import (
 )
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
-from ntk_laplace.model.network import Network, preserved_rng
+from ntk_laplace.model.network import Network, seeded_rng
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import laplace, spec_of
@@ -213,9 +213,8 @@ def _warm_up(
     dtype: torch.dtype | None
 ) -> None:
     """Fit to a toy problem, to load libraries and start threads before the measurement."""
-    with preserved_rng(device), warnings.catch_warnings(), contextlib.suppress(NTKLaplaceError):
+    with seeded_rng(device, 0), warnings.catch_warnings(), contextlib.suppress(NTKLaplaceError):
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
         toy = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
         data = torch.randn(4, 2), torch.randn(4, 1)
         quiet = Settings(progress=False)
