@@ -42,10 +42,10 @@ class KroneckerSpec(StructuredSpec):
         """
         if (prior.groups == "parameter" and not self.squares) or (prior.groups == "input" and not self.by_input):
             raise HyperparameterError(
-                f"one prior precision per layer or tensor for {self}, whose eigenvectors mix a layer's weights",
-                f"groups={prior.groups!r}",
+                f"one prior precision per layer or tensor for {self.name!r}, whose eigenvectors mix a layer's weights",
+                f'groups="{prior.groups}"' + f" with {self}" * (prior.groups == "input"),
                 'Use groups "all", "layer" or "tensor", or structure "inf", "diag", "full" or "gp".'
-                + ' "kfac" as it is takes groups="input" too.' * (prior.groups == "input"),
+                + ' "kfac" without options takes groups="input" too.' * (prior.groups == "input"),
             )  # fmt: skip
 
     @property
