@@ -109,9 +109,11 @@ def test_conjugate_gradients_reach_the_tolerance_of_every_row() -> None:
     right = torch.randn(6, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     right[3] = 0.0
     right[4] *= 1e-8
-    found = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 1e4, 500)
+    found, _ = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 1e4, 500)
     left = (right - found @ matrix).norm(dim=1)
     assert bool((left <= 1e-11 * right.norm(dim=1)).all()) and not bool(found[3].any())
+    early, residual = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-2, 1e4, 500)
+    assert relative_error(residual, right - early @ matrix) < 1e-9
 
 
 def test_conjugate_gradients_say_where_they_end() -> None:
@@ -127,7 +129,7 @@ def test_conjugate_gradients_end_at_rounding() -> None:
     right = torch.randn(6, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     values, vectors = torch.linalg.eigh(matrix * (1 + 1e-9))
     near = (vectors / values) @ vectors.T
-    found = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v @ near, 1e-11, 1e10, 500)
+    found, _ = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v @ near, 1e-11, 1e10, 500)
     left = (right - found @ matrix).norm(dim=1)
     assert bool((left > 1e-11 * right.norm(dim=1)).any())
     assert bool((left <= 64 * 2.3e-16 * 1e10 * found.norm(dim=1)).all())
@@ -155,6 +157,9 @@ def test_the_low_rank_never_exceeds_the_matrix(count: int) -> None:
     assert float((mixed @ matrix @ mixed.T - eye).abs().max()) < 1e-2
     if count == 60:
         assert float(left[-1]) < 1e-6
+    # in the place of the test vectors, some products at a time
+    other = low_rank(lambda v: v @ matrix, tests.clone(), scale, 7).factor
+    assert relative_error(other.T @ other, factor.T @ factor) < 1e-7
 
 
 # --- laws over the registry
@@ -303,18 +308,36 @@ def test_more_probes_keep_the_earlier_ones() -> None:
     posterior = classes(ntkl.Iterative(rank=10, probes=4))
     own = posterior.posterior_precision
 
-    def probed(probes: int, earlier: Tensor | None = None) -> Tensor:
-        return IterativePrecision(own.curvature, own.sketch, own.base, probes, 0, 1e-6, 10, earlier).probed
+    def made(probes: int, earlier: IterativePrecision | None = None) -> IterativePrecision:
+        return IterativePrecision(own.curvature, own.sketch, own.base, probes, 0, lambda _: 1e-6, 10, earlier)
 
-    whole = probed(7)
-    assert whole.shape == (7, 2) and relative_error(probed(7, probed(4)), whole) < 1e-8
+    whole, fewer = made(7), made(4)
+    assert whole.probed.shape == (7, 2) and relative_error(made(7, fewer).probed, whole.probed) < 1e-8
+    assert torch.equal(made(7, fewer).probed[:4], fewer.probed)
+
+
+def test_later_probes_take_fewer_steps_and_their_brackets_say_what_that_costs() -> None:
+    own = classes(ntkl.Iterative(rank=5, probes=4)).posterior_precision
+    loose, tight = (
+        IterativePrecision(own.curvature, own.sketch, own.base, 40, 0, lambda _, w=w: w, 5) for w in (4.0, 1e-6)
+    )
+    assert loose._later_steps < loose.estimate.steps < tight.estimate.steps
+    below, above = loose.probed.T
+    exact = tight.probed.mean(1)
+    assert bool((below[:8] <= exact[:8]).all()) and bool((exact[:8] <= above[:8]).all())
+    shift = (0.5 * (below + above) - exact)[8:].mean()
+    assert 0.0 < abs(float(shift)) < 0.5 * float((above - below)[8:].mean())
+    early = lanczos(own._preconditioned, loose._signs(8), 1.0, loose._later_steps, lambda _: False).bracket(torch.log)
+    uncorrected = 0.5 * (early[0] + early[1]) - exact[8:16]
+    assert abs(float(uncorrected.mean())) > 4 * abs(float(shift))
 
 
 def test_the_seed_sets_all_random_numbers() -> None:
-    own, other = (classes(ntkl.Iterative(rank=10, probes=4, seed=s)).posterior_precision for s in (0, 1))
+    fits = (classes(ntkl.Iterative(rank=10, probes=4, seed=s)).posterior_precision for s in (0, 1))
+    own, other = (one.refined for one in fits)
     assert not torch.allclose(own.sketch.tests, other.sketch.tests)
     same, moved = (
-        IterativePrecision(own.curvature, own.sketch, own.base, 4, seed, 0.1, 10) for seed in (0, 1)
+        IterativePrecision(own.curvature, own.sketch, own.base, 4, seed, own.wished, 10) for seed in (0, 1)
     )
     assert relative_error(same.probed, own.probed) < 1e-3 < relative_error(moved.probed, own.probed)
     assert torch.equal(same._left, own._left) and not torch.allclose(moved._left, own._left)
@@ -332,7 +355,7 @@ def test_the_gradient_of_a_local_model_is_its_own() -> None:
     shift = torch.tensor([0.2, -0.3], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(log_det, (shift,), atol=1e-6)
     zero = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    assert float(log_det(zero).detach()) == pytest.approx(precision.refined.estimate.value, rel=1e-10)
+    assert float(log_det(zero).detach()) == pytest.approx(precision.informed.estimate.value, rel=1e-10)
     (slope,) = torch.autograd.grad(log_det(zero), zero)
     assert relative_error(-slope, precision.effective_parameters()) < 1e-10
 
@@ -341,7 +364,8 @@ def test_the_gradient_of_a_local_model_is_its_own() -> None:
 def test_learned_precisions_are_those_of_full_weight_space(which: str) -> None:
     found, exact = (classes(s, ntkl.GaussianPrior(2.0, groups=which)) for s in ("iterative", "full"))
     history, _ = found.fit_hyperparameters(), exact.fit_hyperparameters()
-    assert history.converged
+    assert history.converged and history.evidence == sorted(history.evidence) and history.best == len(history) - 1
+    assert relative_error(found.prior.precision, torch.tensor(history.values[-1], dtype=torch.float64)) < 1e-12
     assert relative_error(found.prior.precision, exact.prior.precision) < 0.03
     assert relative_error(found.evidence().value, exact.evidence().value) < 0.005
 
@@ -407,7 +431,7 @@ def test_draws_of_what_the_sketch_leaves_have_its_covariance(monkeypatch: pytest
     _, x, y = digits_like(40)
     small = nn.Sequential(nn.Linear(12, 5).double())
     found = ntkl.laplace(small, (x, y), ntkl.Categorical(), structure=ntkl.Iterative(rank=20, probes=2))
-    precision = found.posterior_precision
+    precision = found.posterior_precision.refined
     eye = torch.eye(found.num_parameters, dtype=torch.float64)
     left = precision.base.whitened_solve(eye) - precision.solve(eye)  # the prior precision is 1
     draws = precision._left
@@ -461,6 +485,13 @@ def test_draws_of_the_remainder_are_subtracted(monkeypatch: pytest.MonkeyPatch) 
     assert abs(float((seen / other - 1.0).mean())) < 0.02
     joint, whole = (p.latent(x).covariance_matrix.diagonal() for p in (found, exact))
     assert abs(float((joint / whole - 1.0).mean())) < 0.02
+
+
+def test_solved_variances_are_exact_from_the_root_of_the_residual() -> None:
+    found, exact = classes(ntkl.Iterative(rank=10, probes=2)), classes("full")
+    rows = next(iter(exact.fitted.rows_at(torch.arange(20))))
+    one, other = found.posterior_precision._solved_blocks(rows), exact.posterior_precision.covariance_blocks(rows)
+    assert relative_error(one, other) < 1e-10
 
 
 def test_a_singular_prior_covariance_is_no_error() -> None:

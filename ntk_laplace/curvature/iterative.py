@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
-from ntk_laplace.curvature.sketch import Curvature, Sketch, growing, normal
+from ntk_laplace.curvature.sketch import Curvature, Sketch, growing, normal, sketched
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
@@ -29,6 +29,9 @@ from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, log_det_cu
 from ntk_laplace.runtime.reduction import collective_property
 
 __all__ = ["IterativePrecision", "LogDet", "grown", "reaching"]
+
+Wished = Callable[[float], float]
+_DRAW_PRODUCTS = 8  # of one, expected
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class LogDet:
     lower, upper : float
         Certain bounds.
     probes, steps : int
-        Probes, and products with each.
+        Probes, and products with each of the first ones; others take fewer.
     """
 
     value: float
@@ -66,8 +69,9 @@ class IterativePrecision(PosteriorPrecision):
     """H = P0 + JᵀΛJ, never formed.
 
     Solves and samples are exact, to the tolerance of conjugate gradients. `log_det` is an estimate by probes with fixed
-    signs. Covariances and effective parameters are those of a low rank that leaves little (`refined`), less what draws
-    estimate of the rest; where a variance could be wrong by more than `tuning.VARIANCE_ERROR`, it is solved exactly.
+    signs. Effective parameters and covariances are those of a low rank, and what draws estimate of the rest: for
+    effective parameters as many as their error needs (`informed`), and for covariances a low rank that leaves little
+    (`refined`). Where a variance could be wrong by more than `tuning.VARIANCE_ERROR`, it is solved exactly.
 
     Parameters
     ----------
@@ -76,42 +80,78 @@ class IterativePrecision(PosteriorPrecision):
     base : LowRankPrecision
         P0 + FᵀF.
     probes, seed : int
-    tolerance : float
-        Wished standard error of `log_det`, in nats: the quadrature's bracket ends at a fraction of it.
+    wished : callable
+        The wished standard error of `log_det`, in nats, at a value of it: the quadrature's bracket ends at a fraction.
     most : int
         Largest rank of the sketch.
-    earlier : Tensor, (k, 2), optional
-        `probed` of the same with fewer probes.
+    earlier : IterativePrecision, optional
+        The same with fewer probes.
     """
 
     solves_covariance = False
 
     def __init__(
-        self, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, probes: int, seed: int, tolerance: float,
-        most: int, earlier: Tensor | None = None,
+        self, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, probes: int, seed: int, wished: Wished,
+        most: int, earlier: IterativePrecision | None = None,
     ) -> None:  # fmt: skip
         super().__init__(curvature.prior, curvature.shapes, sketch.factor)
         self.curvature, self.sketch, self.base = curvature, sketch, base
-        self.probes, self.seed, self.tolerance, self.most = probes, seed, tolerance, min(most, curvature.rank)
-        self._earlier = sketch.factor.new_empty(0, 2, dtype=torch.float64) if earlier is None else earlier
+        self.probes, self.seed, self.wished, self.most = probes, seed, wished, min(most, curvature.rank)
+        self._earlier, self._best, self._draws = earlier, self, sketch.factor[:0]
 
     def estimates_record(self) -> dict[str, Any]:
         """The estimates, in plain containers; `restored` takes them with `best_sketch`."""
-        fine = self.refined
-        own = {"probes": self.probes, "seed": self.seed, "tolerance": self.tolerance, "most": self.most}
+        effective, fine = self._effective, self.refined
+        own = {"probes": self.probes, "seed": self.seed, "most": self.most}
         return {"own": own, "estimate": asdict(self.estimate), "refined": asdict(fine.estimate),
-                "diagonal": fine._diagonal, "left": None if fine._complete else fine._left}
+                "diagonal": fine._diagonal, "left": None if fine._complete else fine._left, "effective": effective}
 
     @classmethod
-    def restored(cls, curvature: Curvature, sketch: Sketch, record: Mapping[str, Any]) -> IterativePrecision:
+    def restored(
+        cls, curvature: Curvature, sketch: Sketch, wished: Wished, record: Mapping[str, Any]
+    ) -> IterativePrecision:
         """The precision with the estimates of a record, at the hyperparameters of the record."""
         sketch, base = sketch.at(curvature)
-        found, fine = (cls(curvature, sketch, base, **record["own"]) for _ in range(2))
-        vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine)
+        found, fine = (cls(curvature, sketch, base, wished=wished, **record["own"]) for _ in range(2))
+        effective, error = record["effective"]
+        vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine, _best=fine,
+                           _effective=(effective.to(base.factor), error))
         vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _diagonal=tuple(record["diagonal"]))
         if record["left"] is not None:
-            vars(fine)["_left"] = record["left"].to(base.factor)
+            fine._draws = vars(fine)["_left"] = record["left"].to(base.factor)
         return found
+
+    def improved(
+        self, probes: tuple[int, int], miss: Callable[[IterativePrecision], float]
+    ) -> IterativePrecision:
+        """The same with a rank and probes that bring an error down to the wished one, or as far as they can.
+
+        The rank is doubled as long as that costs less than the probes that the present rank needs. `probes` are the
+        fewest and the most, and `miss` is the error over the wished one.
+
+        Raises
+        ------
+        NumericalError
+            If the estimate is not finite.
+        """
+        found = self
+        for sketch, base, doubled in growing(self.curvature, (self.sketch, self.base), (0, self.most), self.seed):
+            if base is not self.base:
+                found = IterativePrecision(self.curvature, sketch, base, self.probes, self.seed, self.wished, self.most)
+            error = miss(found)
+            if not math.isfinite(error):
+                raise NumericalError("a finite estimate of log det B", "numbers that overflow",
+                                     "Take a larger prior precision.")  # fmt: skip
+            needed = _needed(found.probes, error)
+            if needed == found.probes or doubled is None:
+                break
+            if needed <= probes[1] and (needed - found.probes) * found._later_steps <= doubled:
+                break
+        enough = min(max(needed, probes[0]), probes[1])
+        if enough <= found.probes:
+            return found
+        return IterativePrecision(self.curvature, found.sketch, found.base, enough, self.seed, self.wished, self.most,
+                                  found)
 
     # --- products in units of the prior
 
@@ -124,26 +164,18 @@ class IterativePrecision(PosteriorPrecision):
         """C v for vectors (m, P)."""
         return self.base.whitened_half(self._whitened(self.base.whitened_half(vectors)))
 
-    def _solved_whitened(self, vectors: Tensor) -> Tensor:
-        tolerance = torch.finfo(vectors.dtype).eps ** 0.7  # 1e-11 in float64
-        base, found = self._best.base, torch.empty_like(vectors)
+    def _solved_whitened(self, vectors: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Solutions and their residuals, these at most this share of each vector, or 1e-11 in float64."""
+        tolerance, base = max(tolerance, torch.finfo(vectors.dtype).eps ** 0.7), self._best.base
         largest = 1.0 + float(base.values[-1]) if len(base.values) else 1.0
-        for start in range(0, len(vectors), self._width):
-            some = slice(start, start + self._width)
-            found[some] = conjugate_gradients(self._whitened, vectors[some], base.whitened_solve, tolerance, largest,
-                                              tuning.CONJUGATE_GRADIENT_STEPS)
-        return found
+        return conjugate_gradients(self._whitened, vectors, base.whitened_solve, tolerance, largest,
+                                   tuning.CONJUGATE_GRADIENT_STEPS)  # fmt: skip
 
     @property
     def _width(self) -> int:
-        """Right-hand sides of solves at a time."""
-        return max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * self.base.factor.element_size()))
-
-    @property
-    def _best(self) -> IterativePrecision:
-        """`refined`, if it is known already."""
-        best: IterativePrecision = vars(self).get("refined", self)
-        return best
+        """Right-hand sides of solves at a time: more of them share passes where rows are computed again."""
+        most = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * self.base.factor.element_size()))
+        return min(most, self.curvature.together or most)
 
     # --- evidence
 
@@ -152,46 +184,74 @@ class IterativePrecision(PosteriorPrecision):
         """log det B with its errors, from the probes."""
         low = float(self.base.log_det())
         upper = low + self._most_left
-        if self._most_left <= tuning.QUADRATURE_SHARE * self.tolerance:
+        if self._most_left <= tuning.QUADRATURE_SHARE * self.wished(low):
             return LogDet(0.5 * (low + upper), 0.5 * self._most_left, low, upper)
         below, above = self.probed.unbind(1)
         middle, width = 0.5 * (below + above), float((above - below).mean())
         error = math.inf
         if self.probes > 1:
             error = float(middle.std()) / self.probes**0.5 * _student(self.probes - 1) + 0.5 * width
-        steps = max(rule.nodes.shape[1] for rule in self._quadratures)
-        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, steps)
-
-    @collective_property
-    def _quadratures(self) -> list[Quadrature]:
-        """Of C, for the probes that are not among the earlier ones."""
-        rules = self._rules(self._preconditioned, len(self._earlier), tuning.LANCZOS_STEPS, torch.log)
-        return [rule for _, rule in rules]
-
-    def _rules(
-        self, operator: Callable[[Tensor], Tensor], first: int, steps: int, function: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[Tensor, Quadrature]]:
-        """Some probes at a time, from the first on, with their quadratures: Lanczos keeps a basis for each."""
-        signs = _signs(self.probes, self.num_parameters, self.seed)[first:]
-        for some in signs.split(tuning.LANCZOS_PROBES):
-            probes = some.to(self.base.factor)
-            yield probes, lanczos(operator, probes, 1.0, steps, partial(self._enough, function))
-
-    def _enough(self, function: Callable[[Tensor], Tensor], found: Quadrature) -> bool:
-        """Whether the bracket is narrow beside the wished standard error."""
-        below, above = found.bracket(function)
-        return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
+        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, len(self._quadrature[1]))
 
     @property
     def probed(self) -> Tensor:
         """Lower and upper value of zᵀ log(C) z for each probe, (m, 2)."""
-        # rounding: no eigenvalue is below 1
-        found = [torch.stack(rule.bracket(lambda t: t.clamp_min(1.0).log()), 1) for rule in self._quadratures]
-        return torch.cat([self._earlier, *found])
+        return self._quadrature[0]
+
+    @collective_property
+    def _quadrature(self) -> tuple[Tensor, Tensor]:
+        """`probed`, and the middles of the first probes after each step, (k, m').
+
+        The first probes go on until their bracket is narrow. What later steps change is nearly the same for all probes:
+        the others end early, and the mean change of the first is added, with its standard error in their brackets.
+        """
+        values, middles = self._first_probed() if self._earlier is None else self._earlier._quadrature
+        steps, change, error = self._shorter(values, middles)
+        first = values[: middles.shape[1]]
+        half, found = 0.5 * float((first[:, 1] - first[:, 0]).mean()) + error, [values]
+        for start in range(len(values), self.probes, tuning.LANCZOS_PROBES):
+            rule = lanczos(self._preconditioned, self._signs(start), 1.0, steps, lambda _: False)
+            middle = torch.stack(rule.bracket(_log)).mean(0) + change
+            found.append(torch.stack([middle - half, middle + half], 1))
+        return torch.cat(found), middles
+
+    def _first_probed(self) -> tuple[Tensor, Tensor]:
+        low, middles = float(self.base.log_det()), list[Tensor]()
+
+        def enough(found: Quadrature) -> bool:
+            below, above = found.bracket(_log)
+            middles.append(0.5 * (below + above))
+            wished = self.wished(low + float(middles[-1].mean()))
+            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * wished
+
+        rule = lanczos(self._preconditioned, self._signs(0), 1.0, tuning.LANCZOS_STEPS, enough)
+        values = torch.stack(rule.bracket(_log), 1)
+        return values, torch.stack([*middles[: rule.nodes.shape[1] - 1], values.mean(1)])
+
+    def _shorter(self, values: Tensor, middles: Tensor) -> tuple[int, float, float]:
+        """Fewest steps from which the change of the middles is known, its mean and its standard error."""
+        count, wished = middles.shape[1], self.wished(float(self.base.log_det() + values.mean()))
+        for steps in range(1, len(middles) + 1):
+            change = middles[-1] - middles[steps - 1]
+            error = float(change.std()) / count**0.5 * _student(count - 1) if count > 1 else math.inf
+            if error <= tuning.QUADRATURE_SHARE * wished:
+                break
+        return steps, float(change.mean()), error
+
+    @property
+    def _later_steps(self) -> int:
+        """Products with each of the probes that are not among the first."""
+        values, middles = self._quadrature
+        return self._shorter(values, middles)[0]
+
+    def _signs(self, start: int) -> Tensor:
+        """Some probes, from this number on: Lanczos keeps a basis for each."""
+        some = _signs(min(start + tuning.LANCZOS_PROBES, self.probes), self.num_parameters, self.seed)[start:]
+        return some.to(self.base.factor)
 
     @collective_property
     def _diagonal(self) -> tuple[float, float]:
-        return self.curvature.diagonal(self.base.variances)
+        return self.curvature.diagonal(self.base.variances) if self._earlier is None else self._earlier._diagonal
 
     @property
     def _trace_left(self) -> float:
@@ -235,18 +295,68 @@ class IterativePrecision(PosteriorPrecision):
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹): that of the low rank, and what the draws find of the rest, (G,)."""
-        fine = self.refined
-        found = fine.base.effective_parameters()
-        return found if fine._complete else found.index_add_(0, self.groups, fine._left.square().mean(0))
+        return self._effective[0].clone()
 
     @property
     def effective_error(self) -> float:
-        """Standard error of the sum of `effective_parameters`, from the spread of the draws."""
-        fine = self.refined
-        if fine._complete:
-            return 0.0
-        each = fine._left.square().sum(1)
-        return float(each.std() / len(each) ** 0.5)
+        """Standard error of the sum of `effective_parameters`, from the spread of the probes or draws."""
+        return self._effective[1]
+
+    @collective_property
+    def _effective(self) -> tuple[Tensor, float]:
+        """`effective_parameters` with its error."""
+        informed = self.informed
+        each = informed._used
+        error = 0.0 if informed._complete else float(each.sum(1).std() / len(each) ** 0.5)
+        return informed.base.effective_parameters() + each.mean(0).to(informed.base.factor), error
+
+    @property
+    def _used(self) -> Tensor:
+        """γ_g beyond those of the low rank, as each draw finds them, (s, G)."""
+        if self._complete:
+            return self._by_group.new_zeros(1, self._num_groups, dtype=torch.float64)
+        found = self._draws.new_zeros(len(self._draws), self._num_groups)
+        return found.index_add_(1, self.groups, self._draws.square()).double()
+
+    @collective_property
+    def informed(self) -> IterativePrecision:
+        """The same with a sketch and draws that give each γ_g a relative error of `tuning.EFFECTIVE_ERROR`.
+
+        The rank is doubled as long as that costs less than the draws that the present rank needs, and more than
+        `tuning.LEFT_SHARE` of log det B is left; there are at most `tuning.REMAINDER_DRAWS` draws.
+        """
+        most = tuning.REMAINDER_DRAWS
+        for found, doubled in self._drawing():
+            if found._complete:
+                break
+            found._draw(tuning.LANCZOS_PROBES)
+            needed = min(_needed(len(found._draws), found._effective_error / tuning.EFFECTIVE_ERROR), most)
+            cheap = (needed - len(found._draws)) * _DRAW_PRODUCTS <= (doubled or 0)
+            if cheap or doubled is None or found._leaves_little:
+                found._draw(needed)
+                break
+        return found
+
+    @property
+    def _effective_error(self) -> float:
+        """The largest relative standard error of a γ_g by the draws so far."""
+        used = self._used
+        errors = used.std(0) * (_student(len(used) - 1) / len(used) ** 0.5)
+        found = self.base.effective_parameters().to(errors) + used.mean(0)
+        return float((errors / found.clamp_min(torch.finfo(errors.dtype).tiny)).max())
+
+    def _drawing(self) -> Iterator[tuple[IterativePrecision, int | None]]:
+        """Sketches with test vectors, which draws need; from the best so far on as `growing`."""
+        found, probes = self._best, min(self.probes, tuning.MEASURING_PROBES)
+        start = found.sketch, found.base
+        if found.sketch.tests is None and not found._complete:
+            # another round, with products of what is known
+            start = sketched(self.curvature, found.base, len(found.base.values), self.seed, True)
+        for sketch, base, doubled in growing(self.curvature, start, (0, self.most), self.seed, True):
+            if base is not found.base:
+                found = IterativePrecision(self.curvature, sketch, base, probes, self.seed, self.wished, self.most)
+            self._best = found
+            yield found, doubled
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
         """log det B with all prior precisions multiplied by each of `factors` (m,), from one Lanczos run; (m,).
@@ -255,10 +365,18 @@ class IterativePrecision(PosteriorPrecision):
         known value in the low rank: their difference has little variance.
         """
         found = log_det_curve(self.base.values, factors)
-        if self._most_left <= tuning.QUADRATURE_SHARE * self.tolerance:
+        wished = self.wished(self.estimate.value)
+        if self._most_left <= tuning.QUADRATURE_SHARE * wished:
             return found
         hardest, tiny = partial(_shifted_log, factor=float(factors.min())), torch.finfo(self.base.values.dtype).tiny
-        for probes, rule in self._rules(self._whitened, 0, 4 * tuning.LANCZOS_STEPS, hardest):
+
+        def enough(rule: Quadrature) -> bool:
+            below, above = rule.bracket(hardest)
+            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * wished
+
+        for start in range(0, self.probes, tuning.LANCZOS_PROBES):
+            probes = self._signs(start)
+            rule = lanczos(self._whitened, probes, 1.0, 4 * tuning.LANCZOS_STEPS, enough)
             # of each eigenvector of the low rank in the probes, times its eigenvalue
             shares = inner(probes, self.base.factor, self.base.deviation).square().sum(0)
             for place, factor in enumerate(factors):
@@ -268,26 +386,29 @@ class IterativePrecision(PosteriorPrecision):
         return found
 
     def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
-        """log det (I + Σ_g e^(-s_g) F_gF_gᵀ) + Σ_g q_g (e^(-s_g) - 1) + the rest, in changes s_g of log δ_g.
+        """log det (I + Σ_g e^(-s_g) F_gF_gᵀ) + k log (1 + Σ_g e^(-s_g) t_g/k) + constant, in changes s_g of log δ_g.
 
-        Exact in the low rank, and of first order in what it leaves, with q_g its effective parameters: a function whose
-        gradient is its own, unlike that of two estimates. None if there are too many groups for their matrices.
+        Exact in the low rank. What it leaves has the trace t and k equal eigenvalues, so that its value and its
+        derivatives at 0, -γ_g, are those of the estimates. A function whose gradient is its own, unlike that of two
+        estimates. None if there are too many groups for their matrices.
         """
-        fine, r = self.refined, len(self.refined.base.values)
+        fine = self.informed
+        r, left = len(fine.base.values), fine._used.mean(0)
         if self._num_groups * r * r * self.base.factor.element_size() > tuning.LOCAL_BYTES:
             return None
-        left = self._by_group.new_zeros(self._num_groups)
-        if not fine._complete:
-            left.index_add_(0, self.groups, fine._left.square().mean(0))
         scaled = fine.sketch.factor * self.base.deviation
         cores = torch.stack([(part := scaled[:, self.groups == g]) @ part.T for g in range(self._num_groups)]).double()
-        left, rest = left.double(), fine.estimate.value - fine.estimate.lower
+        rest, used = fine.estimate.value - fine.estimate.lower, float(left.sum())
+        eigenvalue = _common_eigenvalue(used, rest)
+        count, shares = used * (1.0 + eigenvalue) / eigenvalue, left.to(cores) / max(used, 1e-300)
+        constant = rest - count * math.log1p(eigenvalue)
 
         def log_det(shift: Tensor) -> Tensor:
             weights = torch.exp(-shift.to(cores))
             inner = torch.eye(len(cores[0]), dtype=cores.dtype, device=cores.device)
             inner = inner + (weights.view(-1, 1, 1) * cores).sum(0)
-            return cholesky_log_det(cholesky_of(inner)) + rest + (left * (weights - 1.0)).sum()
+            beyond = count * torch.log1p(eigenvalue * (shares * weights).sum())
+            return cholesky_log_det(cholesky_of(inner)) + beyond + constant
 
         return log_det
 
@@ -296,7 +417,9 @@ class IterativePrecision(PosteriorPrecision):
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P), by conjugate gradients."""
         flat = vectors.reshape(-1, self.num_parameters) * self.base.deviation
-        return (self._solved_whitened(flat) * self.base.deviation).view_as(vectors)
+        for some in flat.split(self._width):
+            some.copy_(self._solved_whitened(some)[0])
+        return (flat * self.base.deviation).view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """H v for vectors (..., P)."""
@@ -317,24 +440,29 @@ class IterativePrecision(PosteriorPrecision):
 
         With E = P0^-½(JᵀΛJ - FᵀF)P0^-½, x ~ N(0, M⁻¹) and e ~ N(0, E): d = (M + E)⁻¹(E x + e).
         """
-        found = self._drawn(tuning.REMAINDER_DRAWS, self.seed + 1)
+        self._draw(tuning.REMAINDER_DRAWS)
         # the largest relative error of a variance falls with the root of the number of draws
-        error = self.curvature.largest(lambda rows: self._largest_error(rows, found))
-        count = math.ceil(len(found) * min((error / tuning.VARIANCE_ERROR) ** 2, 1e6))
-        more = min(count, tuning.MOST_DRAWS, max(self.most, len(found))) - len(found)
-        return found if more <= 0 else torch.cat([found, self._drawn(more, self.seed + 1 + len(found))])
+        error = self.curvature.largest(lambda rows: self._largest_error(rows, self._draws))
+        count = math.ceil(len(self._draws) * min((error / tuning.VARIANCE_ERROR) ** 2, 1e6))
+        self._draw(min(count, tuning.MOST_DRAWS, self.most))
+        return self._draws
 
-    def _drawn(self, count: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        widths = [min(self._width, count - start) for start in range(0, count, self._width)]
-        return torch.cat([self._some_drawn(width, generator) for width in widths])
+    def _draw(self, count: int) -> None:
+        """Continue to so many draws."""
+        generator = torch.Generator().manual_seed(self.seed + 1 + len(self._draws))
+        found = [self._draws]
+        for start in range(len(self._draws), count, self._width):
+            found.append(self._some_drawn(min(self._width, count - start), generator))
+        self._draws = torch.cat(found) if len(found) > 1 else self._draws
 
     def _some_drawn(self, count: int, generator: torch.Generator) -> Tensor:
         scale, factor = self.base.deviation, self.sketch.factor
         x = self.base.whitened_half(normal(count, self.base.factor, generator)) * scale
         noise = self.curvature.noise(count, generator)
         right = self.curvature.products(x) - (x @ factor.T) @ factor + self.sketch.left(noise)
-        return self._solved_whitened(right * scale)
+        right *= scale
+        # a residual r in jᵀd, j in units of the prior, is at most |r| times the posterior deviation of jᵀw
+        return self._solved_whitened(right, tuning.DRAW_RESIDUAL / max(1.0, float(right.norm(dim=1).max())))[0]
 
     def _largest_error(self, rows: Jacobian, left: Tensor) -> float:
         """The largest relative error of a variance by these draws; one that is zero counts nothing."""
@@ -352,13 +480,15 @@ class IterativePrecision(PosteriorPrecision):
     @collective_property
     def refined(self) -> IterativePrecision:
         """The same with the smallest sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows."""
-        found, probes = self, min(self.probes, tuning.MEASURING_PROBES)
-        for sketch, base, _ in growing(self.curvature, (self.sketch, self.base), (0, self.most), self.seed):
-            if base is not self.base:
-                found = IterativePrecision(self.curvature, sketch, base, probes, self.seed, self.tolerance, self.most)
-            if found.estimate.value - found.estimate.lower <= tuning.LEFT_SHARE * found.estimate.value:
+        for found, _ in self._drawing():
+            if found._leaves_little:
                 break
         return found
+
+    @property
+    def _leaves_little(self) -> bool:
+        """Whether the low rank leaves at most `tuning.LEFT_SHARE` of log det B."""
+        return self.estimate.value - self.estimate.lower <= tuning.LEFT_SHARE * self.estimate.value
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
@@ -382,8 +512,23 @@ class IterativePrecision(PosteriorPrecision):
             uncertain |= _uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root, len(fine._left))
         solved = uncertain.nonzero().squeeze(1)
         if len(solved):
-            blocks[solved] = PosteriorPrecision.covariance_blocks(fine, rows.subset(solved))
+            blocks[solved] = fine._solved_blocks(rows.subset(solved))
         return blocks
+
+    def _solved_blocks(self, rows: Jacobian) -> Tensor:
+        """V by solves. With solutions X, their residuals R and rows J, in units of the prior: V = JXᵀ + XRᵀ + EĤEᵀ.
+
+        The last term, of the errors E of X, is of second order and is left out: residuals are the root of what they are
+        in other solves.
+        """
+        n, k = rows.num_examples, rows.num_cotangents
+        tolerance, found = torch.finfo(self.base.factor.dtype).eps ** 0.35, []
+        for some in torch.arange(n, device=rows.f.device).split(max(1, self._width // k)):
+            right = rows.subset(some).dense(self.shapes).transpose(0, 1) * self.base.deviation
+            solved = self._solved_whitened(right.flatten(0, 1), tolerance)
+            solutions, residuals = (part.view_as(right) for part in solved)
+            found.append(solutions @ right.mT + residuals @ solutions.mT)
+        return torch.cat(found)
 
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
@@ -412,6 +557,30 @@ def _uncertain(own: Tensor, rest: Tensor, draws: int) -> Tensor:
     return torch.linalg.cholesky_ex(allowed * own - rest + torch.diag_embed(slack + tiny)).info > 0
 
 
+def _needed(count: int, ratio: float) -> int:
+    """Probes or draws that bring an error down to the wished one, from its ratio to that with `count` of them."""
+    if ratio <= 1.0:
+        return count
+    # the spread of a few is itself an estimate: a fifth more
+    more = 1.2 * count * min((ratio / _student(count - 1)) ** 2, 1e6)
+    return max(count + 1, math.ceil(more * _student(max(1, int(more) - 1)) ** 2))
+
+
+def _common_eigenvalue(used: float, log_det: float) -> float:
+    """u with u/(1 + u) / log(1 + u) = used/log_det: that of k equal eigenvalues with these sums over them."""
+    low, high = -18.0, 37.0
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        u = math.exp(middle)
+        low, high = (middle, high) if u * log_det > used * (1.0 + u) * math.log1p(u) else (low, middle)
+    return math.exp(low)
+
+
+def _log(nodes: Tensor) -> Tensor:
+    """log t, as no eigenvalue is below 1."""
+    return nodes.clamp_min(1.0).log()
+
+
 def _shifted_log(nodes: Tensor, factor: float) -> Tensor:
     """log(1 + (t - 1)/c)."""
     return torch.log1p((nodes - 1.0).clamp_min(0.0) / factor)
@@ -425,7 +594,7 @@ def _student(freedom: int) -> float:
 
 
 def reaching(
-    curvature: Curvature, ranks: tuple[int, int], seed: int, tolerance: Callable[[float], float]
+    curvature: Curvature, ranks: tuple[int, int], seed: int, tolerance: Wished
 ) -> tuple[Sketch, LowRankPrecision]:
     """The sketch whose log determinant is within the tolerance, by an estimate of what it leaves; arguments as `grown`.
 
@@ -433,7 +602,7 @@ def reaching(
     """
     for sketch, base, _ in growing(curvature, None, ranks, seed):
         wished = tolerance(float(base.log_det()))
-        found = IterativePrecision(curvature, sketch, base, tuning.FIRST_PROBES, seed, wished, ranks[1]).estimate
+        found = IterativePrecision(curvature, sketch, base, tuning.FIRST_PROBES, seed, tolerance, ranks[1]).estimate
         if found.value - found.lower <= wished:
             break
     return sketch, base
@@ -441,11 +610,9 @@ def reaching(
 
 def grown(
     curvature: Curvature, sketch: Sketch | None, ranks: tuple[int, int], probes: tuple[int, int], seed: int,
-    tolerance: Callable[[float], float],
+    wished: Wished,
 ) -> IterativePrecision:  # fmt: skip
     """The precision whose log determinant has the wished standard error, or the best that ranks and probes allow.
-
-    The rank is doubled as long as that costs less than the probes that the present rank needs.
 
     Parameters
     ----------
@@ -455,25 +622,12 @@ def grown(
     ranks, probes : tuple of int
         First and most.
     seed : int
-    tolerance : callable
+    wished : callable
         The wished standard error of log det B, in nats, at a value of log det B.
     """
-    sketches = growing(curvature, None if sketch is None else sketch.at(curvature), ranks, seed)
-    for larger, base, doubled in sketches:
-        wished = tolerance(float(base.log_det()))
-        found = IterativePrecision(curvature, larger, base, probes[0], seed, wished, ranks[1])
-        estimate = found.estimate
-        wished = tolerance(estimate.value)
-        if estimate.standard_error <= wished:
-            return found
-        if not math.isfinite(estimate.standard_error):
-            raise NumericalError("a finite estimate of log det B", "numbers that overflow",
-                                 "Take a larger prior precision.")  # fmt: skip
-        # the spread of the first probes is itself an estimate: a fifth more
-        needed = math.ceil(1.2 * probes[0] * min((estimate.standard_error / wished) ** 2, 1e6))
-        if doubled is None or (needed <= probes[1] and (needed - probes[0]) * estimate.steps <= doubled):
-            break
-    enough = min(needed, probes[1])
-    if enough <= probes[0]:
-        return found
-    return IterativePrecision(curvature, larger, base, enough, seed, wished, ranks[1], found.probed)
+    if sketch is None:
+        start = sketched(curvature, None, min(*ranks, curvature.rank), seed)
+    else:
+        start = sketch.at(curvature)
+    first = IterativePrecision(curvature, *start, min(tuning.LANCZOS_PROBES, probes[1]), seed, wished, ranks[1])
+    return first.improved(probes, lambda one: one.estimate.standard_error / wished(one.estimate.value))

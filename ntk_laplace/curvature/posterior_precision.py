@@ -120,7 +120,7 @@ class PosteriorPrecision(ABC):
         scale = self.prior_precision.sqrt()
         flat = vectors.reshape(-1, self.num_parameters) * scale
         tolerance = torch.finfo(flat.dtype).eps ** 0.7
-        found = conjugate_gradients(lambda v: self._solved(v * scale) * scale, flat, lambda v: v, tolerance,
+        found, _ = conjugate_gradients(lambda v: self._solved(v * scale) * scale, flat, lambda v: v, tolerance,
                                     1.0, tuning.CONJUGATE_GRADIENT_STEPS)  # P0^½ H⁻¹ P0^½ is at most I
         return (found * scale).view_as(vectors)
 

@@ -39,6 +39,10 @@ class Curvature(Protocol):
     def rank(self) -> int:
         """Most eigenvalues that are not zero, the smaller of P and N R."""
 
+    @property
+    def together(self) -> int | None:
+        """Vectors of a product beyond which more of them cost as much one after another; None if all share passes."""
+
     def products(self, vectors: Tensor) -> Tensor:
         """JᵀΛJ v for vectors (m, P)."""
 
@@ -116,11 +120,12 @@ def normal(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def sketched(
-    curvature: Curvature, known: LowRankPrecision | None, count: int, seed: int
+    curvature: Curvature, known: LowRankPrecision | None, count: int, seed: int, draws: bool = False
 ) -> tuple[Sketch, LowRankPrecision]:
     """A sketch and its precision, from `count` test vectors: eigenvectors that are known, and random ones.
 
-    Products with known eigenvectors are a round of subspace iteration.
+    Products with known eigenvectors are a round of subspace iteration. The test vectors are kept, which are as large as
+    the sketch, if `draws` of what it leaves are needed.
     """
     like, kept = curvature.like, 0
     scale = prior_deviation(curvature.prior, like)
@@ -134,21 +139,24 @@ def sketched(
         # what is known must not hide what is small behind its rounding
         tests[kept:].addmm_(inner(drawn, tests[:kept], scale.square().reciprocal()), tests[:kept], alpha=-1.0)
         del drawn
-    found = low_rank(curvature.products, tests, scale)
-    sketch = Sketch(found.factor, tests, found.mixing, 2 * (count - len(found.factor)) >= count - kept)
+    found = low_rank(curvature.products, tests, scale, None if draws else curvature.together)
+    exhausted = count > kept and 2 * (count - len(found.factor)) >= count - kept
+    kept_tests, mixing = (tests, found.mixing) if draws else (None, None)
+    sketch = Sketch(found.factor, kept_tests, mixing, exhausted)
     return sketch, LowRankPrecision(found.factor, found.values, curvature.prior, curvature.shapes)
 
 
 def growing(
-    curvature: Curvature, start: tuple[Sketch, LowRankPrecision] | None, ranks: tuple[int, int], seed: int
-) -> Iterator[tuple[Sketch, LowRankPrecision, int | None]]:
+    curvature: Curvature, start: tuple[Sketch, LowRankPrecision] | None, ranks: tuple[int, int], seed: int,
+    draws: bool = False,
+) -> Iterator[tuple[Sketch, LowRankPrecision, int | None]]:  # fmt: skip
     """Sketches with their precisions, each of twice the rank of the one before; and the rank of the next, if any.
 
     The first is `start`, or has the first of `ranks`. The last has the second of them or the curvature's rank, or finds
     nothing more.
     """
     most = min(ranks[1], curvature.rank)
-    sketch, base = sketched(curvature, None, min(ranks[0], most), seed) if start is None else start
+    sketch, base = sketched(curvature, None, min(ranks[0], most), seed, draws) if start is None else start
     start = None  # it is large
     while True:
         doubled = min(2 * len(base.values), most)
@@ -156,4 +164,4 @@ def growing(
         yield sketch, base, doubled if more else None
         if not more:
             return
-        sketch, base = sketched(curvature, base, doubled, seed)
+        sketch, base = sketched(curvature, base, doubled, seed, draws)

@@ -37,6 +37,8 @@ class CurvatureProducts:
         The rows of values (N, ...) that belong to these examples.
     num_examples, num_columns : int
         N and R, of all processes.
+    kept : callable, optional
+        Whether rows are kept, on all processes; else, and by default, each pass may compute them again.
     """
 
     model: LinearizedModel
@@ -44,6 +46,7 @@ class CurvatureProducts:
     shares: Callable[[Tensor], Tensor]
     num_examples: int
     num_columns: int
+    kept: Callable[[], bool] | None = None
 
     @property
     def prior(self) -> GaussianPrior:
@@ -64,6 +67,11 @@ class CurvatureProducts:
     def rank(self) -> int:
         """Most eigenvalues that are not zero, the smaller of P and N R."""
         return min(self.model.network.num_parameters, self.num_examples * self.num_columns)
+
+    @property
+    def together(self) -> int | None:
+        """Vectors of a product beyond which more of them cost as much one after another; None if all share passes."""
+        return product_vectors(self.like.nbytes) if self.kept is not None and self.kept() else None
 
     def products(self, vectors: Tensor) -> Tensor:
         """JᵀΛJ v for vectors (m, P), in one pass."""

@@ -53,6 +53,8 @@ __all__ = ["Iterative", "Nystrom", "SketchSpec", "SketchedStructure", "compresse
 
 _LOG = logging.getLogger("ntk_laplace")
 _STEPS = 10  # products with a probe, expected
+_LAYER_PRODUCTS = 4  # tensors of all examples and some vectors in a product with a layer's rows
+_AVERAGES = 10  # tensors of outputs while a predictive is averaged
 _BATCH = 2048  # examples whose rows are weighted together, at most
 
 
@@ -62,7 +64,8 @@ class SketchSpec(StructureSpec):
     rank: int | None
     relative_error: float
     seed: int
-    copies: ClassVar[float]
+    copies: ClassVar[float]  # tensors of the rank at the peak
+    images: ClassVar[float]  # those of them that take the place of others where rows are kept
 
     def __post_init__(self) -> None:
         if self.rank is not None:
@@ -123,8 +126,7 @@ class SketchSpec(StructureSpec):
         rank, tried = min(ranks[-1], self.rank or ranks[-1]), sum(probes) * _STEPS
         rows, weighted = problem.row_bytes(problem.share), problem.weighted_bytes(problem.share)
         kept = 2 * rows <= memory_of(model)
-        vectors = 2 if self.exact else 1  # F and T
-        stored = {"sketch": vectors * rank * p * e, "rows of J": rows if kept else 0}
+        stored = {"sketch": rank * p * e, "rows of J": rows if kept else 0}
         passes = len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in probes) * _STEPS
         work = Work(passes=problem.share * (1 if kept else passes), products=problem.share * (sum(ranks) + tried),
                     matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * tried)  # fmt: skip
@@ -132,18 +134,24 @@ class SketchSpec(StructureSpec):
         batch = min(weighted, problem.weighted_bytes(_BATCH))
         together = min(product_vectors(p * e), max(rank, *probes, 1))
         pushed = together * (2 * p + min(problem.share, _BATCH) * problem.num_columns) * e
+        pushed += _LAYER_PRODUCTS * min(problem.share, _BATCH) * tuning.PRODUCT_COLUMNS * e
         # vectors of Lanczos, while the sketch is kept
         basis = min(tuning.LANCZOS_PROBES, max(probes, default=0)) * (_STEPS + 5) * p * e
-        alone = 1.0 / self.copies if len(ranks) == 1 else 0.0  # no sketch before
-        growth = int((1.0 - alone) * self.sketch_bytes(model, rank)) - stored["sketch"]
-        temporary = max(growth, basis) + problem.root_bytes + batch + pushed
+        growth = int((self.copies - (self.images if kept else 0.0)) * rank * p * e) - stored["sketch"]
+        if len(ranks) == 1 and not self.exact:  # no sketch before
+            growth = int((2.0 if kept else 1.0) * self.images * rank * p * e)
+        at_once = max(growth, basis)
+        temporary = at_once + problem.root_bytes + batch + pushed
         sent = 2 * (sum(ranks) + tried) * p * e * (problem.processes - 1) // problem.processes
         note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
-        # conjugate gradients of predictions: right sides of all rows or of draws, and four such tensors more
-        rights = max(problem.num_examples * problem.num_outputs, tuning.REMAINDER_DRAWS)
-        solves = self.exact * 4 * min(tuning.COVARIANCE_BYTES, rights * p * e)
+        # conjugate gradients of predictions: right sides of all rows or of draws, and eleven such tensors more
+        rights = max(problem.num_examples * problem.num_outputs, tuning.REMAINDER_DRAWS) * p * e
+        rights = min(rights, product_vectors(p * e) * p * e if kept else tuning.COVARIANCE_BYTES)
+        vectors = self.exact * (rank + 2 * tuning.REMAINDER_DRAWS) * p * e  # test vectors and draws
+        averaged = _AVERAGES * tuning.AVERAGED_OUTPUTS * e
+        more = max(0, vectors + self.exact * 12 * rights - at_once, vectors + averaged - temporary)
         least = self.sketch_bytes(model, self.rank or 1)
-        return Forecast(stored, temporary, max(0, solves - temporary), work, sent, note, least)
+        return Forecast(stored, temporary, more, work, sent, note, least)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> SketchedStructure:
         """From the sketch of a checkpoint."""
@@ -192,7 +200,8 @@ class Iterative(SketchSpec):
     seed: int = 0
     name: ClassVar[str] = "iterative"
     exact: ClassVar[bool] = True
-    copies: ClassVar[float] = 3.0  # F and T of the sketch before, half as large; test vectors, images
+    copies: ClassVar[float] = 3.0  # F of the round before, test vectors, images
+    images: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,21 +212,21 @@ class Iterative(SketchSpec):
         self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
     ) -> tuple[IterativePrecision, Sketch]:
         """Grow the sketch until the evidence has the wished standard error."""
-        model = curvature.model
+        model, wished = curvature.model, partial(_tolerance, self.relative_error, joint)
         if saved is not None and sketch is not None:
-            restored = IterativePrecision.restored(curvature, sketch, saved)
+            restored = IterativePrecision.restored(curvature, sketch, wished, saved)
             return restored, restored.sketch
         most = self.most_rank(model)
         ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
-        found = grown(curvature, sketch, ranks, probes, self.seed, partial(_tolerance, self.relative_error, joint))
+        found = grown(curvature, sketch, ranks, probes, self.seed, wished)
         estimate = found.estimate
-        wished = _tolerance(self.relative_error, joint, estimate.value)
+        error = wished(estimate.value)
         _LOG.info(f"iterative: rank {len(found.base.values):,}, {estimate.probes} probes of {estimate.steps} products, "
                   f"log det {estimate.value:.6g} +- {estimate.standard_error:.3g}")
-        if estimate.standard_error > tuning.MISSED * wished and self.rank is None and self.probes is None:
+        if estimate.standard_error > tuning.MISSED * error and self.rank is None and self.probes is None:
             warnings.warn(
-                f"the evidence's standard error is {0.5 * estimate.standard_error:.3g} nats, and {0.5 * wished:.3g} "
+                f"the evidence's standard error is {0.5 * estimate.standard_error:.3g} nats, and {0.5 * error:.3g} "
                 f"were wished: a rank of {len(found.base.values):,} and {estimate.probes} probes are the most. Its "
                 "bounds hold. Raise Settings.memory_budget, probes or the prior precision, or use dtype=torch.float32.",
                 NTKLaplaceWarning, stacklevel=2)  # fmt: skip
@@ -270,6 +279,7 @@ class Nystrom(SketchSpec):
     seed: int = 0
     name: ClassVar[str] = "nystrom"
     copies: ClassVar[float] = 3.0 * tuning.OVERSAMPLING  # F of the round before, test vectors, images
+    images: ClassVar[float] = tuning.OVERSAMPLING
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -281,8 +291,15 @@ class Nystrom(SketchSpec):
         """The low rank of a sketch, which is made once."""
         if sketch is None:
             sketch = self._sketch(curvature, joint)
+        elif saved:
+            values = saved["values"].to(sketch.factor)
+            return LowRankPrecision(sketch.factor, values, curvature.prior, curvature.shapes), sketch
         sketch, base = sketch.at(curvature)
         return base, sketch
+
+    def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
+        """The eigenvalues, whose rounding another decomposition would change."""
+        return {"values": of_kind(LowRankPrecision, precision).values}
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
         """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
@@ -389,8 +406,12 @@ class SketchedStructure(StreamedStructure):
     def curvature(self, model: LinearizedModel) -> CurvatureProducts:
         """Products with JᵀΛJ at the present likelihood."""
         columns = model.curvature_type.columns(model.likelihood, self.points.num_outputs)
+
+        def kept() -> bool:
+            return all(model.settings.reducer.gather(self._kept(model) is not None))
+
         return CurvatureProducts(model, partial(self._rows, model), partial(own_rows, model, self.data),
-                                 self.points.num_examples, columns)
+                                 self.points.num_examples, columns, kept)
 
     def _rows(self, model: LinearizedModel, what: str) -> Iterator[tuple[Jacobian, Tensor | None]]:
         """Rows of J with S, if they are kept, or rows of SᵀJ, in batches."""
@@ -479,7 +500,7 @@ class SketchedStructure(StreamedStructure):
         if self.at.sketch is None or not self.spec.exact:
             return super().solve_at(model, points, gradient)
         there, sketch = self.changed(model, points).curvature(model), self.at.sketch
-        return IterativePrecision(there, *sketch.at(there), 2, 0, math.inf, 0).solve(gradient)
+        return IterativePrecision(there, *sketch.at(there), 2, 0, lambda _: math.inf, 0).solve(gradient)
 
     # --- storage
 
@@ -487,9 +508,9 @@ class SketchedStructure(StreamedStructure):
         """The sketch, and what was estimated at the present hyperparameters."""
         require_unchanged(model, self)
         precision = self.posterior_precision(model)
-        sketch = self.spec.best_sketch(precision, self.at.sketch)
+        record, sketch = self.spec.record(precision), self.spec.best_sketch(precision, self.at.sketch)
         assert sketch is not None
-        return {"sketch": sketch.record(), "precision": self.spec.record(precision)}
+        return {"sketch": sketch.record(), "precision": record}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SketchedStructure:
         """The structure on another device, with another dtype."""

@@ -120,19 +120,29 @@ def _by_local_models(
     search: _Search, local: Callable[[], Tensor], bounds: tuple[float, float], method: str, posterior: Evidence,
     theta: Tensor, rate: float, progress: bool | None,
 ) -> None:  # fmt: skip
-    """Maximize local models in turn, each made where the one before has its maximum; a step is one of them."""
-    variables = search.variables
+    """Maximize local models in turn, each made where the one before has its maximum; a step is one of them.
+
+    Two of them differ by their errors where they meet. This is taken from the evidences before, so that the differences
+    of steps are those of single models.
+    """
+    variables, expected, before = search.variables, None, None
     for _ in track(range(tuning.ANCHORS), "ntk_laplace: local models", tuning.ANCHORS, progress):
         inner = _Search(variables, with_hyperprior(local, posterior.prior), bounds, search.steps, search.tolerance)
         inner.history = HyperparameterHistory(method, variables.names)
         start = inner.inside(variables.get())
         value, gradient = inner.at(start)
-        search.note(value, start, gradient)
+        if expected is None:
+            search.note(value, start, gradient)
+        else:
+            search.shift(value - expected)
         _run(inner, method, posterior, theta, rate, None)
-        end = inner.best()
-        gain, move = max(inner.history.evidence) - value, float((end - start).abs().max())
-        if move <= tuning.ANCHOR_MOVE or gain <= search.tolerance * (1.0 + abs(value)):
+        end, expected = inner.best(), max(inner.history.evidence)
+        search.note(expected, end, inner.best_gradient())
+        gain, move = expected - value, float((end - start).abs().max())
+        following = move if before is None else move * min(1.0, move / before)  # if moves keep falling so
+        if following <= tuning.ANCHOR_MOVE or gain <= search.tolerance * (1.0 + abs(value)):
             return search.stop(True, f"a local model moves its hyperparameters by {move:.1g} in logarithms")
+        before = move
         variables.set(end)
         found = local_evidence(posterior, theta, list(variables.parameters))
         assert found is not None
@@ -171,9 +181,17 @@ class _Search:
         self._logs.append(logs.clone())
         self._gradients.append(gradient)
 
+    def shift(self, difference: float) -> None:
+        """Add to all evidences so far."""
+        self.history.evidence[:] = [value + difference for value in self.history.evidence]
+
     def best(self) -> Tensor:
         """Logarithms at the largest evidence so far."""
         return self._logs[self.history.best] if self._logs else self.start
+
+    def best_gradient(self) -> Tensor:
+        """The gradient there."""
+        return self._gradients[self.history.best]
 
     def slope(self, value: float, logs: Tensor, gradient: Tensor) -> float:
         """The largest derivative that does not point out of the box, as a fraction of 1 + abs(evidence)."""

@@ -17,7 +17,7 @@ _ROUNDING = 64  # units of it in a product, whose sums are over the data
 def conjugate_gradients(
     operator: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], tolerance: float,
     norm: float, steps: int,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Solve A x = b for each row b of `right`.
 
     Parameters
@@ -38,7 +38,9 @@ def conjugate_gradients(
 
     Returns
     -------
-    Tensor, (m, d)
+    solution : Tensor, (m, d)
+    residual : Tensor, (m, d)
+        b - A x, of the same.
 
     Raises
     ------
@@ -62,7 +64,7 @@ def conjugate_gradients(
                                  f"{float((now / size[left]).max()):.2g} after {used} products",
                                  f"Use {double}a larger prior precision, or a larger rank.")
         left = left[going & ~ended]
-    return solution
+    return solution, residual
 
 
 def _descend(

@@ -36,14 +36,38 @@ class LowRank:
     mixing: Tensor
 
 
-def low_rank(operator: Callable[[Tensor], Tensor], tests: Tensor, scale: Tensor) -> LowRank:
+def low_rank(
+    operator: Callable[[Tensor], Tensor], tests: Tensor, scale: Tensor, together: int | None = None
+) -> LowRank:
     """Nyström approximation A Ωᵀ (Ω A Ωᵀ)⁻¹ Ω A for test vectors, the rows of Ω (m, d), from one product each.
 
     Directions in which Ω A Ωᵀ is zero up to rounding are left out, so that nothing is divided by rounding errors: r is
-    then below m. The operator's result is overwritten: beside Ω there is one tensor of its size. `scale` is s, (d,).
+    then below m. The operator's result is overwritten: beside Ω there is one tensor of its size.
+
+    Parameters
+    ----------
+    operator : callable
+        A v for vectors (m, d).
+    tests : Tensor, (m, d)
+        Ω.
+    scale : Tensor, (d,)
+        s.
+    together : int, optional
+        F takes the place of Ω, with so many products at a time: Ω A Ωᵀ is symmetric, and the vectors whose products are
+        still to come are all that one half of it needs.
     """
-    factor = operator(tests)
-    core = (tests @ factor.T).double()
+    if together is None:
+        factor = operator(tests)
+        core = (tests @ factor.T).double()
+    else:
+        factor, core = tests, tests.new_zeros(len(tests), len(tests), dtype=torch.float64)
+        for start in range(0, len(tests), together):
+            some = slice(start, start + together)
+            images = operator(tests[some])
+            core[start:, some] = (tests[start:] @ images.T).double()
+            factor[some] = images
+            del images  # before the next
+        core = core.tril() + core.tril(-1).T
     # an image is wrong by a share of its own size: in units of these sizes rounding is the same everywhere
     sizes = core.diagonal().clamp_min(0.0).sqrt()
     units = torch.where(sizes > 0, sizes, torch.inf).reciprocal()
