@@ -668,7 +668,7 @@ def test_numbers_that_overflow_are_told() -> None:
         x = torch.randn(30, 4).double()
         network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     with pytest.raises(NumericalError, match="larger prior precision"):
-        ntkl.laplace(network, (x, torch.arange(30) % 3), ntkl.Categorical(), ntkl.GaussianPrior(1e-306),
+        ntkl.laplace(network, (x, torch.arange(30) % 3), ntkl.Categorical(), ntkl.GaussianPrior(1e-300),
                      "iterative").log_marginal_likelihood()  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def test_precisions_by_parameter_do_not_fit_kronecker_factors(structure):
 
 @pytest.mark.parametrize("structure", ["ekfac", ntkl.KFAC(rank=2), ntkl.KFAC(damped=True)], ids=str)
 def test_precisions_by_input_need_the_whole_undamped_input_factor(structure):
-    with refused(HyperparameterError, "precision per layer or tensor.*kfac", 'groups="input" with E?KFAC', '"kfac" without'):
+    with refused(HyperparameterError, "per layer or tensor.*kfac", 'groups="input" with E?KFAC', '"kfac" without'):
         fresh_fit("deep_mlp", "categorical", "input", "ggn", structure)
 
 
