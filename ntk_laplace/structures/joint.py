@@ -54,14 +54,14 @@ class ManyPoints:
         self.shape = points.num_examples, points.num_outputs
         self._repeats: dict[tuple[int, int, int], tuple[Likelihood, TrainingPoints]] = {}
 
-    def values(self, f: Tensor, part: slice = slice(None), weights: Tensor | None = None) -> Tensor:
+    def values(self, f: Tensor, part: slice | Tensor = slice(None), weights: Tensor | None = None) -> Tensor:
         """Σ log p(y_n | f_n) over some of the points, (S,), nats, for their f (S, n, C); -inf if it is not finite.
 
         Example weights (S, n) replace those of the points.
         """
         return self._found(f, part, residuals=False, weights=weights)[0]
 
-    def log_prob(self, f: Tensor, part: slice, weights: Tensor) -> Tensor:
+    def log_prob(self, f: Tensor, part: slice | Tensor, weights: Tensor) -> Tensor:
         """Σ w_n log p(y_n | f_n), (S,), with its graph, for finite outputs f (S, n, C) and weights (S, n)."""
         return (weights * self.each(f, part).masked_fill(weights == 0, 0.0)).sum(1)
 
@@ -71,7 +71,7 @@ class ManyPoints:
         return replace(points, weights=None).log_prob_at(likelihood, f.flatten(0, 1)).view(f.shape[:2])
 
     def values_and_residuals(
-        self, f: Tensor, part: slice = slice(None), weights: Tensor | None = None
+        self, f: Tensor, part: slice | Tensor = slice(None), weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`values`, and their gradients in f, (S, n, C); zero where an output is not finite."""
         return self._found(f, part, residuals=True, weights=weights)
@@ -92,7 +92,8 @@ class ManyPoints:
                 return points.f.new_full((1,), -torch.inf), torch.zeros_like(f)
             half = -(-len(f) // 2)
             each = [None, None] if weights is None else weights.split(half)
-            halves = [self._found(g, part, residuals, own) for g, own in zip(f.split(half), each, strict=True)]
+            parts = part.split(half) if isinstance(part, Tensor) else [part, part]
+            halves = [self._found(*both, residuals, own) for *both, own in zip(f.split(half), parts, each, strict=True)]
             values, slopes = (torch.cat(both) for both in zip(*halves, strict=True))
             return values, slopes
         values = torch.where(good & ~values.isnan(), values, -torch.inf).sum(1)
@@ -100,7 +101,12 @@ class ManyPoints:
 
     def _repeated(self, f: Tensor, part: slice) -> tuple[Likelihood, TrainingPoints, Tensor]:
         """The points S times over, the likelihood of all of them, and a mask of those whose outputs are finite."""
-        good, (start, stop, _) = torch.isfinite(f).all(-1), part.indices(self._points.num_examples)
+        good = torch.isfinite(f).all(-1)
+        if isinstance(part, Tensor):
+            own = self._points.subset(part.flatten())
+            f = torch.where(good.unsqueeze(-1), f.detach(), 0.0).flatten(0, 1)
+            return self._likelihood.at(part.flatten()), TrainingPoints(f, own.targets, own.weights), good
+        start, stop, _ = part.indices(self._points.num_examples)
         key = len(f), start, stop
         if key not in self._repeats:
             self._repeats = {kept: value for kept, value in self._repeats.items() if kept[0] == len(f)}
@@ -330,7 +336,8 @@ class NetworkLikelihood(WeightLikelihood):
         for some, part, x in self._passes(thetas, 1 if kept else _SECOND, tuning.GRAPH_GROUPS):
             own = thetas[some].detach().requires_grad_()
             with torch.enable_grad(), twice_differentiable():
-                value = self._share.log_prob(self._network(own, x).to(self._dtype), part, weights[some, part]).sum()
+                counts, index, numbers = self._own(weights, some, part)
+                value = self._share.log_prob(self._network(own, x, index).to(self._dtype), numbers, counts).sum()
                 yield _Graph(some, own, _differentiated(value, own, None))
 
     def at_once(self) -> int:
@@ -344,13 +351,22 @@ class NetworkLikelihood(WeightLikelihood):
         for some, part, x in self._passes(thetas):
             own = thetas[some].detach().requires_grad_()
             with torch.enable_grad():
-                f = self._network(own, x)
-            counts = None if weights is None else weights[some, part]
-            values, residual = self._share.values_and_residuals(f.to(self._dtype), part, counts)
+                counts, index, numbers = self._own(weights, some, part)
+                f = self._network(own, x, index)
+            values, residual = self._share.values_and_residuals(f.to(self._dtype), numbers, counts)
             total[some] += values
             gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
         self._reducer.sum_(total, gradients)
         return total, gradients
+
+    def _own(self, weights, some: slice, part: slice):
+        if weights is None:
+            return None, None, part
+        weights = weights[some, part]
+        index = _needed(weights)
+        if index is None:
+            return weights, None, part
+        return weights.gather(1, index), index, index + part.start
 
     def _passes(
         self, thetas: Tensor, share: int = 1, most: int | None = None
@@ -367,6 +383,20 @@ class NetworkLikelihood(WeightLikelihood):
                 for start in range(0, len(thetas), many):
                     yield slice(start, start + many), slice(seen + first, seen + last), inputs
             seen += n
+
+
+def _needed(weights: Tensor) -> Tensor | None:
+    """Numbers of the examples of nonzero weight in each row, (S, n), filled up with others; None if they are most."""
+    there = weights != 0
+    counts = there.sum(1)
+    most = max(1, int(counts.max()))
+    if most > 0.75 * weights.shape[1]:
+        return None
+    rows, numbers = there.nonzero().unbind(1)
+    index = there.to(torch.uint8).argmin(1, keepdim=True).repeat(1, most)
+    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    index[rows, place] = numbers
+    return index
 
 
 class LinearizedLikelihood(WeightLikelihood):

@@ -50,13 +50,19 @@ class ManyWeights:
         self.network = network
         self.batched = several and self._is_batched(take(x, slice(0, 2)))
 
-    def __call__(self, thetas: Tensor, x: Inputs) -> Tensor:
-        """Outputs (S, n, C) at values (S, P) and inputs of n examples; they may be infinite or NaN."""
+    def __call__(self, thetas: Tensor, x: Inputs, index: Tensor | None = None) -> Tensor:
+        """Outputs (S, n, C) at values (S, P) and inputs of n examples; they may be infinite or NaN.
+
+        With `index` (S, n) each value has examples of its own, with these numbers.
+        """
         thetas = thetas.to(self.network.dtype)
         with self.network.arithmetic():
-            if self.batched:
+            if not self.batched:
+                own = [x] * len(thetas) if index is None else [take(x, one) for one in index]
+                return torch.stack([self._one(*both) for both in zip(thetas, own, strict=True)])
+            if index is None:
                 return torch.func.vmap(lambda theta: self._one(theta, x))(thetas)
-            return torch.stack([self._one(theta, x) for theta in thetas])
+            return torch.func.vmap(self._one)(thetas, take(x, index))
 
     def _one(self, theta: Tensor, x: Inputs) -> Tensor:
         values = {f"module.{name}": value for name, value in self.network.unflatten(theta).items()}

@@ -1,9 +1,10 @@
 """Newton's method for many objectives at once, from products with their Hessians, which need not be positive.
 
 Each row is a problem of its own; all share the products. Quasi-Newton steps go first: each takes one gradient, where
-the direction of a Newton step takes many products. A direction is that of preconditioned conjugate gradients, ended
-where the residual is small beside the gradient, or at the end of a trust region, to which it goes where the curvature
-is not positive (Steihaug, 1983). A line search halves it until the objective falls.
+the direction of a Newton step takes many products. A direction is that of conjugate gradients, preconditioned by what
+the quasi-Newton steps have shown of the Hessian, ended where the residual is small beside the gradient, or at the end
+of a trust region, to which it goes where the curvature is not positive (Steihaug, 1983). A line search halves it until
+the objective falls.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def minimize(
     eps : float
         Relative rounding of the objectives.
     room : int
-        Bytes for quasi-Newton steps that are remembered.
+        Bytes for what quasi-Newton steps remember.
     steps : int
         Newton steps, at most.
 
@@ -95,12 +96,16 @@ def minimize(
     -------
     Minima
     """
-    at, values, taken = descend(objectives, start, eps, room)
-    going, radius, products = torch.arange(len(start), device=start.device), torch.full_like(values, torch.inf), 0
+    at, values, taken, inverses = descend(objectives, start, eps, room)
+    going, radius, products = inverses.rows.clone(), torch.full_like(values, torch.inf), 0
     converged = torch.zeros_like(going, dtype=torch.bool)
+
+    def precondition(vectors: Tensor) -> Tensor:
+        return inverses.times(vectors, objectives.precondition(vectors))
+
     for _ in range(steps):
         local = objectives.local(at[going], going)
-        found = _directions(local, objectives.precondition, radius[going], eps * (1.0 + values[going].abs()))
+        found = _directions(local, precondition, radius[going], eps * (1.0 + values[going].abs()))
         products += found.products
         del local  # with its graphs
         size = _searched(objectives, at[going], found, going, values, eps)
@@ -108,7 +113,7 @@ def minimize(
         radius[going] = found.next_radius(size)
         taken[going] += 1
         converged[going] = found.flat & found.positive
-        going = going[~found.flat & (size > 0)]
+        going = going[inverses.keep(~found.flat & (size > 0))]
         if len(going) == 0:
             break
     return Minima(at, values, converged, torch.zeros_like(converged).index_fill(0, going, True), taken, products)
@@ -116,7 +121,7 @@ def minimize(
 
 @dataclass(frozen=True)
 class _Directions:
-    """Directions (S, P) of a step, their slopes and lengths in the norm of M, (S,).
+    """Directions (S, P) of a step, their slopes and lengths in the norm of M, the inverse of the preconditioner, (S,).
 
     `flat` says that a step gains less than rounding, `positive` that no curvature along the search was negative, `ends`
     that the trust region ended it, `gain` what the quadratic model gains.
@@ -186,7 +191,7 @@ def _directions(
         negative, ends = negative | (going & ~bends), ends | (going & (step >= most))
         step = torch.where(going, torch.minimum(step, most), 0.0).unsqueeze(1)
         direction, residual, seen = direction + step * search, residual + step * product, seen + step * image
-        z[going] = precondition(residual[going])
+        z = precondition(residual)
         before, size = size, torch.where(going, (residual * z).sum(1), size)
         going = going & ~ends & (size > goal)
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
