@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov.quasi_newton import Descending, descend, falls
+from ntk_laplace.runtime.krylov.quasi_newton import Descending, Inverses, descend, falls
 
 __all__ = ["Local", "Minima", "Objectives", "minimize"]
 
@@ -50,7 +50,8 @@ class Minima:
     at : Tensor, (S, P)
     values : Tensor, (S,)
     converged : Tensor of bool, (S,)
-        Whether a Newton step gains less than the rounding of the objective, at positive curvature along the step.
+        Whether a Newton step gains less than the rounding of the objective, at positive curvature along the step, and
+        not because the trust region ended it.
     falling : Tensor of bool, (S,)
         Whether the steps ended at their limit. A descent that is neither falling nor converged found no step that
         lowers the objective.
@@ -99,20 +100,16 @@ def minimize(
     at, values, taken, inverses = descend(objectives, start, eps, room)
     going, radius, products = inverses.rows.clone(), torch.full_like(values, torch.inf), 0
     converged = torch.zeros_like(going, dtype=torch.bool)
-
-    def precondition(vectors: Tensor) -> Tensor:
-        return inverses.times(vectors, objectives.precondition(vectors))
-
     for _ in range(steps):
         local = objectives.local(at[going], going)
-        found = _directions(local, precondition, radius[going], eps * (1.0 + values[going].abs()))
+        found = _directions(local, objectives, inverses, radius[going], eps * (1.0 + values[going].abs()))
         products += found.products
         del local  # with its graphs
         size = _searched(objectives, at[going], found, going, values, eps)
         at[going] += size.unsqueeze(1) * found.direction
         radius[going] = found.next_radius(size)
         taken[going] += 1
-        converged[going] = found.flat & found.positive
+        converged[going] = found.flat & found.positive & ~found.ends
         going = going[inverses.keep(~found.flat & (size > 0))]
         if len(going) == 0:
             break
@@ -146,7 +143,7 @@ class _Directions:
 def _searched(
     objectives: Objectives, at: Tensor, found: _Directions, rows: Tensor, values: Tensor, eps: float
 ) -> Tensor:
-    """Sizes of the steps, (S,): 1, halved until the objective falls, 0 if it does not; 1 where a step is flat.
+    """Sizes of the steps, (S,): 1, halved until the objective falls; 1 where a step is flat, 0 where a halved one is.
 
     `values` of the objectives are replaced in place.
     """
@@ -160,27 +157,32 @@ def _searched(
         values[own[good]] = reached[good]
         left = left[~good]
         size[left] /= 2.0
+        # a step that gains less than rounding may only seem to fall
+        flat = -size[left] * found.slope[left] <= 8.0 * eps * (1.0 + values[rows[left]].abs())
+        size[left[flat]], left = 0.0, left[~flat]
     size[left] = 0.0
     return size
 
 
 def _directions(
-    local: Local, precondition: Callable[[Tensor], Tensor], radius: Tensor, rounding: Tensor
+    local: Local, objectives: Objectives, inverses: Inverses, radius: Tensor, rounding: Tensor
 ) -> _Directions:
-    """Inexact Newton directions by Steihaug's conjugate gradients.
+    """Inexact Newton directions by Steihaug's conjugate gradients, preconditioned by `inverses`.
 
-    The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀM⁻¹g in nats, both in the norm of M⁻¹, so
-    that convergence is quadratic; or to where what is left gains less than rounding.
+    The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀKg in nats, both in the norm of K, so that
+    convergence is quadratic; or to where what is left gains less than rounding. K is that of the objectives: where
+    they have kinks, the quasi-Newton steps make any gradient small in the norm of their own inverse.
     """
     gradient = local.gradients
     residual, direction = gradient.clone(), torch.zeros_like(gradient)
-    z = precondition(residual)
-    size = (residual * z).sum(1)
+    raised = objectives.precondition(residual)
+    z = inverses.times(residual, raised)
+    size, left = (residual * z).sum(1), (residual * raised).sum(1)
     radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
-    goal = torch.maximum(size * size.clamp(max=0.01), 1e-6 * rounding)
+    goal = torch.maximum(left * left.clamp(max=0.01), 1e-6 * rounding)
     search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
     flags = torch.zeros_like(size, dtype=torch.bool)
-    going, negative, ends, used = size > goal, flags, flags, 0
+    going, negative, ends, used = left > goal, flags, flags, 0
     while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
         product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
         curvature, long = (search * product).sum(1), (search * image).sum(1)
@@ -191,9 +193,10 @@ def _directions(
         negative, ends = negative | (going & ~bends), ends | (going & (step >= most))
         step = torch.where(going, torch.minimum(step, most), 0.0).unsqueeze(1)
         direction, residual, seen = direction + step * search, residual + step * product, seen + step * image
-        z = precondition(residual)
+        raised = objectives.precondition(residual)
+        z = inverses.times(residual, raised)
         before, size = size, torch.where(going, (residual * z).sum(1), size)
-        going = going & ~ends & (size > goal)
+        going = going & ~ends & ((residual * raised).sum(1) > goal)
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
         search, image = -z + ratio * search, -residual + ratio * image
     slope = (gradient * direction).sum(1)

@@ -40,7 +40,7 @@ def falls(reached: Tensor, before: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tuple[Tensor, Tensor, Tensor, Inverses]:
-    """Go down from each start until a step gains less than rounding, or is halved too often.
+    """Go down from each start until a step, shortened where the objective did not fall, gains less than rounding.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
     direction, inverses = -raised, Inverses(gradients, raised, room)
     for _ in range(tuning.QUASI_NEWTON_STEPS):
         gain = -(gradients * direction).sum(1)
-        going = (gain > 16.0 * eps * (1.0 + values.abs())) & (size > 2.0**-tuning.HALVINGS)
+        going = size * gain > 16.0 * eps * (1.0 + values.abs())
         if not bool(going.all()):
             ends[rows], reached[rows] = at, values
             order = inverses.keep(going)
