@@ -31,8 +31,8 @@ def test_directions_are_those_of_bfgs_updates(monkeypatch, most):
     gradients = torch.randn(3, SIZE, generator=generator).double()
     found, own = -gradients @ inverse, Inverses(gradients, gradients @ inverse, 0)
     for turn in range(7):
-        shape = len(rows), SIZE
-        sizes, drawn = torch.rand(shape[0], generator=generator).double(), torch.randn(shape, generator=generator).double()
+        sizes = torch.rand(len(rows), generator=generator).double()
+        drawn = torch.randn(len(rows), SIZE, generator=generator).double()
         sizes[turn % 2] = 0.0 if turn > 3 else sizes[turn % 2]
         there = torch.where(sizes.unsqueeze(1) > 0, drawn, gradients)
         steps, changes = sizes.unsqueeze(1) * found, there - gradients
@@ -55,6 +55,19 @@ def test_directions_are_those_of_bfgs_updates(monkeypatch, most):
     for vector in torch.eye(SIZE).double():
         both = vector.expand(len(rows), -1)
         assert relative_error(own.times(both, both @ inverse), want[rows] @ vector) < 1e-9
+
+
+def test_inverses_stay_positive_where_gradients_hardly_leave_their_span():
+    """Rounding is not taken for a direction: the basis stays orthonormal, and H symmetric and positive."""
+    generator, size = torch.Generator().manual_seed(0), 40
+    gradients = torch.randn(1, size, generator=generator).double().expand(size, -1)
+    own, eye = Inverses(gradients, gradients, 10**9), torch.eye(size).double()
+    for _ in range(20):
+        noise = torch.randn(1, size, generator=generator).double() * gradients.norm(dim=1, keepdim=True)
+        gradients = 0.5 * gradients + 3e-5 * noise
+        own.directions(torch.ones(size).double(), gradients, gradients)
+    found = own.times(eye, eye)
+    assert relative_error(found, found.T) < 1e-9 and torch.linalg.eigvalsh(found)[0] > 0
 
 
 class Quadratics:

@@ -83,6 +83,7 @@ GP_CACHED_INPUTS = 4  # training and test inputs of two cross-validation folds
 
 CHAIN_BYTES = 256 * MIB  # what autograd keeps of a pass at several weights, at a time
 GRAPH_FACTOR = 2  # bytes at the peak of a pass with its gradient, relative to what autograd keeps
+CHOSEN_SHARE = 0.75  # of the examples, above which networks that count few examples go through all of them
 DENSE_METRIC = 2048  # parameters up to which a posterior precision is written out to precondition chains
 SLICED_OUTPUTS = 20_000  # outputs N C up to which the linearized model is sampled as f; more are sampled as weights
 

@@ -177,12 +177,12 @@ def _directions(
     residual, direction = gradient.clone(), torch.zeros_like(gradient)
     raised = objectives.precondition(residual)
     z = inverses.times(residual, raised)
-    size, left = (residual * z).sum(1), (residual * raised).sum(1)
+    size, left = (residual * z).sum(1).clamp_min(0.0), (residual * raised).sum(1)
     radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
     goal = torch.maximum(left * left.clamp(max=0.01), 1e-6 * rounding)
     search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
     flags = torch.zeros_like(size, dtype=torch.bool)
-    going, negative, ends, used = left > goal, flags, flags, 0
+    going, negative, ends, used = (left > goal) & (size > 0), flags, flags, 0
     while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
         product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
         curvature, long = (search * product).sum(1), (search * image).sum(1)
@@ -196,7 +196,7 @@ def _directions(
         raised = objectives.precondition(residual)
         z = inverses.times(residual, raised)
         before, size = size, torch.where(going, (residual * z).sum(1), size)
-        going = going & ~ends & ((residual * raised).sum(1) > goal)
+        going = going & ~ends & ((residual * raised).sum(1) > goal) & (size > 0)
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
         search, image = -z + ratio * search, -residual + ratio * image
     slope = (gradient * direction).sum(1)

@@ -22,6 +22,8 @@ from ntk_laplace.runtime.linalg import symmetric_eigen
 
 __all__ = ["Descending", "Inverses", "descend", "falls", "remembered"]
 
+_OUTSIDE = 1e-3  # share of gᵀKg outside the span from which g adds to it; its root divides the errors of Q so far
+
 
 class Descending(Protocol):
     """Functions of (P,) numbers; `rows` says which of them the rows of an argument belong to."""
@@ -138,7 +140,7 @@ class Inverses:
         return order
 
     def directions(self, sizes: Tensor, gradients: Tensor, raised: Tensor) -> Tensor:
-        """-H g, (S, P), of the first rows, from g and K g after steps of these sizes, (S,), along the directions before.
+        """-H g, (S, P), of the first rows, from g and K g after steps of sizes (S,) along the directions before.
 
         A pair whose sᵀy is not positive is left out. A size of 0 is no step.
         """
@@ -148,8 +150,7 @@ class Inverses:
         basis, reduced, counts = self._basis[:n, :used], self._reduced[:n, :used, :used], self._counts[:n]
         along, square = (gradients.unsqueeze(1) @ basis.mT).squeeze(1), (gradients * raised).sum(1)
         outside = square - along.square().sum(1)
-        tiny = torch.finfo(square.dtype).eps ** 0.5
-        new = ((outside > tiny * square) & (counts < self._most) & (sizes > 0)).nonzero().squeeze(1)
+        new = ((outside > _OUTSIDE * square) & (counts < self._most) & (sizes > 0)).nonzero().squeeze(1)
         place, length = counts[new], outside[new].sqrt().unsqueeze(1)
         along[new, place] = length.squeeze(1)
         _update(reduced, sizes.unsqueeze(1) * self._ahead[:n, :used], along - self._along[:n, :used])
