@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,7 +63,7 @@ def test_the_basis_stays_orthonormal_where_gradients_hardly_leave_their_span():
     """Rounding is not taken for a direction, whose errors each vector after it would multiply."""
     drawn = torch.randn(21, 40, generator=torch.Generator().manual_seed(0)).double()
     own = Inverses(drawn[:1], drawn[:1], 10**9)
-    for last, new in zip(drawn[:-1], drawn[1:], strict=True):
+    for last, new in itertools.pairwise(drawn):
         gradient = last + 1e-3 * new
         own.directions(torch.ones(1).double(), gradient[None], gradient[None])
     basis = own._basis[0, : int(own._counts[0])]
