@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, minimize
-from ntk_laplace.runtime.krylov.quasi_newton import Pairs, descend
+from ntk_laplace.runtime.krylov.quasi_newton import Inverses, descend
 from reference import relative_error
 from refusals import inputs, labels, network, refused
 
@@ -24,28 +25,50 @@ def definite(seed: int, least: float = 0.5) -> Tensor:
     return root @ root.T + least * torch.eye(SIZE).double()
 
 
-@pytest.mark.parametrize("most", [3, 20])
-def test_directions_are_those_of_bfgs_updates(most):
-    """The compact form is that of updates of the inverse one by one, of the last pairs whose curvature is positive."""
-    generator = torch.Generator().manual_seed(4)
-    inverse, kept = definite(0), [[], []]
-    pairs = Pairs(torch.zeros(2, SIZE).double(), 2 * 2 * SIZE * 8 * most)
-    for turn in range(8):
-        step, change, gradient = (torch.randn(2, SIZE, generator=generator).double() for _ in range(3))
-        bends = torch.tensor([-1.0 if turn == 5 else 1.0, -1.0 if turn in (0, 6) else 1.0]).double()
-        change = change * ((step * change).sum(1).sign() * bends).unsqueeze(1)
-        found = pairs.solved(step, change, change @ inverse, gradient, gradient @ inverse)
-        for i in range(2):
-            kept[i] += [(step[i], change[i])] if bends[i] > 0 else []
-            want = inverse
-            for s, y in kept[i][-max(most, tuning.FEWEST_PAIRS) :]:
+@pytest.mark.parametrize("most", [4, 20])
+def test_directions_are_those_of_bfgs_updates(monkeypatch, most):
+    """Of the dense inverse, one by one; where memory ends, the eigenvalues closest to 1 in the metric of K become 1."""
+    monkeypatch.setattr(tuning, "FEWEST_VECTORS", most)
+    generator, inverse, rows = torch.Generator().manual_seed(4), definite(0), torch.arange(3)
+    root, want, counts = torch.linalg.cholesky(inverse), inverse.expand(3, -1, -1).clone(), [1, 1, 1]
+    gradients = torch.randn(3, SIZE, generator=generator).double()
+    found, own = -gradients @ inverse, Inverses(gradients, gradients @ inverse, 0)
+    for turn in range(7):
+        sizes = torch.rand(len(rows), generator=generator).double()
+        drawn = torch.randn(len(rows), SIZE, generator=generator).double()
+        sizes[turn % 2] = 0.0 if turn > 3 else sizes[turn % 2]
+        there = torch.where(sizes.unsqueeze(1) > 0, drawn, gradients)
+        steps, changes = sizes.unsqueeze(1) * found, there - gradients
+        gradients, found = there, own.directions(sizes, there, there @ inverse)
+        for i, (s, y, row) in enumerate(zip(steps, changes, rows.tolist(), strict=True)):
+            if s @ y > 0:
                 turned = torch.eye(SIZE).double() - torch.outer(s, y) / (s @ y)
-                want = turned @ want @ turned.T + torch.outer(s, s) / (s @ y)
-            assert relative_error(found[i], want @ gradient[i]) < 1e-9
-    pairs.keep(torch.tensor([False, True]))
-    step, change, gradient = found[1:], found[1:] @ definite(2), gradient[1:]
-    again = pairs.solved(step, change, change @ inverse, gradient, gradient @ inverse)
-    assert again.shape == (1, SIZE) and relative_error(again @ change.T, gradient @ step.T) < 1e-9  # H y = s
+                want[row] = turned @ want[row] @ turned.T + torch.outer(s, s) / (s @ y)
+            counts[row] += int(sizes[i] > 0)
+            if counts[row] == most:
+                values, vectors = torch.linalg.eigh(torch.linalg.solve(root, torch.linalg.solve(root, want[row]).T))
+                kept = values.log().abs().argsort()[-(most // 2) :]
+                turned = root @ vectors[:, kept]
+                want[row], counts[row] = inverse + turned * (values[kept] - 1.0) @ turned.T, most // 2 + 1
+            assert relative_error(found[i], -want[row] @ gradients[i]) < 1e-9
+        if turn == 5:
+            order = own.keep(torch.tensor([False, True, True]))
+            rows, gradients, found = rows[order], gradients[order], found[order]
+            assert rows.tolist() == own.rows[:2].tolist() and sorted(own.rows.tolist()) == [0, 1, 2]
+    for vector in torch.eye(SIZE).double():
+        both = vector.expand(len(rows), -1)
+        assert relative_error(own.times(both, both @ inverse), want[rows] @ vector) < 1e-9
+
+
+def test_the_basis_stays_orthonormal_where_gradients_hardly_leave_their_span():
+    """Rounding is not taken for a direction, whose errors each vector after it would multiply."""
+    drawn = torch.randn(21, 40, generator=torch.Generator().manual_seed(0)).double()
+    own = Inverses(drawn[:1], drawn[:1], 10**9)
+    for last, new in itertools.pairwise(drawn):
+        gradient = last + 1e-3 * new
+        own.directions(torch.ones(1).double(), gradient[None], gradient[None])
+    basis = own._basis[0, : int(own._counts[0])]
+    assert len(basis) > 5 and (basis @ basis.T - torch.eye(len(basis))).abs().max() < 1e-9
 
 
 class Quadratics:
@@ -69,7 +92,7 @@ def test_descents_end_at_minima(room):
     own = Quadratics()
     want = torch.linalg.solve(own.matrices, own.right)
     start = torch.stack([30.0 * torch.ones(SIZE).double(), want[1], -torch.ones(SIZE).double()])
-    at, values, steps = descend(own, start, 1e-16, room)
+    at, values, steps, _ = descend(own, start, 1e-16, room)
     assert relative_error(at, want) < 1e-6 and steps[1] <= 1 < steps[0]
     assert relative_error(values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
 

@@ -88,6 +88,7 @@ GP_CACHED_INPUTS = 4  # training and test inputs of two cross-validation folds
 
 CHAIN_BYTES = 256 * MIB  # what autograd keeps of a pass at several weights, at a time
 GRAPH_FACTOR = 2  # bytes at the peak of a pass with its gradient, relative to what autograd keeps
+CHOSEN_SHARE = 0.75  # of the examples, above which networks that count few examples go through all of them
 DENSE_METRIC = 2048  # parameters up to which a posterior precision is written out to precondition chains
 SLICED_OUTPUTS = 20_000  # outputs N C up to which the linearized model is sampled as f; more are sampled as weights
 
@@ -137,8 +138,8 @@ PROGRESS_DELAY = 0.5  # seconds of a pass or of predictions after which a progre
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal
 NEWTON_STEPS = 100  # steps to the optimum of a what-if; more raise an error
 QUASI_NEWTON_STEPS = 1000  # gradients in a descent before Newton steps follow; networks with kinks may get there
-FEWEST_PAIRS, MOST_PAIRS = 5, 100  # steps that the descent remembers, by memory
-DESCENT_BYTES = 256 * MIB  # of these steps, for all networks that share passes
+FEWEST_VECTORS, MOST_VECTORS = 10, 128  # that the descent remembers, by memory; twice as many spare 3 % of the steps
+DESCENT_BYTES = 256 * MIB  # of these vectors, for all networks that share passes
 DEFLATION = 64  # products with an exact Hessian that correct the preconditioner of all what-ifs, at most
 HALVINGS = 40  # halvings of a step in a line search; more raise an error
 NEWTON_PRODUCTS = 250  # products with an exact Hessian in one Newton step; the direction found so far is taken then

@@ -43,6 +43,8 @@ _REMEDY = "Take fewer chains or samples at a time, or fewer training points."
 class ManyPoints:
     """log p(y_n | f_n) of training points at many outputs at once, with the example weights.
 
+    A part of the points is the same for all rows, a slice, or each row has its own, numbers (S, n).
+
     Parameters
     ----------
     likelihood : Likelihood
@@ -54,18 +56,18 @@ class ManyPoints:
         self.shape = points.num_examples, points.num_outputs
         self._repeats: dict[tuple[int, int, int], tuple[Likelihood, TrainingPoints]] = {}
 
-    def values(self, f: Tensor, part: slice = slice(None), weights: Tensor | None = None) -> Tensor:
+    def values(self, f: Tensor, part: slice | Tensor = slice(None), weights: Tensor | None = None) -> Tensor:
         """Σ log p(y_n | f_n) over some of the points, (S,), nats, for their f (S, n, C); -inf if it is not finite.
 
         Example weights (S, n) replace those of the points.
         """
         return self._found(f, part, residuals=False, weights=weights)[0]
 
-    def log_prob(self, f: Tensor, part: slice, weights: Tensor) -> Tensor:
+    def log_prob(self, f: Tensor, part: slice | Tensor, weights: Tensor) -> Tensor:
         """Σ w_n log p(y_n | f_n), (S,), with its graph, for finite outputs f (S, n, C) and weights (S, n)."""
         return (weights * self.each(f, part).masked_fill(weights == 0, 0.0)).sum(1)
 
-    def each(self, f: Tensor, part: slice = slice(None)) -> Tensor:
+    def each(self, f: Tensor, part: slice | Tensor = slice(None)) -> Tensor:
         """log p(y_n | f_n), (S, n), nats, each point counted once."""
         likelihood, points, _ = self._repeated(f, part)
         try:
@@ -76,13 +78,13 @@ class ManyPoints:
             return torch.cat([self.each(own, part) for own in f.split(1)])  # raises with the number of the example
 
     def values_and_residuals(
-        self, f: Tensor, part: slice = slice(None), weights: Tensor | None = None
+        self, f: Tensor, part: slice | Tensor = slice(None), weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`values`, and their gradients in f, (S, n, C); zero where an output is not finite."""
         return self._found(f, part, residuals=True, weights=weights)
 
     def _found(
-        self, f: Tensor, part: slice, residuals: bool, weights: Tensor | None = None
+        self, f: Tensor, part: slice | Tensor, residuals: bool, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Values, and residuals or zeros; outputs that the likelihood refuses have no density."""
         likelihood, points, good = self._repeated(f, part)
@@ -97,29 +99,35 @@ class ManyPoints:
                 return points.f.new_full((1,), -torch.inf), torch.zeros_like(f)
             half = -(-len(f) // 2)
             each = [None, None] if weights is None else weights.split(half)
-            halves = [self._found(g, part, residuals, own) for g, own in zip(f.split(half), each, strict=True)]
+            parts = part.split(half) if isinstance(part, Tensor) else [part, part]
+            halves = [self._found(g, own, residuals, counts)
+                      for g, own, counts in zip(f.split(half), parts, each, strict=True)]  # fmt: skip
             values, slopes = (torch.cat(both) for both in zip(*halves, strict=True))
             return values, slopes
         values = torch.where(good & ~values.isnan(), values, -torch.inf).sum(1)
         return values, torch.where(good.unsqueeze(-1), slopes, 0.0)
 
-    def _repeated(self, f: Tensor, part: slice) -> tuple[Likelihood, TrainingPoints, Tensor]:
-        """The points S times over, the likelihood of all of them, and a mask of those whose outputs are finite."""
-        good, (start, stop, _) = torch.isfinite(f).all(-1), part.indices(self._points.num_examples)
-        key = len(f), start, stop
-        if key not in self._repeats:
-            self._repeats = {kept: value for kept, value in self._repeats.items() if kept[0] == len(f)}
-            self._repeats[key] = self._repeat(*key)
-        likelihood, points = self._repeats[key]
-        f = torch.where(good.unsqueeze(-1), f.detach(), 0.0).flatten(0, 1)
-        return likelihood, replace(points, f=f), good
+    def _repeated(self, f: Tensor, part: slice | Tensor) -> tuple[Likelihood, TrainingPoints, Tensor]:
+        """The points of all rows, the likelihood of all of them, and a mask of those whose outputs are finite."""
+        good = torch.isfinite(f).all(-1)
+        likelihood, points = self._chosen(part.flatten()) if isinstance(part, Tensor) else self._copies(len(f), part)
+        return likelihood, replace(points, f=torch.where(good.unsqueeze(-1), f.detach(), 0.0).flatten(0, 1)), good
 
-    def _repeat(self, count: int, start: int, stop: int) -> tuple[Likelihood, TrainingPoints]:
-        own = self._points.subset(slice(start, stop))
-        index = torch.arange(start, stop, device=own.f.device).repeat(count)
-        targets = own.targets.repeat(count, *[1] * (own.targets.ndim - 1))
-        weights = None if own.weights is None else own.weights.repeat(count)
-        return self._likelihood.at(index), TrainingPoints(own.f, targets, weights)
+    def _copies(self, count: int, part: slice) -> tuple[Likelihood, TrainingPoints]:
+        """Some of the points `count` times over; kept for the next evaluation."""
+        start, stop, _ = part.indices(self._points.num_examples)
+        key = count, start, stop
+        if key not in self._repeats:
+            self._repeats = {kept: value for kept, value in self._repeats.items() if kept[0] == count}
+            index = torch.arange(start, stop, device=self._points.f.device).repeat(count)
+            self._repeats[key] = self._chosen(index)
+        return self._repeats[key]
+
+    def _chosen(self, index: Tensor) -> tuple[Likelihood, TrainingPoints]:
+        """Points, without their outputs, and their likelihood."""
+        points = self._points
+        weights = None if points.weights is None else points.weights[index]
+        return self._likelihood.at(index), TrainingPoints(points.f[:0], points.targets[index], weights)
 
 
 @dataclass(frozen=True)
@@ -334,8 +342,9 @@ class NetworkLikelihood(WeightLikelihood):
         """Gradients of each pass with their graphs."""
         for some, part, x in self._passes(thetas, 1 if kept else _SECOND, tuning.GRAPH_GROUPS):
             own = thetas[some].detach().requires_grad_()
+            counts, chosen, numbers = _counting(weights[some, part], part)
             with torch.enable_grad(), twice_differentiable():
-                value = self._share.log_prob(self._network(own, x).to(self._dtype), part, weights[some, part]).sum()
+                value = self._share.log_prob(self._network(own, x, numbers).to(self._dtype), chosen, counts).sum()
                 yield _Graph(some, own, _differentiated(value, own, None))
 
     def at_once(self) -> int:
@@ -348,10 +357,10 @@ class NetworkLikelihood(WeightLikelihood):
         weights = None if weights is None else weights[:, self._numbers]
         for some, part, x in self._passes(thetas):
             own = thetas[some].detach().requires_grad_()
+            counts, chosen, numbers = (None, part, None) if weights is None else _counting(weights[some, part], part)
             with torch.enable_grad():
-                f = self._network(own, x)
-            counts = None if weights is None else weights[some, part]
-            values, residual = self._share.values_and_residuals(f.to(self._dtype), part, counts)
+                f = self._network(own, x, numbers)
+            values, residual = self._share.values_and_residuals(f.to(self._dtype), chosen, counts)
             total[some] += values
             gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
         self._reducer.sum_(total, gradients)
@@ -372,6 +381,23 @@ class NetworkLikelihood(WeightLikelihood):
                 for start in range(0, len(thetas), many):
                     yield slice(start, start + many), slice(seen + first, seen + last), inputs
             seen += n
+
+
+def _counting(weights: Tensor, part: slice) -> tuple[Tensor, slice | Tensor, Tensor | None]:
+    """Weights, points, and numbers within `part`, of those of its examples that have a weight in a row, (S, n).
+
+    Rows with fewer are filled up by examples of weight zero. If some row has most of the examples, all rows have all
+    of them: the weights as they are, the part, and None.
+    """
+    counting = weights != 0
+    counts = counting.sum(1)
+    most = max(1, int(counts.max()))
+    if most > tuning.CHOSEN_SHARE * weights.shape[1]:
+        return weights, part, None
+    rows, found = counting.nonzero().unbind(1)
+    numbers = counting.byte().argmin(1, keepdim=True).repeat(1, most)
+    numbers[rows, torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]] = found
+    return weights.gather(1, numbers), numbers + part.start, numbers
 
 
 class LinearizedLikelihood(WeightLikelihood):

@@ -48,35 +48,48 @@ class ManyWeights:
 
     def __init__(self, network: Network, x: Inputs, several: bool = True) -> None:
         self.network = network
+        module = network.caller
+        tensors = [tensor for found in (module.named_parameters, module.named_buffers)
+                   for _, tensor in found(remove_duplicate=False)]  # fmt: skip
+        self._tied = len(set(map(id, tensors))) < len(tensors)  # to look for that at every call takes time
         self.batched = several and self._is_batched(take(x, slice(0, 2)))
 
-    def __call__(self, thetas: Tensor, x: Inputs) -> Tensor:
-        """Outputs (S, n, C) at values (S, P) and inputs of n examples; they may be infinite or NaN."""
+    def __call__(self, thetas: Tensor, x: Inputs, numbers: Tensor | None = None) -> Tensor:
+        """Outputs (S, n, C) at values (S, P) and inputs of n examples; they may be infinite or NaN.
+
+        With numbers (S, n), each value has examples of its own among the inputs.
+        """
         thetas = thetas.to(self.network.dtype)
+        own = [] if numbers is None else [numbers]
+
+        def one(theta: Tensor, *chosen: Tensor) -> Tensor:
+            return self._one(theta, take(x, *chosen) if chosen else x)
+
         with self.network.arithmetic():
             if self.batched:
-                return torch.func.vmap(lambda theta: self._one(theta, x))(thetas)
-            return torch.stack([self._one(theta, x) for theta in thetas])
+                return torch.func.vmap(one)(thetas, *own)
+            return torch.stack([one(*each) for each in zip(thetas, *own, strict=True)])
 
     def _one(self, theta: Tensor, x: Inputs) -> Tensor:
         values = {f"module.{name}": value for name, value in self.network.unflatten(theta).items()}
-        found = torch.func.functional_call(self.network.caller, values, (x,))
+        found = torch.func.functional_call(self.network.caller, values, (x,), tie_weights=self._tied)
         return found.unsqueeze(1) if found.ndim == 1 else found
 
     def _is_batched(self, x: Inputs) -> bool:
         theta = self.network.theta
         thetas = torch.stack([theta, theta * 1.001]).requires_grad_()
+        numbers = torch.arange(num_examples(x), device=theta.device).expand(2, -1)
         self.batched = True
         try:
             with warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore")  # of a vmap without a rule for an operation, which is slow and right
-                found = self(thetas, x)
+                found = torch.cat([self(thetas, x), self(thetas, x, numbers)])
                 torch.autograd.grad(found.sum(), thetas)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, NTKLaplaceError) as error:
             return self._alone(f"an error, {type(error).__name__}: {str(error).strip().splitlines()[0]}")
         self.batched = False
         with torch.no_grad():
-            alone = self(thetas, x)
+            alone = self(thetas, x).repeat(2, 1, 1)
         scale = float(alone.abs().max()) or 1.0
         gap = float((found.detach() - alone).abs().max())
         good = gap <= 1e3 * torch.finfo(self.network.precision).eps * scale

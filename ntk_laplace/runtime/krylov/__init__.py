@@ -9,6 +9,7 @@ from ntk_laplace.runtime.krylov.deflation import Deflated
 from ntk_laplace.runtime.krylov.lanczos import Quadrature, lanczos
 from ntk_laplace.runtime.krylov.low_rank import LowRank, inner, low_rank, turned_
 from ntk_laplace.runtime.krylov.newton import Local, Minima, Objectives, minimize
+from ntk_laplace.runtime.krylov.quasi_newton import remembered
 
 __all__ = [
     "Deflated",
@@ -22,5 +23,6 @@ __all__ = [
     "lanczos",
     "low_rank",
     "minimize",
+    "remembered",
     "turned_",
 ]

@@ -1,9 +1,10 @@
 """Newton's method for many objectives at once, from products with their Hessians, which need not be positive.
 
 Each row is a problem of its own; all share the products. Quasi-Newton steps go first: each takes one gradient, where
-the direction of a Newton step takes many products. A direction is that of preconditioned conjugate gradients, ended
-where the residual is small beside the gradient, or at the end of a trust region, to which it goes where the curvature
-is not positive (Steihaug, 1983). A line search halves it until the objective falls.
+the direction of a Newton step takes many products. A direction is that of conjugate gradients, preconditioned by what
+the quasi-Newton steps have shown of the Hessian, ended where the residual is small beside the gradient, or at the end
+of a trust region, to which it goes where the curvature is not positive (Steihaug, 1983). A line search halves it until
+the objective falls.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov.quasi_newton import Descending, descend, falls
+from ntk_laplace.runtime.krylov.quasi_newton import Descending, Inverses, descend, falls
 
 __all__ = ["Local", "Minima", "Objectives", "minimize"]
 
@@ -49,7 +50,8 @@ class Minima:
     at : Tensor, (S, P)
     values : Tensor, (S,)
     converged : Tensor of bool, (S,)
-        Whether a Newton step gains less than the rounding of the objective, at positive curvature along the step.
+        Whether a Newton step gains less than the rounding of the objective, at positive curvature along the step, and
+        not because the trust region ended it.
     falling : Tensor of bool, (S,)
         Whether the steps ended at their limit. A descent that is neither falling nor converged found no step that
         lowers the objective.
@@ -87,7 +89,7 @@ def minimize(
     eps : float
         Relative rounding of the objectives.
     room : int
-        Bytes for quasi-Newton steps that are remembered.
+        Bytes for what quasi-Newton steps remember.
     steps : int
         Newton steps, at most.
 
@@ -95,12 +97,12 @@ def minimize(
     -------
     Minima
     """
-    at, values, taken = descend(objectives, start, eps, room)
-    going, radius, products = torch.arange(len(start), device=start.device), torch.full_like(values, torch.inf), 0
+    at, values, taken, inverses = descend(objectives, start, eps, room)
+    going, radius, products = inverses.rows.clone(), torch.full_like(values, torch.inf), 0
     converged = torch.zeros_like(going, dtype=torch.bool)
     for _ in range(steps):
         local = objectives.local(at[going], going)
-        found = _directions(local, objectives.precondition, radius[going], eps * (1.0 + values[going].abs()))
+        found = _directions(local, objectives, inverses, radius[going], eps * (1.0 + values[going].abs()))
         products += found.products
         del local  # with its graphs
         size = _searched(objectives, at[going], found, going, values, eps)
@@ -108,8 +110,8 @@ def minimize(
         at[going] += torch.where(taking, size.unsqueeze(1) * found.direction, 0.0)
         radius[going] = found.next_radius(size)
         taken[going] += 1
-        converged[going] = found.flat & found.positive
-        going = going[~found.flat & (size > 0)]
+        converged[going] = found.flat & found.positive & ~found.ends
+        going = going[inverses.keep(~found.flat & (size > 0))]
         if len(going) == 0:
             break
     return Minima(at, values, converged, torch.zeros_like(converged).index_fill(0, going, True), taken, products)
@@ -117,7 +119,7 @@ def minimize(
 
 @dataclass(frozen=True)
 class _Directions:
-    """Directions (S, P) of a step, their slopes and lengths in the norm of M, (S,).
+    """Directions (S, P) of a step, their slopes and lengths in the norm of M, the inverse of the preconditioner, (S,).
 
     `flat` says that a step gains less than rounding, `positive` that no curvature along the search was negative, `ends`
     that the trust region ended it, `gain` what the quadratic model gains.
@@ -142,7 +144,7 @@ class _Directions:
 def _searched(
     objectives: Objectives, at: Tensor, found: _Directions, rows: Tensor, values: Tensor, eps: float
 ) -> Tensor:
-    """Sizes of the steps, (S,): 1, halved until the objective falls, 0 if it does not; 1 where a step is flat.
+    """Sizes of the steps, (S,): 1, halved until the objective falls; 1 where a step is flat, 0 where a halved one is.
 
     `values` of the objectives are replaced in place.
     """
@@ -156,27 +158,32 @@ def _searched(
         values[own[good]] = reached[good]
         left = left[~good]
         size[left] /= 2.0
+        # a step that gains less than rounding may only seem to fall
+        flat = -size[left] * found.slope[left] <= 8.0 * eps * (1.0 + values[rows[left]].abs())
+        size[left[flat]], left = 0.0, left[~flat]
     size[left] = 0.0
     return size
 
 
 def _directions(
-    local: Local, precondition: Callable[[Tensor], Tensor], radius: Tensor, rounding: Tensor
+    local: Local, objectives: Objectives, inverses: Inverses, radius: Tensor, rounding: Tensor
 ) -> _Directions:
-    """Inexact Newton directions by Steihaug's conjugate gradients.
+    """Inexact Newton directions by Steihaug's conjugate gradients, preconditioned by `inverses`.
 
-    The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀM⁻¹g in nats, both in the norm of M⁻¹, so
-    that convergence is quadratic; or to where what is left gains less than rounding.
+    The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀKg in nats, both in the norm of K, so that
+    convergence is quadratic; or to where what is left gains less than rounding. K is that of the objectives: where
+    they have kinks, the quasi-Newton steps make any gradient small in the norm of their own inverse.
     """
     gradient = local.gradients
     residual, direction = gradient.clone(), torch.zeros_like(gradient)
-    z = precondition(residual)
-    size = (residual * z).sum(1)
+    raised = objectives.precondition(residual)
+    z = inverses.times(residual, raised)
+    size, left = (residual * z).sum(1).clamp_min(0.0), (residual * raised).sum(1)
     radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
-    goal = torch.maximum(size * size.clamp(max=0.01), 1e-6 * rounding)
+    goal = torch.maximum(left * left.clamp(max=0.01), 1e-6 * rounding)
     search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
     flags = torch.zeros_like(size, dtype=torch.bool)
-    going, negative, ends, used = size > goal, flags, flags, 0
+    going, negative, ends, used = (left > goal) & (size > 0), flags, flags, 0
     while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
         product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
         curvature, long = (search * product).sum(1), (search * image).sum(1)
@@ -187,9 +194,10 @@ def _directions(
         negative, ends = negative | (going & ~bends), ends | (going & (step >= most))
         step = torch.where(going, torch.minimum(step, most), 0.0).unsqueeze(1)
         direction, residual, seen = direction + step * search, residual + step * product, seen + step * image
-        z[going] = precondition(residual[going])
+        raised = objectives.precondition(residual)
+        z = inverses.times(residual, raised)
         before, size = size, torch.where(going, (residual * z).sum(1), size)
-        going = going & ~ends & (size > goal)
+        going = going & ~ends & ((residual * raised).sum(1) > goal) & (size > 0)
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
         search, image = -z + ratio * search, -residual + ratio * image
     slope = (gradient * direction).sum(1)

@@ -24,7 +24,7 @@ from torch import Tensor
 from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.model.data import Joined, Replaced, Source
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Deflated, Minima, minimize
+from ntk_laplace.runtime.krylov import Deflated, Minima, minimize, remembered
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
 from ntk_laplace.structures.joint import LocalCurvature, NetworkLikelihood, WeightLikelihood
@@ -127,10 +127,11 @@ def require_room(model: LinearizedModel, count: int, held: int) -> int:
         If their weights do not fit in memory beside what else is held, in bytes, and what descents remember.
     """
     one, left = model.theta.nbytes, room(model.settings)
-    each = min(count, tuning.GROUPS, max(1, left // (2 * tuning.FEWEST_PAIRS * one)))
-    pairs = 4 * each * one * min(tuning.MOST_PAIRS, max(tuning.FEWEST_PAIRS, left // (2 * each * one)))
+    each = min(count, tuning.GROUPS, max(1, left // (tuning.FEWEST_VECTORS * one)))
+    most = remembered(each * one, left)
+    learnt = each * most * (one + most * model.theta.element_size())
     deflated = 3 * one * min(tuning.DEFLATION, left // (2 * one))
-    require_memory(held + (count + 12 * each) * one + pairs + deflated, model.network.device,
+    require_memory(held + (count + 12 * each) * one + learnt + deflated, model.network.device,
                    f"the weights of {count:,} networks", _REMEDY, model.settings.memory_budget)
     return each
 
