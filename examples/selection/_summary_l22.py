@@ -235,14 +235,22 @@ def heat_map(columns: list[Column], results: list[dict[str, Any]], test: str) ->
     return figure
 
 
+def _tested(column: Column) -> list[float]:
+    """The scaled average's test log likelihood of every network of the first seed."""
+    return [row["structures"]["kfac"]["scaled_log_likelihood"] for row in column.seeds[0]]
+
+
 def scatter(columns: list[Column]) -> Figure:
-    """Evidence and CLML against the test log likelihood of the scaled average, of the first seed."""
-    shown = [column for column in columns if column.study == columns[0].study]
+    """Evidence and CLML against the test log likelihood of the scaled average, of the first seed.
+
+    A column whose networks are all at chance has no panel: its differences are of rounding.
+    """
+    shown = [column for column in columns if column.study == columns[0].study and np.ptp(_tested(column)) > 1e-3]
     figure = Figure(figsize=(2.2 * len(shown), 4.6), layout="constrained")
     panels = np.atleast_2d(figure.subplots(2, len(shown), squeeze=False))
     for place, column in enumerate(shown):
         rows = column.seeds[0]
-        tested = [row["structures"]["kfac"]["scaled_log_likelihood"] for row in rows]
+        tested = _tested(column)
         for axes, name in zip(panels[:, place], ("evidence (KFAC)", "CLML, scaled and tempered"), strict=True):
             values = [SCORES[name](row, column.count) for row in rows]
             for family, marker in (("conv", "o"), ("res", "^")):
