@@ -224,7 +224,7 @@ class Fitted:
     # --- more data
 
     def merge(self, other: Fitted) -> Self:
-        """Posterior given the data of both posteriors, of the same network and hyperparameters.
+        """Posterior given the data of both posteriors of one network, with the hyperparameters of this one.
 
         Structured posteriors add their sums, so several processes can share the data; "ekfac" and "inf" need a common
         eigenbasis, ``EKFAC(basis=...)``. Exact ones concatenate their rows, or add their JᵀΛJ.
