@@ -328,6 +328,7 @@ ERRORS = [
     (make({"body.0.weight": torch.ones(3)}, groups="input"), "each input, (2,); got shape (3,). Pass a number, or a"),
     (make({"body.0.weight": 1.0}, groups="input"), "for every group, 'body.0.weight[:, 0]', 'body.0.weight[:, 1]', ''"),
     (lambda: GaussianPrior(groups="input").bind({"a": Size((3,))}), "inputs, ...), for groups=\"input\"; got"),
+    (lambda: GaussianPrior(groups="layer", spread=2.0), "which is that of its precisions; got 'layer'. Leave the"),
     (lambda: GaussianPrior(groups="input", spread=0.0), "expected a positive spread; got 0.0. Leave it out for 1, or"),
     (make(groups={"a": "body"}), "expected a list of names for group 'a'; got 'body'. Write {'a': [name, ...]}."),
     (make(groups={"a": ["body", "scale"]}), "expected every parameter in one group; 'head.weight' once; got 'head.wei"),

@@ -72,6 +72,21 @@ def test_batches_of_groups_and_of_data_change_nothing(monkeypatch):
     assert relative_error(again.outputs(inputs()), whole.outputs(inputs())) < 1e-9
 
 
+@pytest.mark.parametrize("chain_bytes", [tuning.CHAIN_BYTES, 1000])
+def test_passes_over_the_points_that_count_are_those_over_all(chain_bytes, monkeypatch):
+    """Half of the points leave, in rows with more and with fewer that stay, all data in a pass or few points."""
+    posterior, _, _ = case("classes", weighted=True)
+    groups = [[0, 1, 2, 3, 4], [1, 3, 5, 8], [2, 4, 6, 7, 8], [0, 1, 2]]
+    with monkeypatch.context() as all_points:
+        all_points.setattr(tuning, "CHOSEN_SHARE", -1.0)
+        want = posterior.what_ifs(groups).thetas
+    monkeypatch.setattr(tuning, "CHAIN_BYTES", chain_bytes)
+    found = posterior.what_ifs(groups)
+    assert bool(found.converged.all())
+    assert relative_error(found.thetas, want) < 1e-9
+    assert relative_error(found.thetas[1], posterior.remove(groups[1], linearization="moving").fitted.theta) < 1e-7
+
+
 @pytest.mark.parametrize("linearization", ["moving", "fixed"])
 def test_cross_validation_is_training_without_each_fold(linearization):
     posterior, x, y = case("classes")

@@ -52,8 +52,8 @@ class GaussianPrior(nn.Module):
     Raises
     ------
     HyperparameterError
-        If a precision is not positive and finite, or a mean is not finite; in `bind`, if names or sizes do not match
-        the network.
+        If a precision is not positive and finite, or a mean is not finite, or other groups have a spread; in `bind`,
+        if names or sizes do not match the network.
     """
 
     log_precision: nn.Parameter  # None before `bind`, unless there is one group
@@ -73,6 +73,9 @@ class GaussianPrior(nn.Module):
             )
         if not (is_number(spread, above=0) or spread == math.inf):
             raise HyperparameterError("a positive spread", f"{spread!r}", 'Leave it out for 1, or pass float("inf").')
+        if spread != 1.0 and groups != "input":
+            raise HyperparameterError('groups="input" for a spread, which is that of its precisions', f"{groups!r}",
+                                      "Leave the spread out.")
         self.spread = float(spread)
         self.groups = {g: names_of(g, m) for g, m in groups.items()} if isinstance(groups, Mapping) else groups
         self._given_precision, self._given_mean = checked_precision(precision), checked_mean(mean)
@@ -179,7 +182,7 @@ class GaussianPrior(nn.Module):
 
     def flat_precision(self) -> Tensor:
         """Diagonal of P0, (P,), in the order of the network's parameters. Differentiable."""
-        return self._bound().spread(self.precision)
+        return self._bound().expand(self.precision)
 
     def log_det(self) -> Tensor:
         """Log determinant of P0. Differentiable."""

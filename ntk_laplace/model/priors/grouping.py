@@ -99,8 +99,8 @@ class Grouping:
         groups, sizes = self._members(device)
         return torch.zeros(len(self.names), dtype=torch.int64, device=device).index_add(0, groups, sizes)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Expand values per group (G,) to values per parameter (P,)."""
+    def expand(self, values: Tensor) -> Tensor:
+        """Values per parameter (P,) from values per group (G,)."""
         if self.by_parameter:
             return values
         if self.by_input is None:

@@ -232,4 +232,3 @@ def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> 
         return joint - 0.5 * log_det(shift).to(joint)  # [I21] Eq. 8
 
     return evidence
-
