@@ -5,8 +5,8 @@ References are dense: H and its inverse, log determinants by Cholesky, and a fit
 
 from __future__ import annotations
 
-import functools
 import math
+import types
 import warnings
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from class_cases import classes, digits_like
 from exact_cases import TURNS, fit, ids
 from ntk_laplace.curvature.iterative import IterativePrecision
 from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, NTKLaplaceWarning, NumericalError
@@ -34,35 +35,6 @@ def iterative(network: str, likelihood: str, prior: str, structure: Any = COMPLE
     y = targets(LIKELIHOODS[likelihood], case)
     return ntkl.laplace(case.network, (case.x, y), LIKELIHOODS[likelihood].build(), PRIORS[prior].build(case),
                         structure, settings=ntkl.Settings(**settings))  # fmt: skip
-
-
-@functools.cache
-def digits_like(num_examples: int = 150, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
-    """Classes of noisy prototypes and a trained network whose curvature has more directions than a small sketch."""
-    generator = torch.Generator().manual_seed(seed)
-    centers = torch.randn(5, 12, generator=generator, dtype=torch.float64)
-    y = torch.randint(5, (num_examples,), generator=generator)
-    x = centers[y] + 0.8 * torch.randn(num_examples, 12, generator=generator, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).double()
-    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        decay = 0.05 * sum(p.square().sum() for p in network.parameters())
-        value = nn.functional.cross_entropy(network(x), y, reduction="sum") + decay
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    return network, x, y
-
-
-def classes(structure: Any, prior: ntkl.GaussianPrior | None = None, **settings: Any) -> ntkl.Posterior:
-    network, x, y = digits_like()
-    prior = ntkl.GaussianPrior(0.1) if prior is None else prior
-    return ntkl.laplace(network, (x, y), ntkl.Categorical(), prior, structure, settings=ntkl.Settings(**settings))
 
 
 # --- linear algebra
@@ -342,7 +314,9 @@ def test_the_seed_sets_all_random_numbers() -> None:
     assert relative_error(same.probed, own.probed) < 1e-3 < relative_error(moved.probed, own.probed)
     assert torch.equal(same._left, own._left) and not torch.allclose(moved._left, own._left)
     noise = own.curvature.noise(3, torch.Generator().manual_seed(8))
-    assert relative_error(own.sketch.scaled(4.0).left(2.0 * noise), 2.0 * own.sketch.left(noise)) < 1e-12
+    one, four = (types.SimpleNamespace(noise=lambda *_, size=size: size * noise) for size in (1.0, 2.0))
+    drawn = own.sketch.noise(one, 3, torch.Generator())
+    assert relative_error(own.sketch.scaled(4.0).noise(four, 3, torch.Generator()), 2.0 * drawn) < 1e-12
 
 
 # --- hyperparameters

@@ -2,7 +2,7 @@
 
 With the low rank M = I + P0^-½FᵀFP0^-½ and FᵀF at most JᵀΛJ, in the order of semidefinite matrices,
 
-    log det B = log det M + tr log C,    C = M^-½ P0^-½ H P0^-½ M^-½,
+    log det B = log det M + tr log C,    C = Wᵀ P0^-½ H P0^-½ W,    W Wᵀ = M⁻¹,
 
 and no eigenvalue of C is below 1. Few are far above: they are what the low rank leaves.
 """
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.low_rank import LowRankPrecision
+from ntk_laplace.curvature.low_rank import LowRankBase, LowRankPrecision
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
-from ntk_laplace.curvature.sketch import Curvature, Sketch, growing, normal, sketched
+from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch, growing, normal
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, inner, lanczos
+from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, log_det_curve
 from ntk_laplace.runtime.reduction import collective_property
 
@@ -77,7 +77,7 @@ class IterativePrecision(PosteriorPrecision):
     ----------
     curvature : Curvature
     sketch : Sketch
-    base : LowRankPrecision
+    base : LowRankBase
         P0 + FᵀF.
     probes, seed : int
     wished : callable
@@ -91,13 +91,14 @@ class IterativePrecision(PosteriorPrecision):
     solves_covariance = False
 
     def __init__(
-        self, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, probes: int, seed: int, wished: Wished,
+        self, curvature: Curvature, sketch: Sketch, base: LowRankBase, probes: int, seed: int, wished: Wished,
         most: int, earlier: IterativePrecision | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(curvature.prior, curvature.shapes, sketch.factor)
+        super().__init__(curvature.prior, curvature.shapes, curvature.like)
         self.curvature, self.sketch, self.base = curvature, sketch, base
         self.probes, self.seed, self.wished, self.most = probes, seed, wished, min(most, curvature.rank)
-        self._earlier, self._best, self._draws = earlier, self, sketch.factor[:0]
+        self._earlier, self._best = earlier, self
+        self._draws = curvature.like.new_zeros(0, len(curvature.like))
 
     def estimates_record(self) -> dict[str, Any]:
         """The estimates, in plain containers; `restored` takes them with `best_sketch`."""
@@ -115,10 +116,10 @@ class IterativePrecision(PosteriorPrecision):
         found, fine = (cls(curvature, sketch, base, wished=wished, **record["own"]) for _ in range(2))
         effective, error = record["effective"]
         vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine, _best=fine,
-                           _effective=(effective.to(base.factor), error))
+                           _effective=(effective.to(curvature.like), error))
         vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _diagonal=tuple(record["diagonal"]))
         if record["left"] is not None:
-            fine._draws = vars(fine)["_left"] = record["left"].to(base.factor)
+            fine._draws = vars(fine)["_left"] = record["left"].to(curvature.like)
         return found
 
     def improved(
@@ -135,7 +136,7 @@ class IterativePrecision(PosteriorPrecision):
             If the estimate is not finite.
         """
         found = self
-        for sketch, base, doubled in growing(self.curvature, (self.sketch, self.base), (0, self.most), self.seed):
+        for sketch, base, larger in growing(self.curvature, (self.sketch, self.base), (0, self.most), self.seed):
             if base is not self.base:
                 found = IterativePrecision(self.curvature, sketch, base, self.probes, self.seed, self.wished, self.most)
             error = miss(found)
@@ -143,9 +144,9 @@ class IterativePrecision(PosteriorPrecision):
                 raise NumericalError("a finite estimate of log det B", "numbers that overflow",
                                      "Take a larger prior precision.")  # fmt: skip
             needed = _needed(found.probes, error)
-            if needed == found.probes or doubled is None:
+            if needed == found.probes or larger is None:
                 break
-            if needed <= probes[1] and (needed - found.probes) * found._later_steps <= doubled:
+            if needed <= probes[1] and (needed - found.probes) * found._later_steps <= larger:
                 break
         enough = min(max(needed, probes[0]), probes[1])
         if enough <= found.probes:
@@ -162,19 +163,18 @@ class IterativePrecision(PosteriorPrecision):
 
     def _preconditioned(self, vectors: Tensor) -> Tensor:
         """C v for vectors (m, P)."""
-        return self.base.whitened_half(self._whitened(self.base.whitened_half(vectors)))
+        return self.base.whitened_half(self._whitened(self.base.whitened_half(vectors)), transpose=True)
 
     def _solved_whitened(self, vectors: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor]:
         """Solutions and their residuals, these at most this share of each vector, or 1e-11 in float64."""
         tolerance, base = max(tolerance, torch.finfo(vectors.dtype).eps ** 0.7), self._best.base
-        largest = 1.0 + float(base.values[-1]) if len(base.values) else 1.0
-        return conjugate_gradients(self._whitened, vectors, base.whitened_solve, tolerance, largest,
+        return conjugate_gradients(self._whitened, vectors, base.whitened_solve, tolerance, 1.0 + base.largest,
                                    tuning.CONJUGATE_GRADIENT_STEPS)  # fmt: skip
 
     @property
     def _width(self) -> int:
         """Right-hand sides of solves at a time: more of them share passes where rows are computed again."""
-        most = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * self.base.factor.element_size()))
+        most = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * self.curvature.like.element_size()))
         return min(most, self.curvature.together or most)
 
     # --- evidence
@@ -247,7 +247,7 @@ class IterativePrecision(PosteriorPrecision):
     def _signs(self, start: int) -> Tensor:
         """Some probes, from this number on: Lanczos keeps a basis for each."""
         some = _signs(min(start + tuning.LANCZOS_PROBES, self.probes), self.num_parameters, self.seed)[start:]
-        return some.to(self.base.factor)
+        return some.to(self.curvature.like)
 
     @collective_property
     def _diagonal(self) -> tuple[float, float]:
@@ -256,7 +256,7 @@ class IterativePrecision(PosteriorPrecision):
     @property
     def _trace_left(self) -> float:
         """tr P0⁻¹JᵀΛJ - tr P0⁻¹FᵀF, at least tr (C - I) and every relative error of a variance of the low rank."""
-        return max(0.0, self._diagonal[0] - float(self.base.values.sum()))
+        return max(0.0, self._diagonal[0] - self.base.trace)
 
     @property
     def _most_left(self) -> float:
@@ -264,7 +264,7 @@ class IterativePrecision(PosteriorPrecision):
 
         log det (I + X) <= k log(1 + tr X/k) for X = C - I of rank k; and log det B <= Σ_n log det B_nn (Fischer).
         """
-        rank = self.curvature.rank - len(self.base.values)
+        rank = self.curvature.rank - self.base.rank
         by_trace = rank * math.log1p(self._trace_left / rank) if rank > 0 else 0.0
         return max(0.0, min(by_trace, self._diagonal[1] - float(self.base.log_det())))
 
@@ -275,7 +275,7 @@ class IterativePrecision(PosteriorPrecision):
 
     def log_det(self) -> Tensor:
         """log det B, an estimate: see `estimate`."""
-        return self.base.values.new_tensor(self.estimate.value)
+        return self.curvature.like.new_tensor(self.estimate.value)
 
     @property
     def standard_error(self) -> float:  # type: ignore[override]
@@ -308,7 +308,7 @@ class IterativePrecision(PosteriorPrecision):
         informed = self.informed
         each = informed._used
         error = 0.0 if informed._complete else float(each.sum(1).std() / len(each) ** 0.5)
-        return informed.base.effective_parameters() + each.mean(0).to(informed.base.factor), error
+        return informed.base.effective_parameters() + each.mean(0).to(self.curvature.like), error
 
     @property
     def _used(self) -> Tensor:
@@ -326,13 +326,13 @@ class IterativePrecision(PosteriorPrecision):
         `tuning.LEFT_SHARE` of log det B is left; there are at most `tuning.REMAINDER_DRAWS` draws.
         """
         most = tuning.REMAINDER_DRAWS
-        for found, doubled in self._drawing():
+        for found, larger in self._drawing():
             if found._complete:
                 break
             found._draw(tuning.LANCZOS_PROBES)
             needed = min(_needed(len(found._draws), found._effective_error / tuning.EFFECTIVE_ERROR), most)
-            cheap = (needed - len(found._draws)) * _DRAW_PRODUCTS <= (doubled or 0)
-            if cheap or doubled is None or found._leaves_little:
+            cheap = (needed - len(found._draws)) * _DRAW_PRODUCTS <= (larger or 0)
+            if cheap or larger is None or found._leaves_little:
                 found._draw(needed)
                 break
         return found
@@ -345,18 +345,17 @@ class IterativePrecision(PosteriorPrecision):
         found = self.base.effective_parameters().to(errors) + used.mean(0)
         return float((errors / found.clamp_min(torch.finfo(errors.dtype).tiny)).max())
 
-    def _drawing(self) -> Iterator[tuple[IterativePrecision, int | None]]:
-        """Sketches with test vectors, which draws need; from the best so far on as `growing`."""
+    def _drawing(self) -> Iterator[tuple[IterativePrecision, float | None]]:
+        """Sketches that draws are made from; from the best so far on as `growing`."""
         found, probes = self._best, min(self.probes, tuning.MEASURING_PROBES)
         start = found.sketch, found.base
-        if found.sketch.tests is None and not found._complete:
-            # another round, with products of what is known
-            start = sketched(self.curvature, found.base, len(found.base.values), self.seed, True)
-        for sketch, base, doubled in growing(self.curvature, start, (0, self.most), self.seed, True):
+        if not found._complete:
+            start = found.sketch.drawing(self.curvature, found.base, self.seed)
+        for sketch, base, larger in growing(self.curvature, start, (0, self.most), self.seed, True):
             if base is not found.base:
                 found = IterativePrecision(self.curvature, sketch, base, probes, self.seed, self.wished, self.most)
             self._best = found
-            yield found, doubled
+            yield found, larger
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
         """log det B with all prior precisions multiplied by each of `factors` (m,), from one Lanczos run; (m,).
@@ -364,11 +363,11 @@ class IterativePrecision(PosteriorPrecision):
         The low rank is exact at every factor. For the rest, each probe's quadrature of the whole is compared with its
         known value in the low rank: their difference has little variance.
         """
-        found = log_det_curve(self.base.values, factors)
         wished = self.wished(self.estimate.value)
         if self._most_left <= tuning.QUADRATURE_SHARE * wished:
-            return found
-        hardest, tiny = partial(_shifted_log, factor=float(factors.min())), torch.finfo(self.base.values.dtype).tiny
+            return self.base.log_det_curve(factors)
+        hardest, tiny = partial(_shifted_log, factor=float(factors.min())), torch.finfo(self.curvature.like.dtype).tiny
+        found: Tensor | None = None
 
         def enough(rule: Quadrature) -> bool:
             below, above = rule.bracket(hardest)
@@ -378,11 +377,13 @@ class IterativePrecision(PosteriorPrecision):
             probes = self._signs(start)
             rule = lanczos(self._whitened, probes, 1.0, 4 * tuning.LANCZOS_STEPS, enough)
             # of each eigenvector of the low rank in the probes, times its eigenvalue
-            shares = inner(probes, self.base.factor, self.base.deviation).square().sum(0)
+            values, shares = self.base.eigenvalues(probes)
+            found = log_det_curve(values, factors) if found is None else found
             for place, factor in enumerate(factors):
                 below, above = rule.bracket(partial(_shifted_log, factor=float(factor)))
-                known = (torch.log1p(self.base.values / factor) / self.base.values.clamp_min(tiny)) @ shares
+                known = (torch.log1p(values / factor) / values.clamp_min(tiny)) @ shares
                 found[place] += (0.5 * float((below + above).sum()) - known) / self.probes
+        assert found is not None
         return found
 
     def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
@@ -393,11 +394,10 @@ class IterativePrecision(PosteriorPrecision):
         estimates. None if there are too many groups for their matrices.
         """
         fine = self.informed
-        r, left = len(fine.base.values), fine._used.mean(0)
-        if self._num_groups * r * r * self.base.factor.element_size() > tuning.LOCAL_BYTES:
+        r, left = fine.base.rank, fine._used.mean(0)
+        if self._num_groups * r * r * self.curvature.like.element_size() > tuning.LOCAL_BYTES:
             return None
-        scaled = fine.sketch.factor * self.base.deviation
-        cores = torch.stack([(part := scaled[:, self.groups == g]) @ part.T for g in range(self._num_groups)]).double()
+        cores = fine.base.group_grams()
         rest, used = fine.estimate.value - fine.estimate.lower, float(left.sum())
         eigenvalue = _common_eigenvalue(used, rest)
         count, shares = used * (1.0 + eigenvalue) / eigenvalue, left.to(cores) / max(used, 1e-300)
@@ -429,7 +429,7 @@ class IterativePrecision(PosteriorPrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P): H⁻¹(P0^½ε + JᵀSε') has the covariance H⁻¹(P0 + JᵀΛJ)H⁻¹."""
         generator = torch.Generator().manual_seed(self.seed) if generator is None else generator
-        white = normal(count, self.base.factor, generator)
+        white = normal(count, self.curvature.like, generator)
         return self.solve(white * self.prior_precision.sqrt() + self.curvature.noise(count, generator))
 
     # --- covariance of f
@@ -456,10 +456,10 @@ class IterativePrecision(PosteriorPrecision):
         self._draws = torch.cat(found) if len(found) > 1 else self._draws
 
     def _some_drawn(self, count: int, generator: torch.Generator) -> Tensor:
-        scale, factor = self.base.deviation, self.sketch.factor
-        x = self.base.whitened_half(normal(count, self.base.factor, generator)) * scale
-        noise = self.curvature.noise(count, generator)
-        right = self.curvature.products(x) - (x @ factor.T) @ factor + self.sketch.left(noise)
+        scale = self.base.deviation
+        x = self.base.whitened_half(normal(count, self.curvature.like, generator)) * scale
+        noise = self.sketch.noise(self.curvature, count, generator)
+        right = self.curvature.products(x) - self.base.products(x) + noise
         right *= scale
         # a residual r in jᵀd, j in units of the prior, is at most |r| times the posterior deviation of jᵀw
         return self._solved_whitened(right, tuning.DRAW_RESIDUAL / max(1.0, float(right.norm(dim=1).max())))[0]
@@ -479,9 +479,12 @@ class IterativePrecision(PosteriorPrecision):
 
     @collective_property
     def refined(self) -> IterativePrecision:
-        """The same with the smallest sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows."""
-        for found, _ in self._drawing():
-            if found._leaves_little:
+        """The same with the smallest sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows.
+
+        A larger one that costs more than all draws is not made.
+        """
+        for found, larger in self._drawing():
+            if found._leaves_little or (larger or 0) > tuning.MOST_DRAWS * _DRAW_PRODUCTS:
                 break
         return found
 
@@ -522,7 +525,7 @@ class IterativePrecision(PosteriorPrecision):
         in other solves.
         """
         n, k = rows.num_examples, rows.num_cotangents
-        tolerance, found = torch.finfo(self.base.factor.dtype).eps ** 0.35, []
+        tolerance, found = torch.finfo(self.curvature.like.dtype).eps ** 0.35, []
         for some in torch.arange(n, device=rows.f.device).split(max(1, self._width // k)):
             right = rows.subset(some).dense(self.shapes).transpose(0, 1) * self.base.deviation
             solved = self._solved_whitened(right.flatten(0, 1), tolerance)
@@ -595,7 +598,7 @@ def _student(freedom: int) -> float:
 
 def reaching(
     curvature: Curvature, ranks: tuple[int, int], seed: int, tolerance: Wished
-) -> tuple[Sketch, LowRankPrecision]:
+) -> tuple[RandomSketch, LowRankPrecision]:
     """The sketch whose log determinant is within the tolerance, by an estimate of what it leaves; arguments as `grown`.
 
     The rank is doubled until then.
@@ -605,6 +608,7 @@ def reaching(
         found = IterativePrecision(curvature, sketch, base, tuning.FIRST_PROBES, seed, tolerance, ranks[1]).estimate
         if found.value - found.lower <= wished:
             break
+    assert isinstance(sketch, RandomSketch) and isinstance(base, LowRankPrecision)
     return sketch, base
 
 
@@ -625,9 +629,7 @@ def grown(
     wished : callable
         The wished standard error of log det B, in nats, at a value of log det B.
     """
-    if sketch is None:
-        start = sketched(curvature, None, min(*ranks, curvature.rank), seed)
-    else:
-        start = sketch.at(curvature)
+    known = None if sketch is None else sketch.at(curvature)
+    start = next(growing(curvature, known, ranks, seed))[:2]
     first = IterativePrecision(curvature, *start, min(tuning.LANCZOS_PROBES, probes[1]), seed, wished, ranks[1])
     return first.improved(probes, lambda one: one.estimate.standard_error / wished(one.estimate.value))

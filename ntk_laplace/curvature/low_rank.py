@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -11,10 +12,11 @@ from torch import Tensor
 from ntk_laplace.curvature.function_space import prior_variances
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.jacobian.gram import diagonal_blocks, gram
+from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.krylov import inner
 
-__all__ = ["LowRankPrecision", "prior_deviation"]
+__all__ = ["LowRankBase", "LowRankPrecision", "prior_deviation"]
 
 
 def prior_deviation(prior: GaussianPrior, like: Tensor) -> Tensor:
@@ -23,11 +25,63 @@ def prior_deviation(prior: GaussianPrior, like: Tensor) -> Tensor:
         return prior.flat_precision().to(like).rsqrt()
 
 
-class LowRankPrecision(PosteriorPrecision):
-    """H = P0 + FᵀF, F (r, P) with rows that are orthogonal in units of the prior: FP0⁻¹Fᵀ = diag(λ).
+class LowRankBase(PosteriorPrecision):
+    """H = P0 + FᵀF for F (r, P) with FᵀF at most JᵀΛJ, in the order of semidefinite matrices.
 
-    If FᵀF is at most JᵀΛJ, in the order of semidefinite matrices, `log_det` is at most that of JᵀΛJ, and no variance is
-    below that of JᵀΛJ.
+    `log_det` is then at most that of JᵀΛJ, and no variance is below that of JᵀΛJ. In units of the prior H is
+    M = I + P0^-½FᵀFP0^-½ = (W Wᵀ)⁻¹.
+
+    Attributes
+    ----------
+    variances : mapping of str to Tensor
+        P0⁻¹, by parameter name.
+    """
+
+    variances: Variances
+
+    @cached_property
+    def deviation(self) -> Tensor:
+        """P0^-½, (P,)."""
+        return self.prior_precision.rsqrt()
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """r."""
+
+    @property
+    @abstractmethod
+    def trace(self) -> float:
+        """tr FP0⁻¹Fᵀ."""
+
+    @property
+    @abstractmethod
+    def largest(self) -> float:
+        """The largest eigenvalue of FP0⁻¹Fᵀ, or an estimate of it."""
+
+    @abstractmethod
+    def products(self, vectors: Tensor) -> Tensor:
+        """FᵀF v for vectors (m, P)."""
+
+    @abstractmethod
+    def whitened_solve(self, vectors: Tensor) -> Tensor:
+        """M⁻¹ v for vectors (m, P)."""
+
+    @abstractmethod
+    def whitened_half(self, vectors: Tensor, transpose: bool = False) -> Tensor:
+        """W v, or Wᵀ v, for vectors (m, P)."""
+
+    @abstractmethod
+    def eigenvalues(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues λ of FP0⁻¹Fᵀ, (r,), and Σ_m (uᵀFP0^-½v_m)² of each eigenvector u, (r,), for vectors (m, P)."""
+
+    @abstractmethod
+    def group_grams(self) -> Tensor:
+        """The parts F_gP0⁻¹F_gᵀ of the prior groups, (G, r, r), in double precision and any basis of the r rows."""
+
+
+class LowRankPrecision(LowRankBase):
+    """H = P0 + FᵀF, F (r, P) with rows that are orthogonal in units of the prior: FP0⁻¹Fᵀ = diag(λ).
 
     Parameters
     ----------
@@ -45,8 +99,22 @@ class LowRankPrecision(PosteriorPrecision):
     ) -> None:
         super().__init__(prior, shapes, factor)
         self.variances = prior_variances(prior, shapes)
-        self.deviation = self.prior_precision.rsqrt()  # P0^-½, (P,)
         self.factor, self.values = factor, values
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return len(self.values)
+
+    @property
+    def trace(self) -> float:
+        """Σ λ."""
+        return float(self.values.sum())
+
+    @property
+    def largest(self) -> float:
+        """The largest λ."""
+        return float(self.values[-1]) if self.rank else 0.0
 
     # --- evidence
 
@@ -66,14 +134,28 @@ class LowRankPrecision(PosteriorPrecision):
         found = self._by_group.new_zeros(self._num_groups)
         return found.index_add_(0, self.groups, used * self.deviation.square())
 
+    def eigenvalues(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """λ, and Σ_m (f_jᵀP0^-½v_m)² of the rows f_j of F, for vectors (m, P)."""
+        return self.values, inner(vectors, self.factor, self.deviation).square().sum(0)
+
+    def group_grams(self) -> Tensor:
+        """The parts F_gP0⁻¹F_gᵀ, (G, r, r), in double precision."""
+        scaled = self.factor * self.deviation
+        parts = (scaled[:, self.groups == g] for g in range(self._num_groups))
+        return torch.stack([part @ part.T for part in parts]).double()
+
     # --- products in units of the prior: M = I + P0^-½FᵀFP0^-½
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """FᵀF v for vectors (m, P)."""
+        return (vectors @ self.factor.T) @ self.factor
 
     def whitened_solve(self, vectors: Tensor) -> Tensor:
         """M⁻¹ v for vectors (m, P)."""
         return self._changed(vectors, -1.0 / (1.0 + self.values))
 
-    def whitened_half(self, vectors: Tensor) -> Tensor:
-        """M^-½ v for vectors (m, P)."""
+    def whitened_half(self, vectors: Tensor, transpose: bool = False) -> Tensor:
+        """M^-½ v for vectors (m, P): W is symmetric."""
         root = (1.0 + self.values).sqrt()
         return self._changed(vectors, -1.0 / (root * (1.0 + root)))  # (1/root - 1)/λ
 
@@ -90,7 +172,7 @@ class LowRankPrecision(PosteriorPrecision):
     def multiply(self, vectors: Tensor) -> Tensor:
         """H v for vectors (..., P)."""
         flat = vectors.reshape(-1, self.num_parameters)
-        return ((flat @ self.factor.T) @ self.factor + self.prior_precision * flat).view_as(vectors)
+        return (self.products(flat) + self.prior_precision * flat).view_as(vectors)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""

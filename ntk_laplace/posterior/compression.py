@@ -64,7 +64,8 @@ class CompressionVerbs(Fitted):
                     yield part, root[seen : seen + part.num_examples]
                     seen += part.num_examples
 
-            curvature = CurvatureProducts(fitted.model, rows, lambda values: values, fitted.num_examples, root.shape[2])
+            curvature = CurvatureProducts(fitted.model, rows, lambda values: values, fitted.num_examples,
+                                          root.shape[2], lambda values: values)
             found = fitted.derived(compressed(spec, fitted.structure, curvature))
             cost = 0.5 * float(self.posterior_precision.log_det() - found.precision.log_det())
             some = torch.linspace(0, fitted.num_examples - 1, min(tuning.MEASURED_POINTS, fitted.num_examples)).long()

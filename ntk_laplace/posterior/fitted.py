@@ -211,7 +211,8 @@ class Fitted:
         include_data : bool
             Save outputs and targets of the training points too: the loaded posterior can then do everything that
             needs no further pass over the data. ``structure="gp"`` requires it, because it consists of the training
-            points' rows, which contain the inputs of the first layer.
+            points' rows, which contain the inputs of the first layer. So does ``structure="iterative"`` where its low
+            rank consists of such rows.
 
         Raises
         ------

@@ -131,14 +131,16 @@ class LowerTriangle:
         """Log determinant of ``L Lᵀ``: twice the sum of the logs of L's diagonal."""
         return 2.0 * torch.stack([part.log().sum() for part in self.diagonal()]).sum()
 
-    def solve_lower_(self, right: Tensor, transpose: bool = False) -> Tensor:
-        """``L⁻¹ right``, or ``L⁻ᵀ right`` with `transpose`, in place of `right` (n, k).
+    def solve_lower_(self, right: Tensor, transpose: bool = False, shift: float = 0.0) -> Tensor:
+        """``L⁻¹ right``, or ``L⁻ᵀ right`` with `transpose`, in place of `right` (n, k); of L + shift I for a `shift`.
 
         `torch.linalg.solve_triangular` copies a view; it gets only diagonal blocks here.
         """
         steps = list(self._solve_steps())
         for start, panel in reversed(steps) if transpose else steps:
             rows, diagonal = right[start : panel.shape[1]], panel[:, start:]
+            if shift:
+                diagonal = diagonal + shift * torch.eye(len(diagonal), dtype=diagonal.dtype, device=diagonal.device)
             if transpose:
                 rows.copy_(torch.linalg.solve_triangular(diagonal.mT, rows, upper=True))
                 right[:start].addmm_(panel[:, :start].mT, rows, alpha=-1.0)

@@ -103,6 +103,10 @@ ANNEALING_STEPS = 500  # minibatch steps, at least: before L-BFGS for many examp
 # --- products alone: structure "iterative"
 
 FIRST_RANK = 128  # test vectors of the first sketch; it is doubled from there
+FIRST_LEADING = 1024  # rows of the first factorization of leading rows
+LEADING_SHARE = 0.8  # of the trace of JᵀΛJ, which the first leading rows have
+ROWS_PER_LEADING = 8  # rows of SᵀJ for each of these, at least: else test vectors find more than leading rows
+POWER_STEPS = 8  # for the largest eigenvalue of leading rows
 FIRST_PROBES, MOST_PROBES = 16, 128
 LANCZOS_PROBES = 8  # at a time: each keeps a vector of every step, and vectors share the passes of their products
 LANCZOS_STEPS = 60  # products with each probe, at most

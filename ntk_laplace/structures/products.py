@@ -12,6 +12,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import symmetric_eigen
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.model import LinearizedModel
 
@@ -37,6 +38,8 @@ class CurvatureProducts:
         The rows of values (N, ...) that belong to these examples.
     num_examples, num_columns : int
         N and R, of all processes.
+    collected : callable
+        Values (N, ...) of all examples, from those of these examples.
     kept : callable, optional
         Whether rows are kept, on all processes; else, and by default, each pass may compute them again.
     """
@@ -46,6 +49,7 @@ class CurvatureProducts:
     shares: Callable[[Tensor], Tensor]
     num_examples: int
     num_columns: int
+    collected: Callable[[Tensor], Tensor]
     kept: Callable[[], bool] | None = None
 
     @property
@@ -88,15 +92,24 @@ class CurvatureProducts:
         self.model.settings.reducer.sum_(total)
         return total
 
-    def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draws from N(0, JᵀΛJ), (count, P): JᵀSε with ε (N, R, count), the same however the data are read."""
+    @property
+    def product_flops(self) -> float:
+        """4 N P: more only where parameters are shared between positions."""
+        return 4.0 * self.num_examples * len(self.like)
+
+    def noise(self, count: int, generator: torch.Generator, parts: Tensor | None = None) -> Tensor:
+        """Draws from N(0, JᵀΛJ), (count, P): JᵀSε with ε (N, R, count), the same however the data are read.
+
+        With symmetric `parts` A (N, R, R), JᵀSAε.
+        """
         shapes, like, seen = self.shapes, self.like, 0
         total = like.new_zeros(count, len(like))
         drawn = torch.randn(self.num_examples, self.num_columns, count, generator=generator, dtype=like.dtype,
                             device=generator.device)
-        own = self.shares(drawn)
+        own, parts = self.shares(drawn), None if parts is None else self.shares(parts)
         for rows, root in self.rows(f"{count:,} draws"):
-            part = own[seen : seen + rows.num_examples].to(like)
+            here = slice(seen, seen + rows.num_examples)
+            part = own[here].to(like) if parts is None else parts[here] @ own[here].to(like)
             seen += rows.num_examples
             part = part if root is None else root @ part
             total += rows.transposed_products(part.transpose(0, 1), shapes)
@@ -109,12 +122,49 @@ class CurvatureProducts:
         value = 0.0 if first is None else function(first[0].subset(slice(0, tuning.MEASURED_POINTS)))
         return max(self.model.settings.reducer.gather(value))
 
+    def _blocks(self, variances: Variances) -> Iterator[Tensor]:
+        """Diagonal blocks [SᵀKS]_nn, (n, R, R), of this process's examples."""
+        for rows, root in self.rows("blocks of the kernel"):
+            blocks = diagonal_blocks(rows, variances)
+            yield blocks if root is None else root.mT @ blocks @ root
+
+    def row_weights(self, variances: Variances) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (N, R) and eigenvectors (N, R, R) of the blocks [SᵀKS]_nn, of the examples of all processes."""
+        r = self.num_columns
+        values, vectors = [self.like.new_zeros(0, r)], [self.like.new_zeros(0, r, r)]
+        for blocks in self._blocks(variances):
+            for found, part in zip((values, vectors), symmetric_eigen(blocks), strict=True):
+                found.append(part)
+        return self.collected(torch.cat(values)), self.collected(torch.cat(vectors))
+
+    def weighted_rows(self, chosen: Tensor, directions: Tensor) -> Jacobian:
+        """Rows uᵀSᵀJ of one cotangent, for the columns u of `directions` (N, R, R) that are `chosen` (N, R).
+
+        They are in the order of the examples, whichever process reads them.
+        """
+        reducer, seen = self.model.settings.reducer, 0
+        number = self.shares(torch.arange(chosen.numel(), device=chosen.device).view_as(chosen))
+        chosen, directions = self.shares(chosen), self.shares(directions)
+        parts, numbers = list[Jacobian](), [number[chosen][:0]]
+        for rows, root in self.rows("leading rows"):
+            here = slice(seen, seen + rows.num_examples)
+            seen += rows.num_examples
+            for column, some in enumerate(chosen[here].unbind(1)):
+                index = some.nonzero().squeeze(1)
+                if len(index):
+                    own = directions[here][index, :, column].unsqueeze(2)
+                    parts.append(rows.subset(index).weighted(own if root is None else root[index] @ own))
+                    numbers.append(number[here][index, column])
+        gathered = reducer.gather((Jacobian.concatenate(parts) if parts else None, torch.cat(numbers)))
+        rows = Jacobian.concatenate([part.to(self.like.dtype, self.like.device) for part, _ in gathered
+                                     if part is not None])  # fmt: skip
+        order = torch.cat([numbers.to(self.like.device) for _, numbers in gathered]).argsort()
+        return rows.subset(order)
+
     def diagonal(self, variances: Variances) -> tuple[float, float]:
         """tr SᵀKS, and Σ_n log det (I + [SᵀKS]_nn), from the blocks of single examples."""
         found = torch.zeros(2, dtype=torch.float64, device=self.like.device)
-        for rows, root in self.rows("blocks of the kernel"):
-            blocks = diagonal_blocks(rows, variances)
-            blocks = (blocks if root is None else root.mT @ blocks @ root).double()
+        for blocks in map(Tensor.double, self._blocks(variances)):
             eye = torch.eye(blocks.shape[1], dtype=blocks.dtype, device=blocks.device)
             found[0] += blocks.diagonal(dim1=1, dim2=2).sum()
             found[1] += torch.logdet(eye + blocks).sum()

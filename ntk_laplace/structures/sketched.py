@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.curvature.iterative import IterativePrecision, grown, reaching
+from ntk_laplace.curvature.leading_rows import LeadingRows, leading_rows, restored_sketch
 from ntk_laplace.curvature.low_rank import LowRankPrecision
-from ntk_laplace.curvature.sketch import Sketch, sketched
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, is_number, require_whole
+from ntk_laplace.curvature.sketch import RandomSketch, Sketch, sketched
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_number, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Missing, Source, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
@@ -156,7 +157,7 @@ class SketchSpec(StructureSpec):
     def restored(self, model: LinearizedModel, saved: Saved) -> SketchedStructure:
         """From the sketch of a checkpoint."""
         found = SketchedStructure(self, saved.source, saved.points)
-        found.at.sketch = Sketch.from_record(saved.state["sketch"])
+        found.at.sketch = restored_sketch(saved.state["sketch"])
         found.at.likelihood, found.at.saved = copy.deepcopy(model.likelihood), saved.state["precision"]
         found.at.values = present_values(model.prior, model.likelihood)
         return found
@@ -219,18 +220,25 @@ class Iterative(SketchSpec):
         most = self.most_rank(model)
         ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
+        if sketch is None and self.rank is None:
+            sketch = leading_rows(curvature, self._most_rows(model))
         found = grown(curvature, sketch, ranks, probes, self.seed, wished)
         estimate = found.estimate
         error = wished(estimate.value)
-        _LOG.info(f"iterative: rank {len(found.base.values):,}, {estimate.probes} probes of {estimate.steps} products, "
+        _LOG.info(f"iterative: rank {found.base.rank:,}, {estimate.probes} probes of {estimate.steps} products, "
                   f"log det {estimate.value:.6g} +- {estimate.standard_error:.3g}")
         if estimate.standard_error > tuning.MISSED * error and self.rank is None and self.probes is None:
             warnings.warn(
                 f"the evidence's standard error is {0.5 * estimate.standard_error:.3g} nats, and {0.5 * error:.3g} "
-                f"were wished: a rank of {len(found.base.values):,} and {estimate.probes} probes are the most. Its "
+                f"were wished: a rank of {found.base.rank:,} and {estimate.probes} probes are the most. Its "
                 "bounds hold. Raise Settings.memory_budget, probes or the prior precision, or use dtype=torch.float32.",
                 NTKLaplaceWarning, stacklevel=2)  # fmt: skip
         return found, found.sketch
+
+    def _most_rows(self, model: LinearizedModel) -> int:
+        """Rows whose factorization takes at most half of the memory: half of a square matrix, and what builds it."""
+        memory = min(model.settings.reducer.gather(memory_of(model)))
+        return math.isqrt(memory // (2 * model.jacobian_pass.dtype.itemsize))
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
         """The decisions of `grown`, and of `IterativePrecision.refined` after it, at the estimate of the spectrum."""
@@ -289,13 +297,12 @@ class Nystrom(SketchSpec):
         self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
     ) -> tuple[LowRankPrecision, Sketch]:
         """The low rank of a sketch, which is made once."""
-        if sketch is None:
-            sketch = self._sketch(curvature, joint)
-        elif saved:
-            values = saved["values"].to(sketch.factor)
-            return LowRankPrecision(sketch.factor, values, curvature.prior, curvature.shapes), sketch
-        sketch, base = sketch.at(curvature)
-        return base, sketch
+        random = self._sketch(curvature, joint) if sketch is None else of_kind(RandomSketch, sketch)
+        if sketch is not None and saved:
+            values = saved["values"].to(random.factor)
+            return LowRankPrecision(random.factor, values, curvature.prior, curvature.shapes), random
+        random, base = random.at(curvature)
+        return base, random
 
     def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
         """The eigenvalues, whose rounding another decomposition would change."""
@@ -316,12 +323,12 @@ class Nystrom(SketchSpec):
         """More test vectors than the rank that is kept find its directions with less error."""
         return max(rank, min(math.ceil(tuning.OVERSAMPLING * rank), most))
 
-    def _sketch(self, curvature: CurvatureProducts, joint: float) -> Sketch:
+    def _sketch(self, curvature: CurvatureProducts, joint: float) -> RandomSketch:
         if self.rank is None:
             most = self.most_rank(curvature.model)
             sketch, base = reaching(curvature, (min(tuning.FIRST_RANK, most), most), self.seed,
                                     partial(_tolerance, self.relative_error, joint))
-            count = len(base.values)
+            count = base.rank
         else:
             count = self._tests(self.rank, curvature.rank)
             sketch, base = sketched(curvature, None, count, self.seed)
@@ -410,8 +417,9 @@ class SketchedStructure(StreamedStructure):
         def kept() -> bool:
             return all(model.settings.reducer.gather(self._kept(model) is not None))
 
-        return CurvatureProducts(model, partial(self._rows, model), partial(own_rows, model, self.data),
-                                 self.points.num_examples, columns, kept)
+        shares, joined = (partial(function, model, self.data) for function in (own_rows, collected))
+        return CurvatureProducts(model, partial(self._rows, model), shares, self.points.num_examples, columns, joined,
+                                 kept)
 
     def _rows(self, model: LinearizedModel, what: str) -> Iterator[tuple[Jacobian, Tensor | None]]:
         """Rows of J with S, if they are kept, or rows of SᵀJ, in batches."""
@@ -510,6 +518,9 @@ class SketchedStructure(StreamedStructure):
         precision = self.posterior_precision(model)
         record, sketch = self.spec.record(precision), self.spec.best_sketch(precision, self.at.sketch)
         assert sketch is not None
+        if isinstance(sketch, LeadingRows) and not include_data:
+            raise UnsupportedError(f"include_data=True to save structure={self.name!r} with rows of training points",
+                                   "include_data=False", "Fit with Iterative(rank=...), whose vectors sum over points.")
         return {"sketch": sketch.record(), "precision": record}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SketchedStructure:

@@ -1,0 +1,192 @@
+"""A low rank of JᵀΛJ from the rows of SᵀJ of largest norm, factorized in function space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature.low_rank import LowRankBase
+from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.gram import diagonal_blocks, gram
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import symmetric_eigen
+
+__all__ = ["LeadingRows", "LeadingRowsPrecision", "leading_rows", "restored_sketch"]
+
+
+@dataclass(frozen=True)
+class LeadingRows(Sketch):
+    """F consists of the rows uᵀSᵀJ of largest norm in units of the prior, u the eigenvectors of the blocks [SᵀKS]_nn.
+
+    Where few outputs are uncertain, few rows have nearly the whole trace of JᵀΛJ. They cost one pass over the data and
+    a factorization in function space, where a random sketch of the same rank takes a product for each vector.
+
+    Attributes
+    ----------
+    rows : Jacobian
+        The r rows, each an example of one cotangent.
+    rest : Tensor, (N, R, R)
+        I - UUᵀ with the chosen eigenvectors U of each example.
+    limit : int
+        Rows for whose factorization there is memory.
+    exhausted : bool
+    """
+
+    rows: Jacobian
+    rest: Tensor
+    limit: int
+    exhausted: bool = False
+
+    def at(self, curvature: Curvature) -> tuple[LeadingRows, LeadingRowsPrecision]:
+        """P0 + FᵀF at the present prior."""
+        return self, LeadingRowsPrecision(self.rows, None, curvature.prior, curvature.shapes)
+
+    def scaled(self, factor: float) -> LeadingRows:
+        """The rows of c JᵀΛJ."""
+        return replace(self, rows=self.rows.weighted(self.rows.f.new_full((len(self.rows.f), 1, 1), factor**0.5)))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> LeadingRows:
+        """The rows on another device, with another dtype."""
+        return replace(self, rows=self.rows.to(dtype, device), rest=self.rest.to(device, dtype))
+
+    def record(self) -> dict[str, Any]:
+        """Plain containers of tensors."""
+        return {"rows": self.rows.record(), "rest": self.rest, "limit": self.limit, "exhausted": self.exhausted}
+
+    def most(self, most: int) -> int:
+        """Rows for which there is memory."""
+        return self.limit
+
+    def cost(self, curvature: Curvature, rank: int) -> float:
+        """Of the Cholesky factorization."""
+        return max(1.0, rank**3 / 3 / curvature.product_flops)
+
+    def grown(
+        self, curvature: Curvature, base: LowRankBase, rank: int, seed: int, draws: bool
+    ) -> tuple[LeadingRows, LeadingRowsPrecision]:
+        """Chosen anew, at the present prior."""
+        weights = curvature.row_weights(prior_variances(curvature.prior, curvature.shapes))
+        return _chosen(curvature, *weights, rank, self.limit).at(curvature)
+
+    def drawing(
+        self, curvature: Curvature, base: LowRankBase, seed: int
+    ) -> tuple[LeadingRows, LowRankBase]:
+        """As it is."""
+        return self, base
+
+    def noise(self, curvature: Curvature, count: int, generator: torch.Generator) -> Tensor:
+        """Draws from N(0, J_restᵀΛJ_rest) of the rows that were not chosen."""
+        return curvature.noise(count, generator, self.rest)
+
+
+class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
+    """P0 + FᵀF in function space: B = I + FP0⁻¹Fᵀ = L Lᵀ, (r, r).
+
+    W = I - P0^-½Fᵀ L⁻ᵀ(L + I)⁻¹ FP0^-½ has W Wᵀ = M⁻¹: with U = (L + I)⁻¹, LU = UL = I - U, so that T = L⁻ᵀU has
+    T + Tᵀ - T(B - I)Tᵀ = L⁻ᵀ[(I - U) + (I - U)ᵀ - (I - U)(I - U)ᵀ + UUᵀ]L⁻¹ = B⁻¹.
+    """
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return len(self.factor)
+
+    @cached_property
+    def trace(self) -> float:
+        """tr FP0⁻¹Fᵀ."""
+        return float(diagonal_blocks(self.weighted, self.variances).sum(dtype=torch.float64))
+
+    @cached_property
+    def largest(self) -> float:
+        """By a few steps of the power method, from below."""
+        vector = self.deviation.new_ones(1, self.num_parameters)
+        for _ in range(tuning.POWER_STEPS):
+            vector = self._whitened(vector / vector.norm())
+        return float(vector.norm())
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """FᵀF v for vectors (m, P)."""
+        return self._pulled(self._pushed(vectors))
+
+    def whitened_solve(self, vectors: Tensor) -> Tensor:
+        """M⁻¹ v for vectors (m, P), by the Woodbury identity."""
+        seen = self.factor.solve(self._pushed(vectors * self.deviation))
+        return vectors - self._pulled(seen).mul_(self.deviation)
+
+    def whitened_half(self, vectors: Tensor, transpose: bool = False) -> Tensor:
+        """W v, or Wᵀ v, for vectors (m, P)."""
+        seen = self._pushed(vectors * self.deviation)
+        if transpose:
+            self.factor.solve_lower_(self.factor.solve_lower_(seen), transpose=True, shift=1.0)
+        else:
+            self.factor.solve_lower_(self.factor.solve_lower_(seen, shift=1.0), transpose=True)
+        return vectors - self._pulled(seen).mul_(self.deviation)
+
+    def eigenvalues(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """λ of FP0⁻¹Fᵀ, and the shares of its eigenvectors in the vectors (m, P)."""
+        values, turn = symmetric_eigen(gram(self.weighted, None, self.variances))
+        seen = (turn.T @ self._pushed(vectors * self.deviation)).square().sum(1)  # qᵀFP0^-½v = λ^½ uᵀv
+        return values.clamp_min(0.0), seen
+
+    def group_grams(self) -> Tensor:
+        """FP0⁻¹Fᵀ of each prior group, (G, r, r), in double precision."""
+        found = []
+        for group in range(self._num_groups):
+            variances = {name: self._of_one_group(name, group) for name in self.shapes}
+            used = [name for name, part in variances.items() if bool(part.any())]
+            found.append(gram(self.weighted.restricted(used), None, variances).double())
+        return torch.stack(found)
+
+    def _of_one_group(self, name: str, group: int) -> Tensor:
+        """P0⁻¹ of a parameter's entries in a prior group, and 0 of others."""
+        groups = torch.as_tensor(self._group_of[name], device=self.deviation.device)
+        return self.deviation.new_ones(()) * self.variances[name] * (groups == group)
+
+    def _whitened(self, vectors: Tensor) -> Tensor:
+        return self.products(vectors * self.deviation) * self.deviation
+
+    def _pushed(self, vectors: Tensor) -> Tensor:
+        """F v for vectors (m, P), (r, m)."""
+        return self.weighted.products(self.shapes.parts(vectors))[0]
+
+    def _pulled(self, coefficients: Tensor) -> Tensor:
+        """Fᵀ c for coefficients (r, m), (m, P)."""
+        return self.weighted.transposed_products(coefficients.unsqueeze(0), self.shapes)
+
+
+def leading_rows(curvature: Curvature, limit: int) -> LeadingRows | None:
+    """The rows with `tuning.LEADING_SHARE` of the trace of JᵀΛJ, if they are few of all rows; at most `limit`."""
+    values, directions = curvature.row_weights(prior_variances(curvature.prior, curvature.shapes))
+    ordered = values.flatten().sort(descending=True).values.double()
+    needed = int((ordered.cumsum(0) < tuning.LEADING_SHARE * ordered.sum()).sum()) + 1
+    count = max(needed, tuning.FIRST_LEADING)
+    if count > min(limit, len(ordered) // tuning.ROWS_PER_LEADING) or not math.isfinite(float(ordered.sum())):
+        return None
+    return _chosen(curvature, values, directions, count, limit)
+
+
+def _chosen(curvature: Curvature, values: Tensor, directions: Tensor, count: int, limit: int) -> LeadingRows:
+    """The `count` rows of largest weight."""
+    flat = values.flatten()
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    chosen[flat.topk(min(count, len(flat))).indices] = True
+    chosen &= flat > 0
+    exhausted, chosen = int(chosen.sum()) < count, chosen.view_as(values)
+    used = directions * chosen.unsqueeze(1)
+    eye = torch.eye(values.shape[1], dtype=values.dtype, device=values.device)
+    return LeadingRows(curvature.weighted_rows(chosen, directions), eye - used @ used.mT, limit, exhausted)
+
+
+def restored_sketch(record: Mapping[str, Any]) -> Sketch:
+    """Restore a sketch of either kind from its record."""
+    if "rows" not in record:
+        return RandomSketch(**record)
+    return LeadingRows(**{**record, "rows": Jacobian.from_record(record["rows"])})
