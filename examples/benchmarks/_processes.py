@@ -75,9 +75,12 @@ def timed(rank: int, structure: str, n: int, widths: Sequence[int], repeats: int
         dist.all_reduce(used, dist.ReduceOp.MAX)
         processor.append(float(used))
     numbers = torch.stack([posterior.log_marginal_likelihood().double(), posterior.log_det().double()]).detach()
-    variances = posterior.latent_moments(data[0][:50])[1].double().flatten()
+    blocks = posterior.latent_moments(data[0][:50])[1].double()
     if rank == 0:
-        numbers = torch.cat([numbers, variances])
+        # covariances in units of the variances: one near 0 is a difference of larger numbers
+        scale = blocks.diagonal(dim1=1, dim2=2).rsqrt()
+        correlations = blocks * scale.unsqueeze(2) * scale.unsqueeze(1)
+        numbers = torch.cat([numbers, scale.flatten(), 2.0 + correlations.flatten()])
         torch.save({"seconds": min(seconds), "processor": min(processor), "numbers": numbers}, out)
 
 

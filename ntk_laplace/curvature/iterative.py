@@ -441,11 +441,15 @@ class IterativePrecision(PosteriorPrecision):
         With E = P0^-½(JᵀΛJ - FᵀF)P0^-½, x ~ N(0, M⁻¹) and e ~ N(0, E): d = (M + E)⁻¹(E x + e).
         """
         self._draw(tuning.REMAINDER_DRAWS)
+        self._draw(self._draws_needed())
+        return self._draws
+
+    def _draws_needed(self) -> int:
+        """Draws for which the largest expected error of a variance is `tuning.VARIANCE_ERROR`, by those so far."""
         # the largest relative error of a variance falls with the root of the number of draws
         error = self.curvature.largest(lambda rows: self._largest_error(rows, self._draws))
         count = math.ceil(len(self._draws) * min((error / tuning.VARIANCE_ERROR) ** 2, 1e6))
-        self._draw(min(count, tuning.MOST_DRAWS, self.most))
-        return self._draws
+        return min(count, tuning.MOST_DRAWS, self.most)
 
     def _draw(self, count: int) -> None:
         """Continue to so many draws."""
@@ -481,11 +485,16 @@ class IterativePrecision(PosteriorPrecision):
     def refined(self) -> IterativePrecision:
         """The same with the smallest sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows.
 
-        A larger one that costs more than all draws is not made.
+        Where a larger one costs more than the fewest draws, a few of them tell whether the draws that the present one
+        needs are cheaper.
         """
         for found, larger in self._drawing():
-            if found._leaves_little or (larger or 0) > tuning.MOST_DRAWS * _DRAW_PRODUCTS:
+            if larger is None or found._leaves_little:
                 break
+            if larger > tuning.REMAINDER_DRAWS * _DRAW_PRODUCTS:
+                found._draw(tuning.LANCZOS_PROBES)
+                if (found._draws_needed() - len(found._draws)) * _DRAW_PRODUCTS <= larger:
+                    break
         return found
 
     @property

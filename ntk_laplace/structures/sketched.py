@@ -186,7 +186,8 @@ class Iterative(SketchSpec):
     Parameters
     ----------
     rank : int, optional
-        Of the low rank; by default it grows until more of it is worth less than probes.
+        Of a random sketch. By default the low rank grows until more of it is worth less than probes, and consists of
+        leading rows (`curvature.leading_rows`) where few rows have most of the curvature.
     probes : int, optional
         Of the log determinant; by default 16, and up to 128 if the error needs them.
     relative_error : float
@@ -520,7 +521,7 @@ class SketchedStructure(StreamedStructure):
         assert sketch is not None
         if isinstance(sketch, LeadingRows) and not include_data:
             raise UnsupportedError(f"include_data=True to save structure={self.name!r} with rows of training points",
-                                   "include_data=False", "Fit with Iterative(rank=...), whose vectors sum over points.")
+                                   "include_data=False", "Or save posterior.compress(rank), whose vectors are sums over points.")
         return {"sketch": sketch.record(), "precision": record}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SketchedStructure:

@@ -145,9 +145,10 @@ class Outer(Factored):
 
     def push(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """bᵀ(V a + v) for m vectors: per group one product with the inputs, and one with the output gradients."""
-        if not self._factors_are_cheaper:
+        count = len(vectors[self.weight])
+        if not self._factors_are_cheaper(count):
             return super().push(vectors)
-        b, count = self.full_b(), len(vectors[self.weight])
+        b = self.full_b()
         out = b.new_zeros(*self.shape, count)
         for chosen in self._vector_panels(count):
             weights = self._entries_of(vectors[self.weight][chosen])  # (m, G, o, i)
@@ -165,9 +166,10 @@ class Outer(Factored):
 
     def pull(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Σ_nt (Σ_k c_kn b_knt) a_ntᵀ for m cotangents: the products of `push` in reverse."""
-        if not self._factors_are_cheaper:
+        count = cotangents.shape[2]
+        if not self._factors_are_cheaper(count):
             return super().pull(cotangents)
-        b, count = self.full_b(), cotangents.shape[2]
+        b = self.full_b()
         (_, _, groups, t, o), i = b.shape, self.a.shape[3]
         weights, sums = b.new_zeros(count, groups, o, i), b.new_zeros(count, groups, o)
         for chosen in self._vector_panels(count):
@@ -185,12 +187,14 @@ class Outer(Factored):
             found[self.weight][:, self.index] = weights.flatten(1)
         return found if self.bias is None else found | {self.bias: sums.flatten(1)}
 
-    @property
-    def _factors_are_cheaper(self) -> bool:
-        """Whether a product with factors takes fewer multiply-adds than one with written-out rows."""
-        k, _, _, t, o = self.b.shape
+    def _factors_are_cheaper(self, count: int) -> bool:
+        """Whether `count` products with factors take fewer multiply-adds than writing rows out and products with these.
+
+        To write rows out takes as long as `tuning.WRITTEN_VECTORS` products with them, or longer.
+        """
+        k, _, _, t, _ = self.b.shape
         i = self.a.shape[3]
-        return t * o * (i + k) <= k * o * i
+        return count * t * (i + k) <= (count + tuning.WRITTEN_VECTORS) * k * i
 
     def _entries_of(self, vectors: Tensor) -> Tensor:
         """Vectors (m, p) of the weight as entries (m, G, o, i)."""
