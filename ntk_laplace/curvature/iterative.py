@@ -445,11 +445,18 @@ class IterativePrecision(PosteriorPrecision):
         return self._draws
 
     def _draws_needed(self) -> int:
-        """Draws for which the largest expected error of a variance is `tuning.VARIANCE_ERROR`, by those so far."""
-        # the largest relative error of a variance falls with the root of the number of draws
-        error = self.curvature.largest(lambda rows: self._largest_error(rows, self._draws))
-        count = math.ceil(len(self._draws) * min((error / tuning.VARIANCE_ERROR) ** 2, 1e6))
-        return min(count, tuning.MOST_DRAWS, self.most)
+        """Draws that leave no block of the measured training points uncertain, by those so far."""
+        return min(int(self.curvature.largest(self._draws_for)), tuning.MOST_DRAWS, self.most)
+
+    def _draws_for(self, rows: Jacobian) -> float:
+        """`_draws_needed` of some rows, in steps of a quarter."""
+        count = float(len(self._draws))
+        seen = rows.products(self.shapes.parts(self._draws * self.base.deviation / count**0.5)).transpose(0, 1)
+        rest = seen @ seen.mT
+        blocks = self.base.covariance_blocks(rows) - rest
+        while count < tuning.MOST_DRAWS and bool(_uncertain(blocks, rest, int(count)).any()):
+            count *= 1.25
+        return count
 
     def _draw(self, count: int) -> None:
         """Continue to so many draws."""
@@ -468,15 +475,6 @@ class IterativePrecision(PosteriorPrecision):
         # a residual r in jᵀd, j in units of the prior, is at most |r| times the posterior deviation of jᵀw
         return self._solved_whitened(right, tuning.DRAW_RESIDUAL / max(1.0, float(right.norm(dim=1).max())))[0]
 
-    def _largest_error(self, rows: Jacobian, left: Tensor) -> float:
-        """The largest relative error of a variance by these draws; one that is zero counts nothing."""
-        seen = rows.products(self.shapes.parts(left * self.base.deviation / len(left) ** 0.5)).transpose(0, 1)
-        rest = seen @ seen.mT
-        own = (self.base.covariance_blocks(rows) - rest).diagonal(dim1=1, dim2=2)
-        rest = rest.diagonal(dim1=1, dim2=2)
-        share = torch.where(rest > 0, rest / own.clamp_min(torch.finfo(own.dtype).tiny), torch.zeros_like(own))
-        return float(share.max()) * (2 / len(left)) ** 0.5
-
     @collective_property
     def _left_directions(self) -> dict[str, Tensor]:
         return self.shapes.parts(self._left * self.base.deviation / len(self._left) ** 0.5)
@@ -485,14 +483,14 @@ class IterativePrecision(PosteriorPrecision):
     def refined(self) -> IterativePrecision:
         """The same with the smallest sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows.
 
-        Where a larger one costs more than the fewest draws, a few of them tell whether the draws that the present one
-        needs are cheaper.
+        Where a larger one costs more than the fewest draws, these tell whether those that the present one needs are
+        cheaper.
         """
         for found, larger in self._drawing():
             if larger is None or found._leaves_little:
                 break
             if larger > tuning.REMAINDER_DRAWS * _DRAW_PRODUCTS:
-                found._draw(tuning.LANCZOS_PROBES)
+                found._draw(tuning.REMAINDER_DRAWS)
                 if (found._draws_needed() - len(found._draws)) * _DRAW_PRODUCTS <= larger:
                     break
         return found

@@ -117,9 +117,17 @@ class CurvatureProducts:
         return total
 
     def largest(self, function: Callable[[Jacobian], float]) -> float:
-        """The largest value of a function of the rows of the first training points, of all processes."""
-        first = next(iter(self.rows("variances")), None)
-        value = 0.0 if first is None else function(first[0].subset(slice(0, tuning.MEASURED_POINTS)))
+        """The largest value of a function of the rows of the first training points, whichever process reads them."""
+        measured = self.shares(torch.arange(self.num_examples)) < tuning.MEASURED_POINTS
+        value, seen, left = 0.0, 0, int(measured.sum())
+        if left:
+            for rows, _ in self.rows("variances"):
+                some = measured[seen : seen + rows.num_examples].nonzero().squeeze(1)
+                if len(some):
+                    value = max(value, function(rows.subset(some.to(self.like.device))))
+                seen, left = seen + rows.num_examples, left - len(some)
+                if not left:
+                    break
         return max(self.model.settings.reducer.gather(value))
 
     def _blocks(self, variances: Variances) -> Iterator[Tensor]:

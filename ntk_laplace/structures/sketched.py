@@ -521,7 +521,8 @@ class SketchedStructure(StreamedStructure):
         assert sketch is not None
         if isinstance(sketch, LeadingRows) and not include_data:
             raise UnsupportedError(f"include_data=True to save structure={self.name!r} with rows of training points",
-                                   "include_data=False", "Or save posterior.compress(rank), whose vectors are sums over points.")
+                                   "include_data=False",
+                                   "Or save posterior.compress(rank), whose vectors are sums over points.")
         return {"sketch": sketch.record(), "precision": record}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SketchedStructure:
