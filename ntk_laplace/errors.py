@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import TypeGuard
@@ -48,7 +48,8 @@ class NTKLaplaceError(Exception):
         self.expected, self.got, self.remedy = expected, got, remedy
 
     def __str__(self) -> str:
-        return f"expected {self.expected}; got {self.got}. {self.remedy}"
+        got = f"an {self.got[2:]}" if self.got[:2] == "a " and self.got[2:3] in "AEIOaeio" else self.got
+        return f"expected {self.expected}; got {got}. {self.remedy}"
 
 
 class DataError(NTKLaplaceError, ValueError):
@@ -182,6 +183,11 @@ def optional_package(name: str, remedy: str) -> Iterator[None]:
         if cause.name is None or cause.name.split(".")[0] != name:
             raise
         raise MissingPackageError(f"the package {name}", "none installed", remedy) from cause
+
+
+def is_choice(value: object, choices: Iterable[object]) -> bool:
+    """Whether an option is one of its choices, names or None. No array is, whatever its comparison returns."""
+    return any(value is choice or (isinstance(value, str) and value == choice) for choice in choices)
 
 
 def is_number(value: object, above: float = -math.inf, below: float = math.inf) -> TypeGuard[float]:

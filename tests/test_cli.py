@@ -328,7 +328,7 @@ def test_the_error_for_another_table_shows_the_line_that_converts_it(
         ({"network": "empty.py"}, "expected a function 'make_network' in empty.py; got a file without functions"),
         ({"network": "model.py:make_net"}, "got a file with 'Named', 'make_network', 'wants' and 2 more. "
          "Name the function: model.py:Named"),
-        ({"network": "model.py:number"}, "expected 'number' in model.py to be a function; got a int"),
+        ({"network": "model.py:number"}, "expected 'number' in model.py to be a function; got an int"),
         ({"network": "model.py:wants"}, "expected wants() to run without arguments; got TypeError: wants() missing 1"),
         ({"network": "model.py:returns_weights"}, "to return a torch.nn.Module; got a dict"),
         ({"network": "late.py"}, "ZeroDivisionError: division by zero in line 2 of late.py"),

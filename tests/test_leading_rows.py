@@ -271,3 +271,19 @@ def test_row_weights_are_eigenvalues_of_blocks() -> None:
     trace, log_dets = curvature.diagonal(prior_variances(posterior.prior, posterior.network.shapes))
     assert float(blocks.diagonal(dim1=1, dim2=2).sum()) == pytest.approx(trace, rel=1e-10)
     assert float(torch.log1p(values.clamp_min(0)).sum()) == pytest.approx(log_dets, rel=1e-10)
+
+
+def test_draws_are_as_many_as_the_measured_points_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "REMAINDER_DRAWS", 8)
+    monkeypatch.setattr(tuning, "LEFT_SHARE", 0.3)
+    posterior = classes("iterative")
+    fine: Any = posterior.posterior_precision.refined
+    count = len(fine._left)
+    assert tuning.REMAINDER_DRAWS < count <= tuning.MOST_DRAWS
+    for rows in posterior.fitted.rows_at(torch.arange(tuning.MEASURED_POINTS)):
+        low = fine.base.covariance_blocks(rows)
+        seen = rows.products(posterior.network.shapes.parts(fine._left * fine.base.deviation)).transpose(0, 1)
+        rest = seen @ seen.mT / count
+        ratio = torch.linalg.eigvals(torch.linalg.solve(low - rest, rest)).real.amax(1)  # the worst direction of each
+        worst = float(ratio.max()) * (2 / count) ** 0.5
+        assert worst < 1.5 * tuning.VARIANCE_ERROR  # eight draws estimate what all of them need

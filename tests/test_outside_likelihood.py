@@ -193,7 +193,7 @@ def test_the_command_line(options: list[str], tmp_path: Path, monkeypatch: pytes
     [
         ("none.py:Gamma", "a Python file with a function that returns the likelihood; got none.py"),
         ("own.py:Delta", "expected a function 'Delta' in own.py; got a file with"),
-        ("own.py:number", "expected 'number' in own.py to be a function; got a int"),
+        ("own.py:number", "expected 'number' in own.py to be a function; got an int"),
         ("own.py:no_likelihood", "no_likelihood() in own.py to return a ntk_laplace.Likelihood; got a list"),
         ("own.py:fails", "fails() to run without arguments; got ValueError: no in line 9 of own.py"),
     ],

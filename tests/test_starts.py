@@ -60,7 +60,7 @@ def test_what_starts_refuse_leaves_the_network_as_it_was() -> None:
         ({"starts": ()}, ntkl.HyperparameterError, r"factors of the prior's precisions; got \(\)"),
         ({"starts": (1.0, -1.0)}, ntkl.HyperparameterError, "positive finite starts; got -1.0"),
         ({"predictive": None}, ntkl.UnsupportedError, 'predictive="loo".*; got None'),
-        ({"optimizer": adam}, ntkl.UnsupportedError, "what makes the optimizer of each training; got a Adam"),
+        ({"optimizer": adam}, ntkl.UnsupportedError, "what makes the optimizer of each training; got an Adam"),
         ({"settings": ntkl.Settings(checkpoint="x.pt")}, ntkl.UnsupportedError, "without checkpoint and resume"),
         ({"settings": small}, ntkl.UnsupportedError, "an exact posterior, for leave-one-out of each start"),
     ):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError, require_whole
+from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.model.network import seeded_rng
 
@@ -36,7 +36,7 @@ class CurvatureType:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in CURVATURES:
+        if not is_choice(self.kind, CURVATURES):
             raise UnsupportedError(f"curvature among {', '.join(CURVATURES)}", repr(self.kind),
                                    "Use 'ggn' for the exact Laplace-GGN.")
         require_whole("samples", self.samples, 1, "Pass for instance CurvatureType('mc', 1).")

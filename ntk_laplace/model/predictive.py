@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 from torch.quasirandom import SobolEngine
 
-from ntk_laplace.errors import UnsupportedError, require_whole
+from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.likelihoods.responses import Response, no_join
@@ -79,7 +79,7 @@ class Predictive:
         self, likelihood: Likelihood, method: str = "glm", samples: int = 1000, generator: Generator | None = None,
         scalar: bool = False,
     ) -> None:  # fmt: skip
-        if method != "glm" and method not in METHODS:
+        if not is_choice(method, ("glm", *METHODS)):
             raise UnsupportedError(
                 f"a method among {sorted([*METHODS, 'glm'])} for moments of f",
                 f"{method!r}",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError, is_choice
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
@@ -99,7 +99,7 @@ class CalibrationVerbs(PredictionVerbs):
         -------
         PredictiveFit
         """
-        if temperature not in _TEMPERATURES:
+        if not is_choice(temperature, _TEMPERATURES):
             raise UnsupportedError('temperature "draws", "average" or "network"', repr(temperature), "Choose one.")
         likelihood, held_out = self.likelihood.for_new_points(), self._held_out(data)
         names = [_TEMPERATURES[temperature]] if likelihood.classifies else ["noise"]

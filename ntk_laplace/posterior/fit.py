@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import UnsupportedError, is_choice
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.data import Batches, Inputs, take
 from ntk_laplace.model.likelihoods import Likelihood
@@ -194,7 +194,7 @@ def linearized(
         prior.bind(frozen.shapes)
     curvature_type = CurvatureType.of(curvature)
     dtype = torch.float64 if dtype is None else dtype
-    if dtype not in (torch.float32, torch.float64):
+    if not is_choice(dtype, (torch.float32, torch.float64)):
         raise UnsupportedError("dtype torch.float64 or torch.float32 for the algebra", repr(dtype),
                                "Leave it out for float64; the network itself may run in any other.")
     settings = Settings.of(settings).agreed(frozen.device)
@@ -256,7 +256,7 @@ def spec_of(structure: str | StructureSpec | Auto) -> StructureSpec | Auto:
         return structure
     if isinstance(structure, Auto):
         return structure
-    return Auto(Iterative()) if structure == "auto" else structure_of(structure, {})
+    return Auto(Iterative()) if is_choice(structure, ("auto",)) else structure_of(structure, {})
 
 
 def _fit(model: LinearizedModel, spec: StructureSpec | Auto, batches: Batches) -> tuple[FittedModel, str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import CurvatureType, ParameterBlock, PosteriorPrecision
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError, is_choice
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches, InputData
@@ -193,7 +193,7 @@ class Fitted:
         UnsupportedError
             If the dtype is neither torch.float32 nor torch.float64.
         """
-        if dtype not in (None, torch.float32, torch.float64):
+        if not is_choice(dtype, (None, torch.float32, torch.float64)):
             raise UnsupportedError("torch.float64 or torch.float32 as dtype of the algebra", f"{dtype}",
                                    "Choose one of the two.")
         device = self.network.device if device is None else torch.device(device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision, prior_variances
 from ntk_laplace.curvature.posterior_precision import checked_form
-from ntk_laplace.errors import UnsupportedError, require_whole
+from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.calibration import CalibratedPredictive
@@ -178,10 +178,10 @@ class PredictionVerbs(Fitted):
             parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws, at))
             return _responses(parts, likelihood is None, lambda f: predictive_from_samples(own, f, scalar), axis=1)
 
-        if method == "nn":
+        if is_choice(method, ("nn",)):
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
             return averaged(self.network.varying)
-        if method == "map":
+        if is_choice(method, ("map",)):
             f = self.outputs(x, batch_size=batch_size)
             certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
             return _responses([(f, certain)], True, Predictive(own, method, samples, generator, scalar))
@@ -268,11 +268,11 @@ class PredictionVerbs(Fitted):
 
     def _step(self, mean: str) -> dict[str, Tensor] | None:
         """θ - θ̄ by parameter for ``mean="posterior"``; None for the network's outputs."""
-        return None if mean == "map" else self.network.unflatten(self._shift(mean))
+        return None if is_choice(mean, ("map",)) else self.network.unflatten(self._shift(mean))
 
     def _shift(self, mean: str) -> Tensor:
         """θ - θ̄, (P,)."""
-        if mean != "posterior":
+        if not is_choice(mean, ("posterior",)):
             raise UnsupportedError('mean "map" or "posterior"', repr(mean), "Choose one of the two.")
         return self._refit_step()
 

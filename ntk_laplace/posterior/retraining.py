@@ -13,6 +13,7 @@ from ntk_laplace.errors import (
     HyperparameterError,
     RetrainingInterrupted,
     UnsupportedError,
+    is_choice,
     is_number,
     require_whole,
 )
@@ -169,6 +170,6 @@ def require_predictive(predictive: object) -> None:
     ------
     UnsupportedError
     """
-    if predictive not in (None, "loo"):
+    if not is_choice(predictive, (None, "loo")):
         raise UnsupportedError('predictive="loo" or None', repr(predictive)[:80],
                                "For other data, call fit_predictive(data) on the posterior afterwards.")

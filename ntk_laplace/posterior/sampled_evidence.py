@@ -13,6 +13,7 @@ from ntk_laplace.errors import (
     HyperparameterError,
     NTKLaplaceWarning,
     UnsupportedError,
+    is_choice,
     is_number,
     require_whole,
 )
@@ -215,7 +216,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
 
 
 def _require_among(what: str, given: object, known: tuple[str, ...]) -> None:
-    if given not in known:
+    if not is_choice(given, known):
         raise UnsupportedError(f"{what} among {', '.join(map(repr, known))}", repr(given)[:80], "Choose one of these.")
 
 

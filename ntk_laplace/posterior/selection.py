@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, require_whole
+from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_whole
 from ntk_laplace.posterior.conditional import Rest, rest_given
 from ntk_laplace.posterior.estimates import conditional_estimate, warn_of
 from ntk_laplace.posterior.evidence import EvidenceVerbs
@@ -224,7 +224,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         return self.subset(index).log_marginal_likelihood(correction=True)
 
     def _selection_method(self, method: str) -> str:
-        if method not in _METHODS:
+        if not is_choice(method, _METHODS):
             raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method), "Choose one of these.")
         exact = self.supports_conditional_evidence
         if method == "evidence" and not exact:

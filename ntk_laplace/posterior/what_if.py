@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_choice
 from ntk_laplace.model.data import Batches, InputData
 from ntk_laplace.posterior.calibrate import with_left_out_hyperparameters
 from ntk_laplace.posterior.fitted import Fitted
@@ -201,7 +201,7 @@ class WhatIfVerbs(Fitted):
         NumericalError
             If the optimum is not reached.
         """
-        if objective not in (None, "loo"):
+        if not is_choice(objective, (None, "loo")):
             raise UnsupportedError('objective None or "loo"', repr(objective), "Leave it out to keep hyperparameters.")
         if not self._fitted.exact:
             raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a refit',
@@ -298,7 +298,7 @@ def is_moving(linearization: object, steps: int | None) -> bool:
     HyperparameterError
         If steps are limited where the network moves to its optimum.
     """
-    if linearization not in ("fixed", "moving"):
+    if not is_choice(linearization, ("fixed", "moving")):
         raise UnsupportedError('linearization="fixed" or "moving"', f"{linearization!r}"[:80],
                                'Use "moving" for the optimum of the network itself.')
     if linearization == "moving" and steps not in (1, None):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_choice, is_number
 from ntk_laplace.model.likelihoods import Likelihood, Tempered
 
 __all__ = ["BoundedLoss", "CustomLoss", "bounded_loss"]
@@ -82,7 +82,7 @@ def bounded_loss(
     if callable(loss):
         low, high = _ordered(bounds)
         return BoundedLoss(getattr(loss, "__name__", "custom"), low, high, loss)
-    if loss not in _NAMES:
+    if not is_choice(loss, _NAMES):
         raise UnsupportedError(f"a bounded loss: {', '.join(map(repr, _NAMES))}, or a function with bounds=",
                                f"{loss!r}"[:80], _FIXED)
     if bounds is not None:

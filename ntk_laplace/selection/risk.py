@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number, require_whole
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_choice, is_number, require_whole
 from ntk_laplace.model.data import Batches, Inputs, num_examples, take
 from ntk_laplace.model.network import ManyWeights, outside_autocast
 from ntk_laplace.posterior import Posterior
@@ -311,7 +311,7 @@ def _require_options(
         if not isinstance(given, Posterior) and not (what == "prior_posterior" and given is None):
             raise UnsupportedError(f"a Posterior as {what}", f"a {type(given).__name__}", "Fit it with laplace(...).")
     for what, option, known in (("kind", kind, _KINDS), ("model", model, ("nn", "glm"))):
-        if option not in known:
+        if not is_choice(option, known):
             raise UnsupportedError(f"{what} among {', '.join(map(repr, known))}", f"{option!r}"[:80],
                                    "Choose one of these.")
     require_whole("draws", draws, 1, "Leave it out for 2,000.")

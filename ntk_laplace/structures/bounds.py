@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
 from ntk_laplace.curvature.posterior_precision import group_numbers
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.model.priors.names import assign
@@ -90,9 +90,9 @@ def evidence_bound(
     gradient: bool,
 ) -> EvidenceBound:  # fmt: skip
     """A lower bound of the evidence; see `Posterior.evidence_bound`."""
-    if parameters not in _PARAMETERS:
+    if not is_choice(parameters, _PARAMETERS):
         raise UnsupportedError('parameters None, "layers" or "diagonal"', repr(parameters), "Choose one of them.")
-    if outputs not in _OUTPUTS:
+    if not is_choice(outputs, _OUTPUTS):
         raise UnsupportedError('outputs "all" or "one"', repr(outputs), "Choose one of them.")
     n = fitted.num_examples
     if examples is not None:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInterrupted, UnsupportedError, is_whole
+from ntk_laplace.errors import (
+    HyperparameterError,
+    NumericalError,
+    TrainingInterrupted,
+    UnsupportedError,
+    is_choice,
+    is_whole,
+)
 from ntk_laplace.model.data import Batches, Inputs, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Caller, Network
@@ -153,7 +160,7 @@ def train_with_evidence(
         # a step costs about as much as a minibatch of a small network
         schedule = EvidenceSchedule() if predictive is None else EvidenceSchedule(max(1, epochs // 10), 20)
     _require_kinds(schedule, callbacks)
-    if scheduler_interval not in ("epoch", "batch"):
+    if not is_choice(scheduler_interval, ("epoch", "batch")):
         raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
     if settings.checkpoint is not None:
         require_writable(settings.checkpoint)

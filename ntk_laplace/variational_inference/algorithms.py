@@ -34,6 +34,8 @@ class Algorithm(ABC):
 
     rows_per_example: int = 1
     """Rows of Ĝ per example, over the rank R of its Λ."""
+    weight_samples: int = 0
+    """Samples of all weights in a step."""
 
     @abstractmethod
     def terms(
@@ -56,6 +58,11 @@ class VOGGN(Algorithm):
 
     @property
     def rows_per_example(self) -> int:  # type: ignore[override]
+        """S."""
+        return self.samples
+
+    @property
+    def weight_samples(self) -> int:  # type: ignore[override]
         """S."""
         return self.samples
 
@@ -113,6 +120,11 @@ class SampledLGVA(Algorithm):
     """
 
     samples: int = 2
+
+    @property
+    def weight_samples(self) -> int:  # type: ignore[override]
+        """S."""
+        return self.samples
 
     def terms(
         self, model: LinearizedModel, state: VariationalState, parts: Iterable[Part], generator: torch.Generator

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import PosteriorPrecision
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_number, require_whole
+from ntk_laplace.errors import (
+    HyperparameterError,
+    NTKLaplaceWarning,
+    UnsupportedError,
+    is_choice,
+    is_number,
+    require_whole,
+)
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, outside_autocast
@@ -21,6 +28,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT, newton_decrement
 from ntk_laplace.posterior.fit import linearized
+from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.serialization import require_writable
 from ntk_laplace.structures import (
     FittedModel,
@@ -199,6 +207,10 @@ def variational(
         form = representation(structure, rows, model.network.num_parameters, row_tolerance)
         if isinstance(given, Posterior):
             require_same_network(given, model)
+        p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
+        require_memory(method.weight_samples * p * element, model.network.device,
+                       f"{method.weight_samples:,} samples of {p:,} weights in a step", "Use fewer samples.",
+                       model.settings.memory_budget)
         iteration: Iteration
         if relinearize:
             form.require_memory(model, examples, rows, step_sizes.kept(steps, row_tolerance))
@@ -304,8 +316,10 @@ def _algorithm(name: object, samples: int | None, expectations: object) -> Algor
     """The algorithm of a name, with its samples."""
     if samples is not None:
         require_whole("samples", samples, 1, "Pass an even number, such as samples=2.")
-    if expectations not in ("outputs", "weights"):
+    if not is_choice(expectations, ("outputs", "weights")):
         raise UnsupportedError('expectations="outputs" or "weights"', repr(expectations)[:80], "Leave it out.")
+    if not is_choice(name, ("voggn", "lgva", "oggn")):
+        raise UnsupportedError('algorithm among "voggn", "lgva", "oggn"', repr(name)[:80], 'Use "voggn".')
     if expectations == "weights" and name != "lgva":
         raise UnsupportedError('expectations="weights" for algorithm="lgva"', f"algorithm={name!r}", "Leave it out.")
     if name == "oggn":
@@ -315,8 +329,6 @@ def _algorithm(name: object, samples: int | None, expectations: object) -> Algor
         return OGGN()
     if name == "lgva" and expectations == "outputs":
         return LGVA(_POINTS if samples is None else samples)
-    if name not in ("voggn", "lgva"):
-        raise UnsupportedError('algorithm among "voggn", "lgva", "oggn"', repr(name)[:80], 'Use "voggn".')
     count = 2 if samples is None else samples
     return VOGGN(count) if name == "voggn" else SampledLGVA(count)
 

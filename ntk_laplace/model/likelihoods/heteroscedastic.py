@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributions as td
 from torch.nn.functional import logsigmoid
 
-from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError
+from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, is_choice
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
@@ -79,7 +79,7 @@ class HeteroscedasticGaussian(PerOutput):
 
     def __init__(self, parametrization: str = "log variance", missing: str | None = None) -> None:
         super().__init__(missing)
-        if parametrization not in _PARAMETRIZATIONS:
+        if not is_choice(parametrization, _PARAMETRIZATIONS):
             raise HyperparameterError(f"a parametrization among {_PARAMETRIZATIONS}", repr(parametrization),
                                       "Pass one of them.")
         self.parametrization = parametrization

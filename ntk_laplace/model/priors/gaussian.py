@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, is_number
 from ntk_laplace.model.priors.grouping import Grouping
 from ntk_laplace.model.priors.names import GROUPS, Value, checked_mean, checked_precision, describe, flat_mean, names_of
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
@@ -67,7 +67,7 @@ class GaussianPrior(nn.Module):
         spread: float = 1.0,
     ) -> None:
         super().__init__()
-        if not (isinstance(groups, Mapping) or groups in GROUPS):
+        if not (isinstance(groups, Mapping) or is_choice(groups, GROUPS)):
             raise HyperparameterError(
                 f"groups among {GROUPS} or a mapping from group to names", f"{groups!r}", "Pass one of them."
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +120,8 @@ def _checked(value: Any, good: Any, expected: str) -> Any:
 
 def names_of(group: str, members: Any) -> list[str]:
     """Names of parameters or modules that a mapping lists for a group."""
-    if isinstance(members, str) or not all(isinstance(member, str) for member in members):
+    listed = isinstance(members, Iterable) and not isinstance(members, str)
+    if not listed or not all(isinstance(member, str) for member in members):
         raise HyperparameterError(
             f"a list of names for group {group!r}", f"{members!r}", f"Write {{{group!r}: [name, ...]}}."
         )

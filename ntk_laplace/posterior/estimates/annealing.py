@@ -13,6 +13,7 @@ from ntk_laplace.posterior.estimates.paths import Path, backward, forward, sched
 from ntk_laplace.posterior.estimates.result import AnnealedEvidence, summary
 from ntk_laplace.posterior.estimates.slices import SlicedPath
 from ntk_laplace.posterior.estimates.symmetry import log_symmetries
+from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.joint import likelihood_of
 
@@ -37,6 +38,8 @@ def annealed_evidence(
                                "a model whose posterior is not Gaussian",
                                "Pass exact_draws=, which synthetic data have: the weights that made them. Or leave out "
                                "bounds=True.")
+    require_memory(8 * temperatures, fitted.model.network.device, f"{temperatures:,} temperatures",
+                   "Use fewer; 1,000 is the default.", fitted.settings.memory_budget)
     betas, shown, prior = schedule(temperatures), fitted.settings.progress, prior_gaussian(fitted)
     if model == "glm" and SlicedPath.fits(fitted, chains):
         path: Path = SlicedPath(fitted, start)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, is_choice
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import diagonal_blocks
 from ntk_laplace.model.data import as_tensors
@@ -76,7 +76,7 @@ class ExplanationRequest:
             As `quantity`; if there are more targets than inputs, after the last chunk.
         """
         y, start = as_tensors(self.y), 0
-        each = y if self.by == "log_likelihood" and isinstance(y, Tensor) and y.ndim > 0 else None
+        each = y if is_choice(self.by, ("log_likelihood",)) and isinstance(y, Tensor) and y.ndim > 0 else None
         for rows in chunks:
             stop = start + rows.num_examples
             request = self if each is None else replace(self, y=each[start:stop])

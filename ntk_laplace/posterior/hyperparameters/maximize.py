@@ -16,6 +16,7 @@ from ntk_laplace.errors import (
     NTKLaplaceWarning,
     NumericalError,
     UnsupportedError,
+    is_choice,
     is_number,
     require_whole,
 )
@@ -373,7 +374,7 @@ def _follow_an_estimate(method: str, moving: list[str]) -> None:
 
 
 def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float], rate: float) -> None:
-    if method not in METHODS:
+    if not is_choice(method, METHODS):
         raise UnsupportedError(f"a method among {', '.join(METHODS)}", repr(method),
                                "Use 'lbfgs' unless you know better.")
     require_whole("steps", steps, 1, "Leave it out for 200.")

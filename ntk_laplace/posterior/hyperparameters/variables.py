@@ -92,6 +92,9 @@ class Variables:
                                       f"This likelihood is {type(posterior.likelihood).__name__}.")
         self.posterior = posterior
         self.parameters = {name: there[name] for name in dict.fromkeys(chosen)}
+        if any(parameter.is_inference() for parameter in self.parameters.values()):
+            raise HyperparameterError("hyperparameters that can change", "tensors made in torch.inference_mode()",
+                                      "Copy the posterior outside of it.")
 
     @property
     def names(self) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError, is_choice
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood, Tempered
 from ntk_laplace.posterior import Posterior
@@ -161,7 +161,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _method(conditional: str, named: dict[str, Posterior]) -> str:
-    if conditional not in _CONDITIONAL:
+    if not is_choice(conditional, _CONDITIONAL):
         raise UnsupportedError(f"conditional= among {', '.join(_CONDITIONAL)}", repr(conditional),
                                "Choose one of these.")
     if conditional != "auto":

@@ -1,0 +1,91 @@
+"""Options that are arrays, lists or numbers where a name is meant end in one error of the library."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, NTKLaplaceError, UnsupportedError, is_choice
+from refusals import refused
+
+QUIET = ntkl.Settings(progress=False)
+
+
+def classifier() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    x = torch.randn(12, 3, dtype=torch.float64)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), (x, (x[:, 0] > 0).long())
+
+
+def fitted(**options: Any) -> ntkl.Posterior:
+    network, data = classifier()
+    return ntkl.laplace(network, data, ntkl.Categorical(), settings=QUIET, **options)
+
+
+def ascended(**options: Any) -> Any:
+    network, data = classifier()
+    return ntkl.variational(network, data, ntkl.Categorical(), steps=1, settings=QUIET, **options)
+
+
+X = classifier()[1][0]
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "structure": lambda o: fitted(structure=o), "curvature": lambda o: fitted(curvature=o),
+    "dtype": lambda o: fitted(dtype=o), "groups": lambda o: ntkl.GaussianPrior(1.0, groups=o),
+    "method": lambda o: fitted().predict(X, method=o), "mean": lambda o: fitted().predict(X, mean=o),
+    "objective": lambda o: fitted().fit_predictive(objective=o), "by": lambda o: fitted().removal_effects(X, by=o),
+    "linearization": lambda o: fitted().remove([1], linearization=o), "elbo": lambda o: fitted().elbo(method=o),
+    "search": lambda o: fitted().fit_hyperparameters(method=o), "model": lambda o: fitted().importance_evidence(model=o),
+    "conditional": lambda o: fitted().conditional_log_marginal_likelihood((X[:3], torch.ones(3).long()), method=o),
+    "annealed": lambda o: fitted().annealed_evidence(model=o),
+    "temperature": lambda o: fitted().calibrate(classifier()[1], temperature=o),
+    "kind": lambda o: ntkl.risk_bound(fitted(), classifier()[1], kind=o),
+    "score": lambda o: ntkl.active.score(fitted(), X, method=o), "algorithm": lambda o: ascended(algorithm=o),
+    "parametrization": lambda o: ntkl.HeteroscedasticGaussian(parametrization=o),
+    "evidence": lambda o: ntkl.train_with_evidence(*classifier(), ntkl.Categorical(), epochs=1, evidence=o,
+                                                   settings=QUIET),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", [np.array(["gp", "kfac"]), torch.ones(2), ["gp"], {"a": 1}],
+                         ids=["array", "tensor", "list", "dict"])  # fmt: skip
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_no_name_is_refused(name: str, option: Any) -> None:
+    with pytest.raises(NTKLaplaceError) as caught:
+        CALLS[name](option)
+    assert caught.value.expected and caught.value.remedy.endswith(".")
+
+
+def test_a_choice_is_a_name_or_the_object_itself() -> None:
+    assert is_choice("gp", ("gp", "full")) and is_choice(None, (None, "loo"))
+    assert is_choice(torch.float32, (torch.float32,)) and not is_choice(np.array("gp"), ("gp",))
+    assert not is_choice("kfac", ("gp", "full")) and not is_choice(1.0, (True,))
+
+
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: fitted().annealed_evidence(temperatures=10**13), "10,000,000,000,000 temperatures"),
+    (lambda: ascended(samples=10**12), "1,000,000,000,000 samples of 26 weights"),
+    (lambda: ascended(samples=10**12, algorithm="lgva", expectations="weights"), "samples of 26 weights"),
+])  # fmt: skip
+def test_counts_that_do_not_fit_are_refused_before_allocation(call: Callable[[], Any], words: str) -> None:
+    with refused(MemoryBudgetError, words, "predicted need", "Use fewer"):
+        call()
+
+
+def test_a_copy_made_in_inference_mode_says_why_it_is_not_searched() -> None:
+    posterior = fitted()
+    with torch.inference_mode():
+        copied = copy.deepcopy(posterior)
+    with refused(HyperparameterError, "can change", "inference_mode", "outside"):
+        copied.fit_hyperparameters(progress=False)
+
+
+def test_an_article_fits_its_noun() -> None:
+    assert "got an Adam. " in str(UnsupportedError("a module", "a Adam", "Pass one."))
+    assert "got a Module. " in str(UnsupportedError("a module", "a Module", "Pass one."))
