@@ -445,6 +445,8 @@ def test_refusals() -> None:
     model = fitted(3, False)
     with refused(ntkl.DataError, "q, d", r"shape \(2,\)", "unsqueeze"):
         model.posterior(x[0])
+    with refused(ntkl.DataError, "n at least 1", r"\(0, 2\) and \(0, 3\)", "one row of Y"):
+        model.condition_on_observations(x[:0], x.new_zeros(0, 3))
     with refused(ntkl.DataError, r"\(\.\.\., n, 3\)", r"\(9, 1\)", "one row of Y"):
         model.condition_on_observations(x, y)
     with refused(ntkl.UnsupportedError, "outputs among 0 to 2", r"\[3\]", "Choose"):

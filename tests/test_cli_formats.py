@@ -442,6 +442,16 @@ def test_folders_that_do_not_fit_are_one_line(folder: Path, capsys: pytest.Captu
 
 # ------------------------------------------------------------------------------------------------------------------ fit
 
+
+@pytest.mark.parametrize("out", ["train", "train/results"])
+def test_results_do_not_go_among_the_images(out: str, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    write_images("train")
+    before = sorted(Path("train").rglob("*"))
+    assert cli.main(["fit", "train", "--out", out]) == 1
+    assert f"a folder outside of the data for the results; got --out {out}. Name another" in capsys.readouterr().err
+    assert sorted(Path("train").rglob("*")) == before
+
+
 QUICK = ["--epochs", "2", "--hidden", "2", "--out", "out"]
 
 

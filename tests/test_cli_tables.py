@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shlex
+from decimal import Decimal
 from pathlib import Path
 
 import joblib
@@ -106,6 +107,15 @@ def test_parquet_gives_the_evidence_of_the_npz_to_all_digits(target: str, folder
     frame = pandas.read_csv(f"{target}.csv")
     frame.set_axis(np.arange(len(frame)) * 2).to_parquet("t.parquet")  # an index that is no column
     assert evidence("t.parquet", target) == evidence(f"{target}.npz", target)
+
+
+def test_decimal_columns_are_numbers(folder: Path) -> None:
+    pytest.importorskip("pyarrow")
+    frame = pandas.DataFrame({"price": [Decimal("1.25"), None, Decimal("-3")], "name": ["a", "b", "c"]})
+    frame.to_parquet("t.parquet")
+    found = read_table(Path("t.parquet"), "the data")
+    np.testing.assert_array_equal(found["price"], [1.25, np.nan, -3.0])
+    assert found["name"].tolist() == ["a", "b", "c"]
 
 
 def test_a_named_index_is_a_column(folder: Path) -> None:

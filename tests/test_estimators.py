@@ -327,3 +327,9 @@ def test_before_a_fit() -> None:
     for ask in (lambda m: m.noise_, lambda m: m.explain([[0.0]]), lambda m: m.theta_):
         with pytest.raises(NotFittedError):
             ask(ntkl.LaplaceRegressor())
+
+
+def test_labels_of_several_types_are_refused() -> None:
+    labels = np.array(["a", None] * 5, dtype=object)
+    with refused(ntkl.DataError, "labels of one type", "NoneType and str", "Drop the rows"):
+        ntkl.LaplaceClassifier().fit(np.arange(20.0).reshape(10, 2), labels)

@@ -292,6 +292,7 @@ def mnist(options: argparse.Namespace) -> list[list[str]]:
     """The headline: evidence with its bounds where no matrix fits."""
     n = options.small or options.examples
     x, y, test = images(options, n)
+    test = test[: options.test]
     network, rows = trained((784, 104, 80, 10), x, y, 1.0, 40 if n <= 10_000 else 12), []
     dtype = getattr(torch, options.dtype)
 
@@ -342,6 +343,7 @@ def main() -> None:
     arguments.add_argument("--parts", default=",".join(PARTS[:-1]), help="which, with commas between")
     arguments.add_argument("--data", type=Path, help="folder with mnist.npz")
     arguments.add_argument("--examples", type=int, default=10_000, help="images of the part mnist")
+    arguments.add_argument("--test", type=int, default=1000, help="test images of the part mnist")
     arguments.add_argument("--rank", type=int, help="a second rank of the part mnist, for narrower bounds")
     arguments.add_argument("--layers", action="store_true", help="fit precisions of each layer in the part mnist")
     arguments.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of the part mnist")

@@ -172,8 +172,9 @@ class GaussianModel(Model, FantasizeMixin):
         DataError
             If X and Y do not fit each other.
         """
-        if X.ndim < 2 or Y.ndim < 2 or Y.shape[-2:] != (X.shape[-2], self.num_outputs):
-            raise DataError(f"X of shape (..., n, d) and Y of shape (..., n, {self.num_outputs})",
+        fits = X.ndim >= 2 and Y.ndim >= 2 and Y.shape[-2:] == (X.shape[-2], self.num_outputs)
+        if not fits or X.shape[-2] == 0:
+            raise DataError(f"X of shape (..., n, d) and Y of shape (..., n, {self.num_outputs}), n at least 1",
                             f"shapes {tuple(X.shape)} and {tuple(Y.shape)}", "Pass one row of Y for each row of X.")
         self.eval()
         inputs, targets = self._transformed(X), Y

@@ -61,6 +61,9 @@ def run(options: argparse.Namespace) -> None:
     table, saved, page = (options.out / name for name in ("predictions.csv", "model.joblib", "explanations.html"))
     for file in (table, saved, page):
         require_writable(file, options, made=True)
+    if options.data.is_dir() and options.out.resolve().is_relative_to(options.data.resolve()):
+        raise ntkl.DataError("a folder outside of the data for the results", f"--out {options.out}",
+                             "Name another: the next run would read the results as images.")
     examples = read_examples(options)
     settings = _settings(options, examples)
     order = np.random.default_rng(options.seed).permutation(len(examples.y))

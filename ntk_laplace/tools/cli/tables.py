@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas
 from numpy.typing import NDArray
-from pandas.api.types import is_bool_dtype, is_numeric_dtype
+from pandas.api.types import infer_dtype, is_bool_dtype, is_numeric_dtype
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
@@ -53,7 +53,8 @@ def read_table(path: Path, what: str) -> pandas.DataFrame:
     if frame.empty:
         raise DataError("a table with at least one row below the names of its columns", f"{path} without rows",
                         "Check the file.")  # fmt: skip
-    return frame
+    decimal = [name for name, column in frame.items() if infer_dtype(column, skipna=True) == "decimal"]
+    return frame.astype(dict.fromkeys(decimal, float)) if decimal else frame
 
 
 def _csv(path: Path) -> pandas.DataFrame:

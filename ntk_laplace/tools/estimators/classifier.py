@@ -92,6 +92,10 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         LaplaceClassifier
             Itself.
         """
+        kinds = sorted({type(label).__name__ for label in np.asarray(y, dtype=object).flat})
+        if "str" in kinds and len(kinds) > 1:
+            raise DataError("labels of one type, such as strings or integers", " and ".join(kinds),
+                            "Drop the rows without a label, or name their class.")
         x, y, weight = self._read(X, y, sample_weight)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
