@@ -310,12 +310,13 @@ def mnist(options: argparse.Namespace) -> list[list[str]]:
     for structure in [ntkl.Iterative(), *([ntkl.Iterative(rank=options.rank)] if options.rank else [])]:
         posterior, seconds, gib = measured(lambda s=structure: (p := fit(s), p.evidence())[0])
         line("iterative" if structure.rank is None else f"iterative, rank {structure.rank}", posterior, seconds, gib)
-    start = time.perf_counter()
-    posterior.predict(test)
-    rows.append([f"predictions of {len(test):,}, rank {posterior.posterior_precision.refined.base.rank:,}",
-                 f"γ = {float(posterior.effective_parameters().sum()):,.0f}", "",
-                 f"{time.perf_counter() - start:.3g} s", ""])
-    print(rows[-1], flush=True)
+    if len(test):
+        start = time.perf_counter()
+        posterior.predict(test)
+        rows.append([f"predictions of {len(test):,}, rank {posterior.posterior_precision.refined.base.rank:,}",
+                     f"γ = {float(posterior.effective_parameters().sum()):,.0f}", "",
+                     f"{time.perf_counter() - start:.3g} s", ""])
+        print(rows[-1], flush=True)
     if options.layers:
         start = time.perf_counter()
         posterior = fit(ntkl.Iterative(rank=options.rank), "layer")
@@ -343,7 +344,7 @@ def main() -> None:
     arguments.add_argument("--parts", default=",".join(PARTS[:-1]), help="which, with commas between")
     arguments.add_argument("--data", type=Path, help="folder with mnist.npz")
     arguments.add_argument("--examples", type=int, default=10_000, help="images of the part mnist")
-    arguments.add_argument("--test", type=int, default=1000, help="test images of the part mnist")
+    arguments.add_argument("--test", type=int, default=1000, help="test images of the part mnist; 0: no predictions")
     arguments.add_argument("--rank", type=int, help="a second rank of the part mnist, for narrower bounds")
     arguments.add_argument("--layers", action="store_true", help="fit precisions of each layer in the part mnist")
     arguments.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of the part mnist")

@@ -136,6 +136,17 @@ class CurvatureProducts:
             blocks = diagonal_blocks(rows, variances)
             yield blocks if root is None else root.mT @ blocks @ root
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one cotangent, as `weighted_rows` returns it."""
+        first = next(iter(self.rows("variances")), None)
+        if first is None:
+            own = 1  # one of several processes, without an example
+        else:
+            rows = first[0].subset(slice(0, 1))
+            own = rows.weighted(rows.f.new_ones(1, rows.num_cotangents, 1)).nbytes
+        return max(1, *self.model.settings.reducer.gather(own))
+
     def row_weights(self, variances: Variances) -> tuple[Tensor, Tensor]:
         """Eigenvalues (N, R) and eigenvectors (N, R, R) of the blocks [SᵀKS]_nn, of the examples of all processes."""
         r = self.num_columns

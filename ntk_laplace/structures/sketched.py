@@ -222,7 +222,7 @@ class Iterative(SketchSpec):
         ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
         if sketch is None and self.rank is None:
-            sketch = leading_rows(curvature, self._most_rows(model))
+            sketch = leading_rows(curvature, self._most_rows(curvature))
         found = grown(curvature, sketch, ranks, probes, self.seed, wished)
         estimate = found.estimate
         error = wished(estimate.value)
@@ -236,10 +236,15 @@ class Iterative(SketchSpec):
                 NTKLaplaceWarning, stacklevel=2)  # fmt: skip
         return found, found.sketch
 
-    def _most_rows(self, model: LinearizedModel) -> int:
-        """Rows whose factorization takes at most half of the memory: half of a square matrix, and what builds it."""
+    def _most_rows(self, curvature: CurvatureProducts) -> int:
+        """Leading rows that take at most half of the memory.
+
+        Their factorization has half of a square matrix, and what builds it. The rows are held twice while they are put
+        in order.
+        """
+        model = curvature.model
         memory = min(model.settings.reducer.gather(memory_of(model)))
-        return math.isqrt(memory // (2 * model.jacobian_pass.dtype.itemsize))
+        return min(math.isqrt(memory // (2 * model.jacobian_pass.dtype.itemsize)), memory // (8 * curvature.row_bytes))
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
         """The decisions of `grown`, and of `IterativePrecision.refined` after it, at the estimate of the spectrum."""
