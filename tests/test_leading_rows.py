@@ -52,7 +52,8 @@ CASES = one_each(NETWORKS, LIKELIHOODS, PRIORS)
 def test_the_precision_is_that_of_its_rows_written_out(case: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch,
                                                        ) -> None:  # fmt: skip
     monkeypatch.setattr(tuning, "ROWS_PER_LEADING", 1)
-    monkeypatch.setattr(tuning, "FIRST_LEADING", 5)
+    monkeypatch.setattr(tuning, "FIRST_LEADING", 3)
+    monkeypatch.setattr(tuning, "LEADING_SHARE", 0.3)
     network, likelihood, prior = case
     given = problem(network)
     posterior = ntkl.laplace(given.network, (given.x, targets(LIKELIHOODS[likelihood], given)),
@@ -297,3 +298,15 @@ def test_rows_that_do_not_fit_are_not_taken() -> None:
     row = sketch.rows.nbytes // sketch.rows.num_examples
     assert sketch.limit == min(int((200_000 / 16) ** 0.5), 200_000 // (8 * row))
     assert isinstance(tight.posterior_precision.sketch, RandomSketch)
+
+
+def test_the_bounds_hold_where_leading_rows_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rows along one direction leave a curvature of full rank."""
+    monkeypatch.setattr(tuning, "ROWS_PER_LEADING", 2)
+    x = torch.cat([100.0 * torch.eye(16, dtype=torch.float64)[:1].expand(8, -1), torch.eye(16, dtype=torch.float64)])
+    network, y = nn.Linear(16, 1, bias=False).double(), torch.zeros(24, 1, dtype=torch.float64)
+    found = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure=ntkl.Iterative(relative_error=0.9))
+    sketch, base = of(found)
+    assert base.rank == 8 and sketch.rank_left(found.fitted.structure.curvature(found.fitted.model)) == 16
+    exact = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure="full").log_marginal_likelihood()
+    assert found.evidence().lower <= float(exact) <= found.evidence().upper

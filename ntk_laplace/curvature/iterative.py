@@ -264,7 +264,7 @@ class IterativePrecision(PosteriorPrecision):
 
         log det (I + X) <= k log(1 + tr X/k) for X = C - I of rank k; and log det B <= Σ_n log det B_nn (Fischer).
         """
-        rank = self.curvature.rank - self.base.rank
+        rank = self.sketch.rank_left(self.curvature)
         by_trace = rank * math.log1p(self._trace_left / rank) if rank > 0 else 0.0
         return max(0.0, min(by_trace, self._diagonal[1] - float(self.base.log_det())))
 

@@ -61,6 +61,10 @@ class LeadingRows(Sketch):
         """Plain containers of tensors."""
         return {"rows": self.rows.record(), "rest": self.rest, "limit": self.limit, "exhausted": self.exhausted}
 
+    def rank_left(self, curvature: Curvature) -> int:
+        """As many as other rows, or parameters: rows that were chosen may depend on each other."""
+        return min(len(curvature.like), curvature.num_rows - self.rows.num_examples)
+
     def most(self, most: int) -> int:
         """Rows for which there is memory."""
         return self.limit
@@ -164,11 +168,14 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
 
 def leading_rows(curvature: Curvature, limit: int) -> LeadingRows | None:
     """The rows with `tuning.LEADING_SHARE` of the trace of JᵀΛJ, if they are few of all rows; at most `limit`."""
+    most = min(limit, curvature.rank, curvature.num_rows // tuning.ROWS_PER_LEADING)
+    if most < tuning.FIRST_LEADING:
+        return None
     values, directions = curvature.row_weights(prior_variances(curvature.prior, curvature.shapes))
     ordered = values.flatten().sort(descending=True).values.double()
     needed = int((ordered.cumsum(0) < tuning.LEADING_SHARE * ordered.sum()).sum()) + 1
     count = max(needed, tuning.FIRST_LEADING)
-    if count > min(limit, len(ordered) // tuning.ROWS_PER_LEADING) or not math.isfinite(float(ordered.sum())):
+    if count > most or not math.isfinite(float(ordered.sum())):
         return None
     return _chosen(curvature, values, directions, count, limit)
 

@@ -45,6 +45,10 @@ class Curvature(Protocol):
         """Vectors of a product beyond which more of them cost as much one after another; None if all share passes."""
 
     @property
+    def num_rows(self) -> int:
+        """N R, the rows of SᵀJ."""
+
+    @property
     def product_flops(self) -> float:
         """Floating-point operations of a product with one vector, at least."""
 
@@ -93,6 +97,10 @@ class Sketch(ABC):
     @abstractmethod
     def record(self) -> dict[str, Any]:
         """Plain containers of tensors."""
+
+    @abstractmethod
+    def rank_left(self, curvature: Curvature) -> int:
+        """The most eigenvalues of JᵀΛJ - FᵀF that are not zero."""
 
     # --- growth
 
@@ -166,6 +174,10 @@ class RandomSketch(Sketch):
     def record(self) -> dict[str, Any]:
         """Plain containers of tensors."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def rank_left(self, curvature: Curvature) -> int:
+        """Those of JᵀΛJ, less one for each vector."""
+        return curvature.rank - len(self.factor)
 
     def most(self, most: int) -> int:
         """As many vectors as fit."""

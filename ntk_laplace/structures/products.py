@@ -70,7 +70,12 @@ class CurvatureProducts:
     @property
     def rank(self) -> int:
         """Most eigenvalues that are not zero, the smaller of P and N R."""
-        return min(self.model.network.num_parameters, self.num_examples * self.num_columns)
+        return min(self.model.network.num_parameters, self.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """N R, the rows of SᵀJ."""
+        return self.num_examples * self.num_columns
 
     @property
     def together(self) -> int | None:
