@@ -211,7 +211,7 @@ def test_rows_are_chosen_anew_where_the_prior_moved() -> None:
 
 def test_streamed_rows_are_kept_rows() -> None:
     spec = ntkl.Iterative(relative_error=0.5)
-    one, other = classes(spec), classes(spec, memory_budget=200_000, batch_size=40)
+    one, other = classes(spec), classes(spec, memory_budget=240_000, batch_size=40)
     assert other.fitted.structure.rows is None
     assert of(one)[1].rank == of(other)[1].rank
     assert relative_error(one.log_det(), other.log_det()) < 1e-9
@@ -290,14 +290,20 @@ def test_draws_are_as_many_as_the_measured_points_need(monkeypatch: pytest.Monke
         assert worst < 1.5 * tuning.VARIANCE_ERROR  # eight draws estimate what all of them need
 
 
-def test_rows_that_do_not_fit_are_not_taken() -> None:
-    """200,000 bytes hold the rows with most of the trace and their factorization, and 40,000 do not."""
+def test_rows_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the rows with their factorization nor the eigenvectors of all blocks may take more than half."""
     fits, tight = (classes(ntkl.Iterative(relative_error=0.5), memory_budget=memory, batch_size=40)
-                   for memory in (200_000, 40_000))  # fmt: skip
+                   for memory in (400_000, 40_000))  # fmt: skip
     sketch = of(fits)[0]
     row = sketch.rows.nbytes // sketch.rows.num_examples
-    assert sketch.limit == min(int((200_000 / 16) ** 0.5), 200_000 // (8 * row))
+    assert sketch.limit == min(int((400_000 / 16) ** 0.5), 400_000 // (8 * row))
     assert isinstance(tight.posterior_precision.sketch, RandomSketch)
+    monkeypatch.setattr(tuning, "LEADING_SHARE", 0.3)  # few rows, so that the blocks decide
+    blocks = 2 * 4 * sketch.rest.nbytes
+    enough, short = (classes(ntkl.Iterative(relative_error=0.5), memory_budget=blocks + more, batch_size=40)
+                     for more in (0, -1))  # fmt: skip
+    of(enough)
+    assert isinstance(short.posterior_precision.sketch, RandomSketch)
 
 
 def test_the_bounds_hold_where_leading_rows_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,13 +237,15 @@ class Iterative(SketchSpec):
         return found, found.sketch
 
     def _most_rows(self, curvature: CurvatureProducts) -> int:
-        """Leading rows that take at most half of the memory.
+        """Leading rows that take at most half of the memory; 0 if the eigenvectors of all blocks take more.
 
         Their factorization has half of a square matrix, and what builds it. The rows are held twice while they are put
-        in order.
+        in order. Of the blocks there are eigenvectors, those that are chosen, and what they leave.
         """
         model = curvature.model
         memory = min(model.settings.reducer.gather(memory_of(model)))
+        if 2 * 4 * curvature.num_rows * curvature.num_columns * model.jacobian_pass.dtype.itemsize > memory:
+            return 0
         return min(math.isqrt(memory // (2 * model.jacobian_pass.dtype.itemsize)), memory // (8 * curvature.row_bytes))
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
