@@ -306,6 +306,10 @@ def test_what_makes_no_sense():
         fused = ntkl.laplace(nn.Sequential(*layers), (inputs(), labels()), ntkl.Categorical())
         with refused(ntkl.UnsupportedError, "second derivatives", "differ by", "relinearize"):
             fused.remove(0, linearization="moving")
+    for half in (torch.bfloat16, torch.float16):
+        coarse = ntkl.laplace(network().to(half), (inputs().to(half), labels()), ntkl.Categorical())
+        with refused(ntkl.UnsupportedError, "float32 or float64", f"one in {half}", r"network\.float"):
+            coarse.remove(0, linearization="moving")
     with refused(ntkl.MemoryBudgetError, "fit into", "predicted need", "Take fewer"):
         small = replace(found.fitted.model, settings=ntkl.Settings(memory_budget=100))
         type(found)(found.fitted.derived(found.fitted.structure, small)).remove(0, linearization="moving")

@@ -324,10 +324,14 @@ class NetworkLikelihood(WeightLikelihood):
         Raises
         ------
         UnsupportedError
-            If they differ.
+            If they differ, or the network runs in half precision, where no such difference is known.
         """
+        precision = self._network.network.precision
+        if torch.finfo(precision).bits < 32:
+            raise UnsupportedError("a network in float32 or float64, for Newton steps with its exact Hessian",
+                                   f"one in {precision}", 'Use linearization="fixed", or network.float().')
         noise = torch.randn(theta.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(theta)
-        size = torch.finfo(self._network.network.precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
+        size = torch.finfo(precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
         both = torch.stack([theta + size * noise, theta - size * noise])
         ones = theta.new_ones(2, self._points.shape[0])
         found = self.curvature(theta[None], ones[:1]).products(noise[None])[0]
