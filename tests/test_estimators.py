@@ -49,12 +49,14 @@ def test_a_regressor_is_the_training_by_hand() -> None:
     model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
     xs, ys = (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
     torch.manual_seed(int(np.random.RandomState(0).randint(2**31 - 1)))
-    network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    found = ntkl.train_with_evidence(
-        network, (torch.as_tensor(xs), torch.as_tensor(ys)[:, None]), ntkl.Gaussian(noise=0.1),
-        ntkl.GaussianPrior(groups="input"), optimizer=lambda p: torch.optim.Adam(p, lr=0.02), epochs=10,
-        predictive="loo", settings=ntkl.Settings(progress=False),
-    )  # fmt: skip
+    network = nn.Sequential(nn.Linear(2, 5), nn.SiLU(), nn.Linear(5, 1)).double()
+    found = ntkl.train_from_starts(
+        network, (torch.as_tensor(xs), torch.as_tensor(ys)[:, None]), ntkl.Gaussian(noise=1.0),
+        ntkl.GaussianPrior(groups="input", spread=3.0), starts=(1.0, 0.1),
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.03),
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+        schedule=ntkl.EvidenceSchedule(1, 20), epochs=10, settings=ntkl.Settings(progress=False),
+    )[0]  # fmt: skip
     assert found.predictive is not None and found.predictive.trusted
     response = found.posterior.predict(torch.as_tensor(xs[:7]))
     mean, std = model.predict(x[:7], return_std=True)
@@ -117,6 +119,14 @@ def test_several_precisions_are_several_starts() -> None:
     best = max(single, key=lambda one: one.predictive_fit_.after)
     assert single[0].predictive_fit_.after != single[1].predictive_fit_.after
     assert np.allclose(model.predict(x), best.predict(x), rtol=1e-12)
+    torch.manual_seed(1)
+    own = nn.Sequential(nn.Linear(2, 5), nn.SiLU(), nn.Linear(5, 1)).double()
+    options |= {"predictive": None, "standardize": True, "epochs": 20, "random_state": 4}  # the evidence chooses
+    for network, meant in ((own, 1.0), ("mlp", (1.0, 0.1))):
+        auto, one, two = (ntkl.LaplaceRegressor(network, **options | {"precision": precision}).fit(x, y)
+                          for precision in ("auto", 1.0, (1.0, 0.1)))  # fmt: skip
+        assert np.array_equal(auto.predict(x), (one if meant == 1.0 else two).predict(x))
+        assert not np.array_equal(one.predict(x), two.predict(x)) and auto.predictive_fit_ is None
     with refused(ntkl.UnsupportedError, "one precision, for prefit=True", r"\(1.0, 0.1\)", "trained with"):
         ntkl.LaplaceRegressor(model.network_, prefit=True, precision=(1.0, 0.1)).fit(x, y)
 

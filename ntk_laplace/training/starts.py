@@ -1,4 +1,4 @@
-"""Training with evidence from several prior precisions: leave-one-out orders the results."""
+"""Training with evidence from several prior precisions, the results in the order of leave-one-out or evidence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def train_from_starts(
     network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None, *,
     starts: Sequence[float] = (1.0, 0.01), **options: Any,
 ) -> list[EvidenceTraining]:  # fmt: skip
-    """Train copies of a network with evidence, each from other prior precisions, and sort them by leave-one-out.
+    """Train copies of a network with evidence, each from other prior precisions, and sort the results.
 
     The evidence of a network has several maxima. From a strong prior the training can end at a function that is too
     smooth, with noise that is too large; from a weak one, at a function that follows its labels.
@@ -38,20 +38,22 @@ def train_from_starts(
     starts : sequence of float
         Factors of the prior's precisions at the start of each training.
     options
-        Of `train_with_evidence`, with ``predictive="loo"``. `optimizer` and `scheduler` are callables that make one.
+        Of `train_with_evidence`, by default with ``predictive="loo"``. `optimizer` and `scheduler` are callables that
+        make one.
 
     Returns
     -------
     list of EvidenceTraining
-        One for each start, that with the largest mean leave-one-out log density (``predictive.after``) first.
+        One for each start, that with the largest mean leave-one-out log density (``predictive.after``) first. Without
+        one, under ``predictive=None`` or where no exact posterior fits in memory, that with the largest evidence of the
+        training's structure.
 
     Raises
     ------
     HyperparameterError
         If a factor is not positive and finite.
     UnsupportedError
-        For another `predictive`, a checkpoint, an optimizer of the caller's network, or a posterior that is not exact
-        and so has no leave-one-out.
+        For a checkpoint, or an optimizer of the caller's network.
     """
     if isinstance(starts, str) or not isinstance(starts, Sequence) or not starts:
         raise HyperparameterError("factors of the prior's precisions", repr(starts), "Pass starts=(1.0, 0.01).")
@@ -63,12 +65,10 @@ def train_from_starts(
     found: list[tuple[EvidenceTraining, nn.Module]] = []
     for factor in starts:
         copy = private_copy(module)
-        training = train_with_evidence(copy, data, likelihood, prior.scaled(factor), **options | {"predictive": "loo"})
-        if training.predictive is None:
-            raise UnsupportedError("an exact posterior, for leave-one-out of each start", training.posterior.reason,
-                                   "Use train_with_evidence, from one start.")
+        training = train_with_evidence(copy, data, likelihood, prior.scaled(factor), **{"predictive": "loo"} | options)
         found.append((training, copy))
-    found.sort(key=lambda pair: -_left_out(pair[0]))
+    left_out = all(training.predictive is not None for training, _ in found)
+    found.sort(key=lambda pair: -(_left_out if left_out else _evidence)(pair[0]))
     best = found[0][1]
     with torch.no_grad():  # not by name: a wrapper of torch.compile adds to the names
         for own, other in zip((*network.parameters(), *network.buffers()), (*best.parameters(), *best.buffers()),
@@ -83,11 +83,13 @@ def _left_out(training: EvidenceTraining) -> float:
     return training.predictive.after
 
 
+def _evidence(training: EvidenceTraining) -> float:
+    """The largest of the training, nats."""
+    return training.history.evidence[training.history.best]
+
+
 def _require_repeatable(options: dict[str, Any]) -> None:
     """Refuse options that belong to one training."""
-    if options.get("predictive", "loo") != "loo":
-        raise UnsupportedError('predictive="loo", which compares the starts', repr(options["predictive"]),
-                               "Leave it out.")
     settings = Settings.of(options.get("settings"))
     if settings.checkpoint is not None or settings.resume is not None:
         raise UnsupportedError("settings without checkpoint and resume, for several trainings", "one of them",

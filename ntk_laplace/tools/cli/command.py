@@ -102,10 +102,11 @@ def _parser() -> argparse.ArgumentParser:
                      help=f"a Python file and the function in it that returns the nn.Module to train (default: "
                      f"{FACTORY}); the file is run")  # fmt: skip
     fit.add_argument("--hidden", type=widths, metavar="A,B,...",
-                     help="units of the hidden layers (default: 32), or channels of the convolutions (default: 8,16)")
+                     help="units of the hidden layers (default: 32,32, or 32 for classes), or channels of the "
+                     "convolutions (default: 8,16)")  # fmt: skip
     fit.add_argument("--level", type=level, default=0.9, metavar="Q",
                      help="of the intervals or sets: the fraction to be covered (default: %(default)s)")  # fmt: skip
-    fit.add_argument("--epochs", type=count, default=100, metavar="N", help="of the training (default: %(default)s)")
+    fit.add_argument("--epochs", type=count, metavar="N", help="of the training (default: 300, or 100 for classes)")
     fit.add_argument("--seed", type=seed, default=0, metavar="S",
                      help="decides held-out rows and initial weights (default: %(default)s)")  # fmt: skip
     fit.add_argument("--out", type=directory, default=Path("ntk-laplace-fit"), metavar="DIR",

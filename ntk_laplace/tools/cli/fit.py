@@ -96,14 +96,15 @@ def _call(examples: Examples) -> str:
 
 
 def _settings(options: argparse.Namespace, examples: Examples) -> dict[str, Any]:
-    """Arguments of the estimator."""
+    """Arguments of the estimator; what is not asked for is left to its defaults."""
     shape, hidden = examples.shape, options.hidden
-    found = {"epochs": options.epochs, "random_state": options.seed, "verbose": sys.stderr.isatty()}
+    found = {"random_state": options.seed, "verbose": sys.stderr.isatty()}
+    found |= {} if options.epochs is None else {"epochs": options.epochs}
     own = None if options.network is None else load_network(*options.network).double()
     if own is not None:
         _require_saved(own)
     if shape is None and own is None:
-        return found | {"hidden_layer_sizes": hidden or (32,)}
+        return found | ({} if hidden is None else {"hidden_layer_sizes": hidden})
     if shape is None:
         return found | {"network": own, "standardize": True}
     if own is None and len(shape) != 3:

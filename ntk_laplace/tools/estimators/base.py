@@ -35,6 +35,7 @@ __all__ = ["LaplaceEstimator", "Standardized"]
 Array = NDArray[np.floating[Any]]
 
 _SMALLEST = 1e-140
+_PRECISIONS = (1.0, 0.1)  # from which a perceptron starts
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class LaplaceEstimator(BaseEstimator):
     verbose: bool
     random_state: Any
 
+    _spread = 1.0  # of the prior, for groups="input"
+
     posterior_: Posterior
     network_: nn.Module
     history_: EvidenceHistory | None
@@ -102,8 +105,10 @@ class LaplaceEstimator(BaseEstimator):
         self._inputs = Standardized.of(x, weight, self._standardized)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = Settings(progress=bool(self.verbose))
-        starts = list(self.precision) if isinstance(self.precision, (Sequence, np.ndarray)) else None
-        prior = GaussianPrior(self.precision if starts is None else 1.0, groups=self._prior_groups(x.shape[1]))
+        precision, groups = self._precision, self._prior_groups(x.shape[1])
+        starts = list(precision) if isinstance(precision, (Sequence, np.ndarray)) else None
+        spread = self._spread if isinstance(groups, str) and groups == "input" else 1.0
+        prior = GaussianPrior(precision if starts is None else 1.0, groups=groups, spread=spread)
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             module = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
@@ -123,7 +128,7 @@ class LaplaceEstimator(BaseEstimator):
                     "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
                     "optimizer": lambda weights: torch.optim.Adam(weights, lr=self.learning_rate),
                     "predictive": self.predictive, "batch_size": self.batch_size, "settings": settings,
-                }  # fmt: skip
+                } | self._schedules()  # fmt: skip
                 with _untold():
                     if starts is None:
                         found = train_with_evidence(module, data, likelihood, prior, **options)
@@ -135,6 +140,17 @@ class LaplaceEstimator(BaseEstimator):
             posterior.predictive = None
         self.posterior_, self.network_ = posterior, module
         self.log_marginal_likelihood_value_ = self.log_marginal_likelihood()
+
+    def _schedules(self) -> dict[str, Any]:
+        """Options of the training that are not those of `train_with_evidence`."""
+        return {}
+
+    @property
+    def _precision(self) -> Any:
+        """`precision`; of "auto" two for a perceptron, and 1 for another network."""
+        if not (isinstance(self.precision, str) and self.precision == "auto"):
+            return self.precision
+        return _PRECISIONS if isinstance(self.network, str) else 1.0
 
     def _prior_groups(self, features: int) -> Any:
         """`groups`; of "auto" those of a perceptron's inputs, if there are not too many, else those of the layers."""
@@ -170,7 +186,7 @@ class LaplaceEstimator(BaseEstimator):
             raise HyperparameterError("a positive learning_rate", repr(rate), "Pass learning_rate=0.02.")
         if self.standardize not in (True, False, "auto"):
             raise UnsupportedError('standardize True, False or "auto"', repr(self.standardize), "Choose one of them.")
-        if self.prefit and isinstance(self.precision, (Sequence, np.ndarray)):
+        if self.prefit and isinstance(self._precision, (Sequence, np.ndarray)):
             raise UnsupportedError("one precision, for prefit=True", repr(self.precision),
                                    "Pass the precision that the network was trained with.")  # fmt: skip
         if self.prefit and not is_module(self.network):

@@ -15,8 +15,11 @@ from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.tools.estimators.base import Array, LaplaceEstimator, Standardized
+from ntk_laplace.training import EvidenceSchedule
 
 __all__ = ["LaplaceRegressor"]
+
+_EVALUATIONS = 15  # of the evidence in a training
 
 
 class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
@@ -34,11 +37,13 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Units of the hidden layers of "mlp".
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
-    precision : float or sequence of float
-        Prior precision at the start. Of several, the network is trained from each, and leave-one-out chooses.
+    precision : float, sequence of float, or "auto"
+        Prior precision at the start. Of several, the network is trained from each, and leave-one-out chooses
+        (`train_from_starts`). "auto": 1 and 0.1 if the network is "mlp", else 1.
     groups : {"auto", "input", "layer", "all", "tensor"} or mapping
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
-        network is "mlp" with at most 128 features and the structure supports it, else those of each layer.
+        network is "mlp" with at most 128 features and the structure supports it, else those of each layer. The spread
+        of those of each input is 3; in a classification 1.
     noise : float
         Noise variance at the start, in squared units of the targets (standardized ones by default).
     structure, curvature
@@ -47,7 +52,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         "loo": train to an optimum, and fit the predictive to leave-one-out densities; the fit is used if it is
         trusted (`predictive_fit_`). None: the posterior at the best evidence.
     epochs, learning_rate, batch_size
-        Of the training with Adam.
+        Of the training with Adam, whose learning rate falls to 0 as a cosine (in a classification it is constant).
     standardize : bool or "auto"
         Whether inputs and targets are standardized by the training data. "auto": if the estimator makes the network.
     prefit : bool
@@ -91,11 +96,13 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     ((142,), (142,))
     """
 
+    _spread = 3.0  # with 1, irrelevant inputs stay in the function
+
     def __init__(
-        self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32,), activation: str = "tanh",
-        precision: Any = 1.0, groups: Any = "auto", noise: float = 0.1, structure: Any = "kfac",
-        curvature: Any = "ggn", predictive: str | None = "loo", epochs: int = 100, learning_rate: float = 0.02,
-        batch_size: int | None = 128, standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False,
+        self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32, 32), activation: str = "silu",
+        precision: Any = "auto", groups: Any = "auto", noise: float = 1.0, structure: Any = "kfac",
+        curvature: Any = "ggn", predictive: str | None = "loo", epochs: int = 300, learning_rate: float = 0.03,
+        batch_size: int | None = 512, standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False,
         random_state: Any = None,
     ) -> None:  # fmt: skip
         self.network = network
@@ -114,6 +121,13 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         self.prefit = prefit
         self.verbose = verbose
         self.random_state = random_state
+
+    def _schedules(self) -> dict[str, Any]:
+        """A rate that falls to 0, and more evaluations: precisions and noise must arrive before the epochs end."""
+        return {
+            "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs),
+            "schedule": EvidenceSchedule(max(1, self.epochs // _EVALUATIONS), steps=20),
+        }
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
         """Train the network, its prior precisions and its noise.
