@@ -20,6 +20,8 @@ from ntk_laplace.curvature.sketch import RandomSketch
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reduction import SingleProcess
+from ntk_laplace.structures.forecast import Problem
+from ntk_laplace.structures.sketch_forecast import expected_rows
 from pairwise import one_each
 from ranks import on_ranks, shares, take_all
 from reference import relative_error
@@ -316,3 +318,56 @@ def test_the_bounds_hold_where_leading_rows_depend_on_each_other(monkeypatch: py
     assert base.rank == 8 and sketch.rank_left(found.fitted.structure.curvature(found.fitted.model)) == 16
     exact = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure="full").log_marginal_likelihood()
     assert found.evidence().lower <= float(exact) <= found.evidence().upper
+
+
+# --- forecasts
+
+
+def forecast_of(data: tuple[Tensor, ...], network: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Problem]:
+    """The row of a plan, and what it is computed from."""
+    seen: list[Problem] = []
+    plain = ntkl.Iterative.forecast
+    monkeypatch.setattr(tuning, "PROBED_ORDER", 16)
+    monkeypatch.setattr(ntkl.Iterative, "forecast", lambda self, given: (seen.append(given), plain(self, given))[1])
+    (row,) = ntkl.plan(network, data, ntkl.Categorical(), ntkl.GaussianPrior(0.1), ["iterative"]).rows
+    return row, seen[0]
+
+
+def test_a_forecast_stores_what_the_fit_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x, y = digits_like()
+    monkeypatch.setattr(tuning, "PROBED_ROWS", 1000)
+    row, given = forecast_of((x, y), network, monkeypatch)
+    posterior = classes("iterative")
+    fine: Any = posterior.posterior_precision.refined  # whose rank is that of predictions
+    sketch, base = fine.sketch, fine.base
+    assert row.note == f"{base.rank:,} leading rows, rows kept"
+    rows: Any = posterior.fitted.structure
+    assert row.stored == {"leading rows": sketch.rows.nbytes + sketch.rest.nbytes, "factor": base.factor.nbytes,
+                          "rows of J": sum(rows.nbytes for rows in rows.rows)}  # fmt: skip
+    # the probe saw all examples: the first rows, and what they leave, are no estimates
+    expected, exact = expected_rows(given), float(classes("full").log_det())
+    assert expected is not None and expected.count == first_rows(posterior) < base.rank
+    curvature = rows.curvature(posterior.fitted.model)
+    for rank in (expected.count, base.rank):
+        kept = sketch.grown(curvature, base, rank, 0, draws=False)[1]
+        assert expected.left(rank)[0] == pytest.approx(exact - float(kept.log_det()), rel=1e-6)
+
+
+def first_rows(posterior: ntkl.Posterior) -> int:
+    """Leading rows before their number grows."""
+    structure: Any = posterior.fitted.structure
+    found = leading_rows(structure.curvature(posterior.fitted.model), 10**6)
+    assert found is not None
+    return found.rows.num_examples
+
+
+def test_a_sample_shows_how_many_rows_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x, y = digits_like(600)
+    chosen = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1), "iterative")
+    monkeypatch.setattr(tuning, "PROBED_EXAMPLES", 200)
+    row, given = forecast_of((x, y), network, monkeypatch)
+    expected = expected_rows(given)
+    assert given.weights is not None and len(given.weights) == 200 and expected is not None
+    assert expected.count == pytest.approx(first_rows(chosen), rel=0.3)
+    alike = ntkl.plan(network, (x, x[:, :5]), ntkl.Gaussian(0.1), structures=["iterative"]).rows[0]
+    assert "leading" in row.note and alike.note.startswith("rank")

@@ -55,9 +55,19 @@ def conv(width: int) -> nn.Sequential:
                          nn.Linear(16 * width, CLASSES))  # fmt: skip
 
 
+def sure(scale: float, *widths: int) -> nn.Sequential:
+    """An MLP with larger last weights: it is sure of most inputs, and few rows have most of the curvature."""
+    network = mlp(*widths)
+    with torch.no_grad():
+        network[-1].weight *= scale
+    return network
+
+
 NETWORKS = {
     "MLP 64-128-128-10": lambda: mlp(64, 128, 128, CLASSES),
     "MLP 64-256-256-10": lambda: mlp(64, 256, 256, CLASSES),
+    "sure MLP 64-128-128-10": lambda: sure(100.0, 64, 128, 128, CLASSES),
+    "sure MLP 64-256-256-10": lambda: sure(100.0, 64, 256, 256, CLASSES),
     "MLP 64-64-32-10": lambda: mlp(64, 64, 32, CLASSES),
     "MLP 64-2000-2000-10": lambda: mlp(64, 2000, 2000, CLASSES),
     "MLP 64-3000-1000-10": lambda: mlp(64, 3000, 1000, CLASSES),
@@ -74,6 +84,8 @@ CASES = [  # structure, network, N
     ("full", "CNN 16", 300),
     ("iterative", "MLP 64-256-256-10", 1000),
     ("iterative", "CNN 64", 300),
+    ("leading rows", "sure MLP 64-128-128-10", 3000),
+    ("leading rows", "sure MLP 64-256-256-10", 2000),
     ("nystrom", "MLP 64-256-256-10", 1000),
     ("nystrom", "CNN 64", 300),
     ("kfac", "MLP 64-2000-2000-10", 400),
@@ -82,6 +94,8 @@ CASES = [  # structure, network, N
     ("ekfac", "MLP 64-2000-2000-10", 400),
     ("ekfac", "CNN 200", 200),
     ("inf", "MLP 64-2000-2000-10", 400),
+    ("inf", "MLP 64-3000-1000-10", 400),
+    ("inf", "CNN 200", 200),
     ("diag", "MLP 64-2000-2000-10", 400),
     ("diag", "MLP 64-3000-1000-10", 400),
 ]
@@ -89,8 +103,9 @@ SMALL = [(name, "CNN 8", 20) for name in ("gp", "full", "iterative", "nystrom", 
 
 
 def spec(structure: str) -> str | ntkl.StructureSpec:
-    """A given rank where the choice of one would be compared with it."""
-    return {"iterative": ntkl.Iterative(rank=256), "nystrom": ntkl.Nystrom(rank=256)}.get(structure, structure)
+    """A given rank where the choice of one would be compared with it; leading rows have none."""
+    given = {"iterative": ntkl.Iterative(rank=256), "nystrom": ntkl.Nystrom(rank=256), "leading rows": "iterative"}
+    return given.get(structure, structure)
 
 
 def problem(name: str, n: int) -> tuple[nn.Module, Tensor, Tensor]:

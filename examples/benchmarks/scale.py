@@ -307,15 +307,18 @@ def mnist(options: argparse.Namespace) -> list[list[str]]:
                      f"{gib:.2f} GiB"])
         print(rows[-1], flush=True)
 
+    (plan,) = ntkl.plan(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(1.0), ["iterative"], dtype=dtype).rows
+    rows.append([f"forecast: {plan.note}", "", "", f"{plan.seconds:.3g} s", f"{(plan.memory or 0) / 2**30:.2f} GiB"])
+    print(rows[-1], flush=True)
+    before = resident_bytes()
     for structure in [ntkl.Iterative(), *([ntkl.Iterative(rank=options.rank)] if options.rank else [])]:
         posterior, seconds, gib = measured(lambda s=structure: (p := fit(s), p.evidence())[0])
         line("iterative" if structure.rank is None else f"iterative, rank {structure.rank}", posterior, seconds, gib)
     if len(test):
-        start = time.perf_counter()
-        posterior.predict(test)
+        seconds = measured(lambda: posterior.predict(test))[1]
         rows.append([f"predictions of {len(test):,}, rank {posterior.posterior_precision.refined.base.rank:,}",
-                     f"γ = {float(posterior.effective_parameters().sum()):,.0f}", "",
-                     f"{time.perf_counter() - start:.3g} s", ""])
+                     f"γ = {float(posterior.effective_parameters().sum()):,.0f}", "", f"{seconds:.3g} s",
+                     f"{max(0, peak_bytes() - before) / 2**30:.2f} GiB in all"])
         print(rows[-1], flush=True)
     if options.layers:
         start = time.perf_counter()

@@ -163,7 +163,7 @@ class InfBlock(BlockPrecision):
     def _require_positive(self) -> None:
         if self.violation != "raise":
             return
-        total = self._diagonal(self.kept, self.exact) + self.precision
+        total = self._terms(self.kept, self.exact)[0] + self.precision
         bad = total <= 0
         if bool(bad.any()):
             raise NumericalError(
@@ -178,26 +178,20 @@ class InfBlock(BlockPrecision):
     def _low_diagonal(self, kept: Tensor) -> Tensor:
         return self.low.left.square() @ kept @ self.low.right.square().T
 
-    def _scale_squared(self, kept: Tensor, exact: Tensor) -> Tensor:
+    def _terms(self, kept: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+        """D, which makes the diagonal exact, and R²; D is zero where R scales the low-rank term down."""
         low = self._low_diagonal(kept)
         if self.violation == "raise":
-            return torch.ones_like(low)
+            return exact - low, low.new_ones(()).expand_as(low)
         over = low > exact
-        safe = torch.where(over, low, torch.ones_like(low))
-        return torch.where(over, (exact / safe).clamp_min(0.0), torch.ones_like(low))
+        squared = torch.where(over, exact.clamp_min(0.0) / torch.where(over, low, 1.0), 1.0)
+        return (exact - low).clamp_min(0.0), squared
 
-    def _scale(self, kept: Tensor, exact: Tensor) -> Tensor:
-        """Diagonal of R; zero with zero derivative where the exact diagonal is zero, such as at a dead unit."""
-        squared = self._scale_squared(kept, exact)
+    @staticmethod
+    def _root(squared: Tensor) -> Tensor:
+        """R; zero with zero derivative where the exact diagonal is zero, such as at a dead unit."""
         zero = squared == 0
-        return torch.where(zero, torch.zeros_like(squared), torch.where(zero, 1.0, squared).sqrt())
-
-    def _diagonal(self, kept: Tensor, exact: Tensor) -> Tensor:
-        """D, which makes the diagonal exact; zero where the low-rank term is scaled down."""
-        low = self._low_diagonal(kept)
-        if self.violation == "raise":
-            return exact - low
-        return torch.where(low > exact, torch.zeros_like(low), exact - low)
+        return torch.where(zero, 0.0, torch.where(zero, 1.0, squared).sqrt())
 
     def _inner(self, kept: Tensor, weights: Tensor) -> Tensor:
         """Λ^½ Uᵀ diag(w) U Λ^½ for w (o, i), (L, L): V_sᵀV_s of [S20], without forming U."""
@@ -218,9 +212,9 @@ class InfBlock(BlockPrecision):
     def _log_det(self, kept: Tensor, exact: Tensor, log_precision: Tensor) -> Tensor:
         """log det (I + P0^-½ (JᵀΛJ) P0^-½) on this parameter block, for this approximation of JᵀΛJ."""
         precision = log_precision.exp()
-        total = self._diagonal(kept, exact) + precision  # D' = D + P0
-        weights = self._scale_squared(kept, exact) / total
-        inner = self._inner(kept, weights)
+        diagonal, squared = self._terms(kept, exact)
+        total = diagonal + precision  # D' = D + P0
+        inner = self._inner(kept, squared / total)
         inner = inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
         log_det = 2.0 * cholesky_of(inner).diagonal().log().double().sum()
         return torch.log(total / precision).double().sum() + log_det
@@ -228,9 +222,10 @@ class InfBlock(BlockPrecision):
     @cached_property
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
         """1/D' with D' = D + P0, R, and the Cholesky factor of I + V_sᵀV_s."""
-        weights = 1.0 / (self._diagonal(self.kept, self.exact) + self.precision)
-        scale = self._scale(self.kept, self.exact)
-        inner = self._inner(self.kept, scale.square() * weights)
+        diagonal, squared = self._terms(self.kept, self.exact)
+        weights = diagonal.add_(self.precision).reciprocal_()
+        inner = self._inner(self.kept, squared * weights)
+        scale = self._root(squared)
         inner.diagonal().add_(1.0)
         return weights, scale, cholesky_of(inner)
 
@@ -343,13 +338,13 @@ class InfBlock(BlockPrecision):
         return self._quadratic(self.kept, self.exact, vector).double()
 
     def _quadratic(self, kept: Tensor, exact: Tensor, vector: Tensor) -> Tensor:
-        z = vector[0]
-        inner = self.low.left.T @ (self._scale(kept, exact) * z) @ self.low.right
-        return (kept * inner.square()).sum() + (self._diagonal(kept, exact) * z.square()).sum()
+        z, (diagonal, squared) = vector[0], self._terms(kept, exact)
+        inner = self.low.left.T @ (self._root(squared) * z) @ self.low.right
+        return (kept * inner.square()).sum() + (diagonal * z.square()).sum()
 
     def information(self) -> Tensor:
         """The approximation of JᵀΛJ on this parameter block, (p, p); for small blocks."""
-        _, scale, _ = self._pieces if self.violation != "raise" else (None, torch.ones_like(self.exact), None)
-        basis = torch.einsum("op,iq->oipq", self.low.left, self.low.right).flatten(2) * scale.unsqueeze(-1)
-        flat = basis.flatten(0, 1)
-        return (flat * self.kept.flatten()) @ flat.T + torch.diag(self._diagonal(self.kept, self.exact).flatten())
+        diagonal, squared = self._terms(self.kept, self.exact)
+        basis = torch.einsum("op,iq->oipq", self.low.left, self.low.right).flatten(2)
+        flat = (basis * self._root(squared).unsqueeze(-1)).flatten(0, 1)
+        return (flat * self.kept.flatten()) @ flat.T + torch.diag(diagonal.flatten())

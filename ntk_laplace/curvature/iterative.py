@@ -31,7 +31,6 @@ from ntk_laplace.runtime.reduction import collective_property
 __all__ = ["IterativePrecision", "LogDet", "grown", "reaching"]
 
 Wished = Callable[[float], float]
-_DRAW_PRODUCTS = 8  # of one, expected
 
 
 @dataclass(frozen=True)
@@ -331,7 +330,7 @@ class IterativePrecision(PosteriorPrecision):
                 break
             found._draw(tuning.LANCZOS_PROBES)
             needed = min(_needed(len(found._draws), found._effective_error / tuning.EFFECTIVE_ERROR), most)
-            cheap = (needed - len(found._draws)) * _DRAW_PRODUCTS <= (larger or 0)
+            cheap = (needed - len(found._draws)) * tuning.DRAW_PRODUCTS <= (larger or 0)
             if cheap or larger is None or found._leaves_little:
                 found._draw(needed)
                 break
@@ -489,9 +488,9 @@ class IterativePrecision(PosteriorPrecision):
         for found, larger in self._drawing():
             if larger is None or found._leaves_little:
                 break
-            if larger > tuning.REMAINDER_DRAWS * _DRAW_PRODUCTS:
+            if larger > tuning.REMAINDER_DRAWS * tuning.DRAW_PRODUCTS:
                 found._draw(tuning.REMAINDER_DRAWS)
-                if (found._draws_needed() - len(found._draws)) * _DRAW_PRODUCTS <= larger:
+                if (found._draws_needed() - len(found._draws)) * tuning.DRAW_PRODUCTS <= larger:
                     break
         return found
 

@@ -19,7 +19,7 @@ from ntk_laplace.jacobian.gram import diagonal_blocks, gram
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
 
-__all__ = ["LeadingRows", "LeadingRowsPrecision", "leading_rows", "restored_sketch"]
+__all__ = ["LeadingRows", "LeadingRowsPrecision", "leading_count", "leading_rows", "restored_sketch"]
 
 
 @dataclass(frozen=True)
@@ -168,16 +168,30 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
 
 def leading_rows(curvature: Curvature, limit: int) -> LeadingRows | None:
     """The rows with `tuning.LEADING_SHARE` of the trace of JᵀΛJ, if they are few of all rows; at most `limit`."""
-    most = min(limit, curvature.rank, curvature.num_rows // tuning.ROWS_PER_LEADING)
-    if most < tuning.FIRST_LEADING:
+    limited = min(limit, curvature.rank)
+    if _most(curvature.num_rows, limited) < tuning.FIRST_LEADING:
         return None
     values, directions = curvature.row_weights(prior_variances(curvature.prior, curvature.shapes))
-    ordered = values.flatten().sort(descending=True).values.double()
-    needed = int((ordered.cumsum(0) < tuning.LEADING_SHARE * ordered.sum()).sum()) + 1
-    count = max(needed, tuning.FIRST_LEADING)
-    if count > most or not math.isfinite(float(ordered.sum())):
+    count = leading_count(values, curvature.num_rows, limited)
+    if count is None:
         return None
     return _chosen(curvature, values, directions, count, limit)
+
+
+def leading_count(weights: Tensor, num_rows: int, limit: int) -> int | None:
+    """How many of `num_rows` rows, of which a sample has these squared lengths, are leading rows; None if too many.
+
+    At most `limit`.
+    """
+    ordered = weights.flatten().sort(descending=True).values.double()
+    needed = int((ordered.cumsum(0) < tuning.LEADING_SHARE * ordered.sum()).sum()) + 1
+    count = max(math.ceil(needed * num_rows / len(ordered)), tuning.FIRST_LEADING)
+    few = count <= _most(num_rows, limit) and math.isfinite(float(ordered.sum()))
+    return count if few else None
+
+
+def _most(num_rows: int, limit: int) -> int:
+    return min(limit, num_rows // tuning.ROWS_PER_LEADING)
 
 
 def _chosen(curvature: Curvature, values: Tensor, directions: Tensor, count: int, limit: int) -> LeadingRows:

@@ -114,6 +114,7 @@ LANCZOS_STEPS = 60  # products with each probe, at most
 QUADRATURE_SHARE = 0.1  # of the wished standard error: where the quadrature's bracket ends
 CONJUGATE_GRADIENT_STEPS = 2000  # products of a solve, at most; more raise an error
 REMAINDER_DRAWS, MOST_DRAWS = 64, 800  # draws of what the low rank leaves of H⁻¹; 800 alone give variances to 5 %
+DRAW_PRODUCTS = 8  # of a draw, expected
 COMPLETE = 1e-7  # trace left by the low rank, below which covariances are those of the low rank
 LEFT_SHARE = 0.05  # of log det B that the low rank of covariances leaves, at most
 LOCAL_BYTES = 1024 * MIB  # matrices of the prior groups in a local model of log det B
@@ -132,6 +133,7 @@ OVERSAMPLING = 1.25  # test vectors of a low rank that is kept alone, relative t
 
 PROBED_EXAMPLES = 256  # whose rows are timed
 PROBED_ROWS = 512  # rows of SᵀJ, whose eigenvalues are extrapolated
+PROBED_GRAM_ROWS = 2048  # the same, of which leading rows are extrapolated
 PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # of the matrices whose algebra is timed
 
 # --- limits that a user can notice

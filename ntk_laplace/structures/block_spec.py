@@ -25,8 +25,6 @@ from ntk_laplace.structures.structure import StructureSpec
 
 __all__ = ["BlockBasis", "BlockSpec", "HasEigenbasis"]
 
-_VECTORS = 6  # of P numbers, measured: the network's copy, its gradients, eigenvalues and their inverses
-
 
 @dataclass(frozen=True)
 class BlockBasis:
@@ -79,6 +77,8 @@ class BlockSpec(StructureSpec):
         "expand" or "reduce": treatment of positions that share a weight.
     basis : Posterior or BlockBasis, optional
         Whose eigenbases are used.
+    vectors : int
+        Vectors of P numbers at the peak, measured: the network's copy, its gradients, eigenvalues and their inverses.
     """
 
     factored_rows: ClassVar[bool] = True
@@ -86,6 +86,7 @@ class BlockSpec(StructureSpec):
     kind: ClassVar[str] = "kronecker"
     second_pass: ClassVar[bool] = False
     squares: ClassVar[bool] = False
+    vectors: ClassVar[int] = 6
     sharing: str = "expand"
     basis: HasEigenbasis | None = None
 
@@ -125,7 +126,7 @@ class BlockSpec(StructureSpec):
         # LAPACK and cuSOLVER decompose a matrix beside its copy with as much memory again, twice
         decomposed = 2 * largest**2 * element + 2 * weights
         stored = {"sums": sums * element, "eigenvectors": vectors * element}
-        return Forecast(stored, max(_VECTORS * weights, decomposed))
+        return Forecast(stored, max(self.vectors * weights, decomposed))
 
     def _kept(self, width: int, groups: int) -> int:
         """Vectors that are kept of a factor of this width."""

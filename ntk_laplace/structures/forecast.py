@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.blocks import Factored
 from ntk_laplace.runtime.resources import available_memory, require_memory
 from ntk_laplace.structures.model import LinearizedModel
 
@@ -31,6 +32,10 @@ class Problem:
         Estimates of the largest eigenvalues of SᵀKS, descending.
     log_joint : float, optional
         An estimate of the log joint, in nats.
+    gram : Tensor, (m, R, m, R), optional
+        SᵀKS of some examples.
+    weights : Tensor, (n, R), optional
+        Eigenvalues of the blocks [SᵀKS]_nn of some examples.
     """
 
     model: LinearizedModel
@@ -39,6 +44,8 @@ class Problem:
     processes: int = 1
     spectrum: Tensor | None = None
     log_joint: float | None = None
+    gram: Tensor | None = None
+    weights: Tensor | None = None
 
     @property
     def num_columns(self) -> int:
@@ -88,6 +95,25 @@ class Problem:
         """Bytes of the rows of SᵀJ of n examples."""
         few = self.sample.subset(slice(0, 2))
         return _linear(few.weighted(few.f.new_ones(few.num_examples, self.num_outputs, self.num_columns)), n)
+
+    @property
+    def single_row_bytes(self) -> int:
+        """Bytes of one row of SᵀJ of one cotangent."""
+        one = self.sample.subset(slice(0, 1))
+        return one.weighted(one.f.new_ones(1, self.num_outputs, 1)).nbytes
+
+    @property
+    def pair_flops(self) -> int:
+        """Flops of SᵀKS for a pair of examples, of which only half are computed."""
+        r, total = self.num_columns, 0
+        for block in self.sample.blocks:
+            if isinstance(block, Factored):
+                positions = block.b.shape[-2]
+                outputs = block.b.shape[-1]
+                total += r * r * positions * outputs + positions**2 * sum(block.sizes().values()) // max(1, outputs)
+            else:
+                total += r * r * sum(block.sizes().values())
+        return total
 
     def batch_bytes(self, most: int) -> int:
         """Bytes of the rows of a batch that take at most `most`, if any number of examples may."""

@@ -107,7 +107,7 @@ class FunctionSpace(StructureSpec):
         shared = any(isinstance(block, Factored) and block.b.shape[-2] > 1 for block in problem.sample.blocks)
         buffers = max(3 * tiles, 3 * seen // 2) + problem.batch_bytes(tuning.CHUNK_BYTES) + shared * tuning.TILE_BYTES
         sent = 0 if share == 1 else size * size // 2 * e + rows
-        work = Work(passes=problem.share, matmul=_pair_flops(problem) * n**2 / share, cholesky=size**3 / 3 / share)
+        work = Work(passes=problem.share, matmul=problem.pair_flops * n**2 / share, cholesky=size**3 / 3 / share)
         return Forecast(stored, temporary, buffers, work, sent)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> FunctionSpaceStructure:
@@ -255,16 +255,3 @@ def _require_memory(problem: Problem, held: bool = False) -> None:
         'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
         "dtype=torch.float32.", forecast.stored["rows of J"] if held else 0,
     )  # fmt: skip
-
-
-def _pair_flops(problem: Problem) -> int:
-    """Flops of SᵀKS for a pair of examples, of which only half are computed."""
-    r, total = problem.num_columns, 0
-    for block in problem.sample.blocks:
-        if isinstance(block, Factored):
-            positions = block.b.shape[-2]
-            outputs = block.b.shape[-1]
-            total += r * r * positions * outputs + positions**2 * sum(block.sizes().values()) // max(1, outputs)
-        else:
-            total += r * r * sum(block.sizes().values())
-    return total

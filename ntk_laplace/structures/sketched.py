@@ -40,6 +40,18 @@ from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
 from ntk_laplace.structures.products import CurvatureProducts, product_vectors
+from ntk_laplace.structures.sketch_forecast import (
+    LANCZOS_VECTORS,
+    STEPS,
+    WEIGHTED_EXAMPLES,
+    Growth,
+    expected_logs,
+    expected_products,
+    expected_rows,
+    forecast_of_rows,
+    rows_limit,
+    tolerance,
+)
 from ntk_laplace.structures.streamed import StreamedStructure
 from ntk_laplace.structures.structure import (
     Saved,
@@ -53,10 +65,8 @@ from ntk_laplace.structures.structure import (
 __all__ = ["Iterative", "Nystrom", "SketchSpec", "SketchedStructure", "compressed"]
 
 _LOG = logging.getLogger("ntk_laplace")
-_STEPS = 10  # products with a probe, expected
 _LAYER_PRODUCTS = 4  # tensors of all examples and some vectors in a product with a layer's rows
 _AVERAGES = 10  # tensors of outputs while a predictive is averaged
-_BATCH = 2048  # examples whose rows are weighted together, at most
 
 
 class SketchSpec(StructureSpec):
@@ -113,8 +123,8 @@ class SketchSpec(StructureSpec):
         return int(self.copies * rank * _vector_bytes(model))
 
     @abstractmethod
-    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
-        """Test vectors of the sketches in their order, to those of predictions; probes of those of the evidence."""
+    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int], list[int]]:
+        """Test vectors of the sketches of the evidence, of further ones of predictions, and probes of the former."""
 
     def forecast(self, problem: Problem) -> Forecast:
         """A sketch of the expected rank r on every process, and rows of J of its share of the examples if they fit.
@@ -123,27 +133,28 @@ class SketchSpec(StructureSpec):
         """
         model, p, e = problem.model, problem.num_parameters, problem.element
         most = min(self.most_rank(model), p, problem.num_rows)
-        ranks, probes = self.expected(problem, most)
-        rank, tried = min(ranks[-1], self.rank or ranks[-1]), sum(probes) * _STEPS
+        ranks, further, probes = self.expected(problem, most)
+        last = [*ranks, *further][-1]
+        rank, tried = min(last, self.rank or last), sum(map(expected_products, probes))
         rows, weighted = problem.row_bytes(problem.share), problem.weighted_bytes(problem.share)
         kept = 2 * rows <= memory_of(model)
         stored = {"sketch": rank * p * e, "rows of J": rows if kept else 0}
-        passes = len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in probes) * _STEPS
+        passes = len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in probes) * STEPS
         work = Work(passes=problem.share * (1 if kept else passes), products=problem.share * (sum(ranks) + tried),
                     matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * tried)  # fmt: skip
         # SᵀJ of one batch, and products with it
-        batch = min(weighted, problem.weighted_bytes(_BATCH))
+        batch = min(weighted, problem.weighted_bytes(WEIGHTED_EXAMPLES))
         together = min(product_vectors(p * e), max(rank, *probes, 1))
-        pushed = together * (2 * p + min(problem.share, _BATCH) * problem.num_columns) * e
-        pushed += _LAYER_PRODUCTS * min(problem.share, _BATCH) * tuning.PRODUCT_COLUMNS * e
+        pushed = together * (2 * p + min(problem.share, WEIGHTED_EXAMPLES) * problem.num_columns) * e
+        pushed += _LAYER_PRODUCTS * min(problem.share, WEIGHTED_EXAMPLES) * tuning.PRODUCT_COLUMNS * e
         # vectors of Lanczos, while the sketch is kept
-        basis = min(tuning.LANCZOS_PROBES, max(probes, default=0)) * (_STEPS + 5) * p * e
+        basis = min(tuning.LANCZOS_PROBES, max(probes, default=0)) * LANCZOS_VECTORS * p * e
         growth = int((self.copies - (self.images if kept else 0.0)) * rank * p * e) - stored["sketch"]
         if len(ranks) == 1 and not self.exact:  # no sketch before
             growth = int((2.0 if kept else 1.0) * self.images * rank * p * e)
         at_once = max(growth, basis)
         temporary = at_once + problem.root_bytes + batch + pushed
-        sent = 2 * (sum(ranks) + tried) * p * e * (problem.processes - 1) // problem.processes
+        sent = 2 * (sum(ranks) + sum(further) + tried) * p * e * (problem.processes - 1) // problem.processes
         note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
         # conjugate gradients of predictions: right sides of all rows or of draws, and eleven such tensors more
         rights = max(problem.num_examples * problem.num_outputs, tuning.REMAINDER_DRAWS) * p * e
@@ -214,7 +225,7 @@ class Iterative(SketchSpec):
         self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
     ) -> tuple[IterativePrecision, Sketch]:
         """Grow the sketch until the evidence has the wished standard error."""
-        model, wished = curvature.model, partial(_tolerance, self.relative_error, joint)
+        model, wished = curvature.model, partial(tolerance, self.relative_error, joint)
         if saved is not None and sketch is not None:
             restored = IterativePrecision.restored(curvature, sketch, wished, saved)
             return restored, restored.sketch
@@ -222,7 +233,10 @@ class Iterative(SketchSpec):
         ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
         if sketch is None and self.rank is None:
-            sketch = leading_rows(curvature, self._most_rows(curvature))
+            memory = min(model.settings.reducer.gather(memory_of(model)))
+            limit = rows_limit(memory, curvature.num_rows, curvature.num_columns, curvature.like.element_size(),
+                                curvature.row_bytes)  # fmt: skip
+            sketch = leading_rows(curvature, limit)
         found = grown(curvature, sketch, ranks, probes, self.seed, wished)
         estimate = found.estimate
         error = wished(estimate.value)
@@ -236,33 +250,22 @@ class Iterative(SketchSpec):
                 NTKLaplaceWarning, stacklevel=2)  # fmt: skip
         return found, found.sketch
 
-    def _most_rows(self, curvature: CurvatureProducts) -> int:
-        """Leading rows that take at most half of the memory; 0 if the eigenvectors of all blocks take more.
+    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int], list[int]]:
+        """The decisions of `Growth`; a product for each test vector and each direction that is kept."""
+        logs = expected_logs(problem)
 
-        Their factorization has half of a square matrix, and what builds it. The rows are held twice while they are put
-        in order. Of the blocks there are eigenvectors, those that are chosen, and what they leave.
-        """
-        model = curvature.model
-        memory = min(model.settings.reducer.gather(memory_of(model)))
-        if 2 * 4 * curvature.num_rows * curvature.num_columns * model.jacobian_pass.dtype.itemsize > memory:
-            return 0
-        return min(math.isqrt(memory // (2 * model.jacobian_pass.dtype.itemsize)), memory // (8 * curvature.row_bytes))
+        def left(rank: int) -> tuple[float, float]:
+            return float(logs[rank:].sum()), float(logs[rank:].square().sum())
 
-    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
-        """The decisions of `grown`, and of `IterativePrecision.refined` after it, at the estimate of the spectrum."""
-        logs, first = _logs(problem), self.probes or tuning.FIRST_PROBES
-        wished = _tolerance(self.relative_error, problem.log_joint or 0.0, float(logs.sum()))
-        ranks, probes = [most if self.rank else min(tuning.FIRST_RANK, most)], []
-        while float(logs[ranks[-1] :].sum()) > tuning.QUADRATURE_SHARE * wished:
-            needed = max(first, 2.0 * float(logs[ranks[-1] :].square().sum()) / wished**2)
-            probes.append(int(min(needed, tuning.MOST_PROBES)))
-            few = needed <= tuning.MOST_PROBES and (needed - first) * _STEPS <= 2 * ranks[-1]
-            if few or ranks[-1] == most or self.probes is not None:
-                break
-            ranks.append(min(2 * ranks[-1], most))
-        while float(logs[ranks[-1] :].sum()) > tuning.LEFT_SHARE * float(logs.sum()) and ranks[-1] < most:
-            ranks.append(min(2 * ranks[-1], most))
-        return ranks, probes
+        growth = Growth.of(problem, self.relative_error, left, float, most)
+        return growth.expected(most if self.rank else min(tuning.FIRST_RANK, most), self.probes)
+
+    def forecast(self, problem: Problem) -> Forecast:
+        """That of a random sketch, or of leading rows where a fit is expected to choose them."""
+        rows = None if self.rank is not None else expected_rows(problem)
+        if rows is None:
+            return super().forecast(problem)
+        return forecast_of_rows(problem, rows, self.relative_error, self.probes, self.sketch_bytes(problem.model, 1))
 
     def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
         """The estimates."""
@@ -316,16 +319,16 @@ class Nystrom(SketchSpec):
         """The eigenvalues, whose rounding another decomposition would change."""
         return {"values": of_kind(LowRankPrecision, precision).values}
 
-    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
+    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int], list[int]]:
         """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
-        logs = _logs(problem)
-        wished = _tolerance(self.relative_error, problem.log_joint or 0.0, float(logs.sum()))
+        logs = expected_logs(problem)
+        wished = tolerance(self.relative_error, problem.log_joint or 0.0, float(logs.sum()))
         ranks = [min(tuning.FIRST_RANK, most)]
         if self.rank is not None:
             ranks = [self._tests(self.rank, min(problem.num_parameters, problem.num_rows))]
         while ranks[-1] < most and float(logs[ranks[-1] :].sum()) > wished:
             ranks.append(min(2 * ranks[-1], most))
-        return ranks + ranks[-1:] * (self.rounds - 1), []
+        return ranks + ranks[-1:] * (self.rounds - 1), [], []
 
     def _tests(self, rank: int, most: int) -> int:
         """More test vectors than the rank that is kept find its directions with less error."""
@@ -335,7 +338,7 @@ class Nystrom(SketchSpec):
         if self.rank is None:
             most = self.most_rank(curvature.model)
             sketch, base = reaching(curvature, (min(tuning.FIRST_RANK, most), most), self.seed,
-                                    partial(_tolerance, self.relative_error, joint))
+                                    partial(tolerance, self.relative_error, joint))
             count = base.rank
         else:
             count = self._tests(self.rank, curvature.rank)
@@ -555,16 +558,5 @@ def compressed(spec: Nystrom, structure: Structure, curvature: CurvatureProducts
     return found
 
 
-def _tolerance(relative_error: float, joint: float, log_det: float) -> float:
-    """Wished standard error of log det B: twice that of the evidence, at least of one nat."""
-    return 2.0 * relative_error * max(abs(joint - 0.5 * log_det), 1.0)
-
-
 def _vector_bytes(model: LinearizedModel) -> int:
     return model.network.num_parameters * model.jacobian_pass.dtype.itemsize
-
-
-def _logs(problem: Problem) -> Tensor:
-    """Estimates of log(1 + λ) of the eigenvalues of SᵀKS, descending; none where the spectrum is not known."""
-    spectrum = problem.spectrum
-    return torch.zeros(0, dtype=torch.float64) if spectrum is None else spectrum.double().clamp_min(0.0).log1p()

@@ -339,8 +339,9 @@ class Outer(Factored):
         numbers = g * (k * o * p + q * (o + i) + k * p * q)  # per example
         for part in steps(n, numbers * self.b.element_size()):
             inner = weights @ (self.inputs[part, :, 0].unsqueeze(-1) * right)  # (n, G, o, q)
-            own = self.full_b()[:, part, :, 0].transpose(0, 1).unsqueeze(-1) * left  # (n, K, G, o, p)
-            out[part] = own.mT @ inner.unsqueeze(1)
+            b = self.full_b()[:, part, :, 0].permute(1, 2, 3, 0).contiguous()  # small, unlike a copy of its products
+            own = (b.unsqueeze(-1) * left.unsqueeze(2)).flatten(3)  # (n, G, o, K p)
+            out[part] = (own.mT @ inner).unflatten(2, (k, p)).transpose(1, 2)
         return out
 
 

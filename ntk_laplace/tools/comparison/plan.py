@@ -17,7 +17,7 @@ from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.curvature.function_space import prior_variances
 from ntk_laplace.errors import NTKLaplaceError, UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian, JacobianPass
-from ntk_laplace.jacobian.gram import gram
+from ntk_laplace.jacobian.gram import diagonal_blocks, gram
 from ntk_laplace.model.data import Inputs, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, outside_autocast
@@ -241,10 +241,11 @@ def _planned(name: str, spec: StructureSpec | Auto, probe: _Probe, processes: in
         raise UnsupportedError("structures whose cost to forecast", "'auto'", 'Name "gp" and "full".')
     try:
         spec.check(probe.model.prior)
-        found = [spec.forecast(replace(probe.problem(spec.factored_rows), processes=k)) for k in (1, processes)]
+        problem = probe.problem(spec.factored_rows)
+        found = [spec.forecast(replace(problem, processes=k)) for k in dict.fromkeys((1, processes))]
     except NTKLaplaceError as error:
         return StructurePlan(name, note=f"refused: {error}")
-    alone, shared = found
+    alone, shared = found[0], found[-1]
     if alone is None or shared is None:
         return StructurePlan(name, note="this structure makes no forecast")
     row = StructurePlan(name, alone.bytes, dict(alone.stored), *_of(alone, probe, spec), note=alone.note)
@@ -271,11 +272,11 @@ class _Probe:
         most = max(2, min(tuning.PROBED_EXAMPLES, tuning.WORKING_SET_BYTES // each, num_examples(x)))
         order = torch.randperm(num_examples(x), generator=torch.Generator().manual_seed(0))
         self._x = take(x, order[:most])
-        index = order[: min(most, max(2, tuning.PROBED_ROWS // columns))]
+        index, self._few = order[:most], min(most, max(2, tuning.PROBED_ROWS // columns))
         self._dense = _dense_rates(model)
         self._problems: dict[bool, tuple[Problem, Work]] = {}
         likelihood = model.likelihood.at(index)
-        f = model.network.without_grad(take(x, index)).to(model.jacobian_pass.dtype)
+        f = model.network.without_grad(self._x).to(model.jacobian_pass.dtype)
         targets = likelihood.targets(y[index.to(y.device)], len(index), model.network.num_outputs)
         points = TrainingPoints(f, targets.to(f.device))
         with torch.no_grad():
@@ -295,19 +296,19 @@ class _Probe:
         if factored not in self._problems:
             own = JacobianPass(self.model.network, self.model.jacobian_pass.dtype, factored)
             rows, each = _timed(lambda: own.rows(self._x), self.model)
-            weighted = rows.subset(slice(0, len(self._root))).weighted(self._root)
-            problem = Problem(replace(self.model, jacobian_pass=own), self._count, rows, 1, self._spectrum(weighted),
-                              self._joint)  # fmt: skip
+            variances = prior_variances(self.model.prior, self.model.network.shapes)
+            weighted = rows.weighted(self._root)
+            weights = torch.linalg.eigvalsh(diagonal_blocks(weighted, variances)).clamp_min(0.0)
+            m = min(len(weights), max(2, tuning.PROBED_GRAM_ROWS // weights.shape[1]))
+            kernel = gram(weighted.subset(slice(0, m)), None, variances)
+            few = self._few * weights.shape[1]
+            spectrum = torch.linalg.eigvalsh(kernel[:few, :few]).clamp_min(0.0).flip(0) * (self._count / self._few)
+            problem = Problem(replace(self.model, jacobian_pass=own), self._count, rows, 1, spectrum, self._joint,
+                              kernel.unflatten(0, (m, -1)).unflatten(2, (m, -1)), weights)  # fmt: skip
             passes = rows.num_examples / each
-            rates = replace(self._dense, passes=passes, products=self._products(weighted))
+            rates = replace(self._dense, passes=passes, products=self._products(weighted.subset(slice(0, self._few))))
             self._problems[factored] = problem, rates
         return self._problems[factored]
-
-    def _spectrum(self, weighted: Jacobian) -> Tensor:
-        """Eigenvalues of SᵀKS of all examples, from those of the sample."""
-        matrix = gram(weighted, None, prior_variances(self.model.prior, self.model.network.shapes))
-        values = torch.linalg.eigvalsh(matrix).clamp_min(0.0).flip(0)
-        return values * (self._count / weighted.num_examples)
 
     def _products(self, weighted: Jacobian) -> float:
         """Examples times vectors that a product forth and back takes in a second."""

@@ -1,0 +1,214 @@
+"""What the low rank of "iterative" and "nystrom" is expected to become and to take, from rows of a few examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.leading_rows import leading_count
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
+from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
+from ntk_laplace.structures.products import product_vectors
+
+__all__ = [
+    "LANCZOS_VECTORS",
+    "STEPS",
+    "WEIGHTED_EXAMPLES",
+    "Growth",
+    "expected_logs",
+    "expected_products",
+    "expected_rows",
+    "forecast_of_rows",
+    "rows_limit",
+    "tolerance",
+]
+
+Left = Callable[[int], tuple[float, float]]
+STEPS, _LATER_STEPS = 6, 3  # products with one of the first probes and of the others, expected
+LANCZOS_VECTORS = 15  # of one of these probes, at the peak
+WEIGHTED_EXAMPLES = 2048  # whose rows are weighted together, at most
+
+
+def tolerance(relative_error: float, joint: float, log_det: float) -> float:
+    """Wished standard error of log det B: twice that of the evidence, at least of one nat."""
+    return 2.0 * relative_error * max(abs(joint - 0.5 * log_det), 1.0)
+
+
+def expected_logs(problem: Problem) -> Tensor:
+    """Estimates of log(1 + λ) of the eigenvalues of SᵀKS, descending; none where the spectrum is not known."""
+    spectrum = problem.spectrum
+    return torch.zeros(0, dtype=torch.float64) if spectrum is None else spectrum.double().clamp_min(0.0).log1p()
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The decisions of `grown`, and of `IterativePrecision.refined` after it, at estimates of what a low rank leaves.
+
+    Attributes
+    ----------
+    left : callable
+        Σ log(1 + λ), and Σ log²(1 + λ), over the eigenvalues that a low rank of this rank leaves.
+    cost : callable
+        Products that one of this rank takes.
+    log_det, wished : float
+        log det B, and the wished standard error of it.
+    most : int
+        The largest rank.
+    """
+
+    left: Left
+    cost: Callable[[int], float]
+    log_det: float
+    wished: float
+    most: int
+
+    @classmethod
+    def of(
+        cls, problem: Problem, relative_error: float, left: Left, cost: Callable[[int], float],
+        most: int,
+    ) -> Growth:  # fmt: skip
+        """With log det B by the spectrum of the problem."""
+        log_det = float(expected_logs(problem).sum())
+        return cls(left, cost, log_det, tolerance(relative_error, problem.log_joint or 0.0, log_det), most)
+
+    def expected(self, first: int, probes: int | None) -> tuple[list[int], list[int], list[int]]:
+        """Ranks of the evidence from the first on, further ones of predictions, and probes of those of the evidence."""
+        ranks, found, least = [first], [], probes or tuning.FIRST_PROBES
+        while self.left(ranks[-1])[0] > tuning.QUADRATURE_SHARE * self.wished:
+            needed = max(least, 2.0 * self.left(ranks[-1])[1] / self.wished**2)
+            few = needed <= tuning.MOST_PROBES and (needed - least) * STEPS <= self._larger(ranks)
+            if few or ranks[-1] >= self.most or probes is not None:
+                found.append(int(min(needed, tuning.MOST_PROBES)))
+                break
+            found.append(min(tuning.LANCZOS_PROBES, least))
+            ranks.append(min(2 * ranks[-1], self.most))
+        evidence = len(ranks)
+        draws = (tuning.MOST_DRAWS - tuning.REMAINDER_DRAWS) * tuning.DRAW_PRODUCTS
+        while self.left(ranks[-1])[0] > tuning.LEFT_SHARE * self.log_det and ranks[-1] < self.most:
+            if self._larger(ranks) > draws:
+                break
+            ranks.append(min(2 * ranks[-1], self.most))
+        return ranks[:evidence], ranks[evidence:], found
+
+    def _larger(self, ranks: list[int]) -> float:
+        return self.cost(min(2 * ranks[-1], self.most))
+
+
+def expected_products(probes: int) -> int:
+    """Products of so many probes: the first ones go on until their bracket is narrow."""
+    first = min(probes, tuning.LANCZOS_PROBES)
+    return first * STEPS + (probes - first) * _LATER_STEPS
+
+
+def rows_limit(memory: int, num_rows: int, columns: int, element: int, row: int) -> int:
+    """Leading rows that take at most half of the memory; 0 if the eigenvectors of all blocks take more.
+
+    Their factorization has half of a square matrix, and what builds it. The rows are held twice while they are put
+    in order. Of the blocks there are eigenvectors, those that are chosen, and what they leave.
+    """
+    if 2 * 4 * num_rows * columns * element > memory:
+        return 0
+    return min(math.isqrt(memory // (2 * element)), memory // (8 * row))
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """Rows uᵀSᵀJ of some examples, u the eigenvectors of the blocks [SᵀKS]_nn, the longest first.
+
+    Attributes
+    ----------
+    problem : Problem
+    count, limit : int
+        Leading rows that are expected at first, and rows for which there is memory.
+    """
+
+    problem: Problem
+    count: int
+    limit: int
+
+    @cached_property
+    def log_det(self) -> float:
+        """By the spectrum of the problem."""
+        return float(expected_logs(self.problem).sum())
+
+    def left(self, rank: int) -> tuple[float, float]:
+        """What the longest leave, as `Growth.left`, if of all rows as many are taken as of these.
+
+        The share of log det B falls with the number of examples, as more rows explain the others: by a power, which
+        half of the examples show. Each eigenvalue is taken to fall by that share.
+        """
+        m, n = len(self._products), self.problem.num_examples
+        whole, half = (float(logs[math.ceil(rank * len(logs) / self.problem.num_rows) :].sum() / logs.sum())
+                       for logs in self._pivots)  # fmt: skip
+        share = whole * min(1.0, whole / max(half, 1e-300)) ** math.log2(max(1.0, n / m))
+        return share * self.log_det, share**2 * float(expected_logs(self.problem).square().sum())
+
+    @cached_property
+    def _pivots(self) -> tuple[Tensor, Tensor]:
+        """Log pivots of B of the examples, and of half of them, repeated to all: sums are those of leading minors."""
+        m, r = self._products.shape[:2]
+        found = []
+        for count in (m, m // 2):
+            given = self._products[:count, :, :count].reshape(count * r, -1) * (self.problem.num_examples / count)
+            order = given.diagonal().argsort(descending=True)
+            given = given[order][:, order]
+            given.diagonal().add_(1.0)
+            found.append(torch.linalg.cholesky(given).diagonal().log())
+        return found[0], found[1]
+
+    @cached_property
+    def _products(self) -> Tensor:
+        """Products of the rows of m examples, (m, R, m, R), in double precision."""
+        assert self.problem.gram is not None
+        given = self.problem.gram.double()
+        each = torch.arange(len(given), device=given.device)
+        _, vectors = torch.linalg.eigh(given[each, :, each])
+        return torch.einsum("nra,nrms,msb->namb", vectors, given, vectors)
+
+
+def expected_rows(problem: Problem) -> SampledRows | None:
+    """The leading rows that a fit would choose; None if it would choose none, or for want of a sample."""
+    if problem.weights is None or problem.gram is None:
+        return None
+    memory, row = memory_of(problem.model), problem.single_row_bytes
+    limit = rows_limit(memory, problem.num_rows, problem.num_columns, problem.element, row)
+    count = leading_count(problem.weights, problem.num_rows, min(limit, problem.num_parameters))
+    return None if count is None else SampledRows(problem, count, limit)
+
+
+def forecast_of_rows(
+    problem: Problem, rows: SampledRows, relative_error: float, probes: int | None, least: int
+) -> Forecast:
+    """Leading rows and the Cholesky factor of their B on every process, and rows of J of its share if they fit."""
+    model, p, e, share = problem.model, problem.num_parameters, problem.element, problem.share
+    each = 4.0 * problem.num_examples * p
+    growth = Growth.of(problem, relative_error, rows.left, lambda rank: rank**3 / 3 / each,
+                       min(rows.limit, p, problem.num_rows))  # fmt: skip
+    ranks, further, found = growth.expected(rows.count, probes)
+    before, rank = [0, *ranks, *further][-2:]
+    tried = sum(map(expected_products, found))
+    single, blocks = problem.single_row_bytes, problem.num_rows * problem.num_columns * e
+    kept = 2 * problem.row_bytes(share) <= memory_of(model)
+    triangle = partial(LowerTriangle.predicted_bytes, unit=1, dtype=model.jacobian_pass.dtype,
+                       device=model.network.device)  # fmt: skip
+    stored = {"leading rows": rank * single + blocks, "factor": triangle(rank),
+              "rows of J": kept * problem.row_bytes(share)}  # fmt: skip
+    passes = 3 * len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in found) * STEPS
+    algebra = problem.pair_flops / problem.num_columns**2 * sum(r * r for r in ranks)
+    work = Work(passes=share * (1 if kept else passes), products=share * tried,
+                matmul=algebra + 4.0 * p * tried * ranks[-1], cholesky=sum(r**3 for r in ranks) / 3)
+    # rows are put in order beside the factorization before; of all blocks there are directions, and what they leave
+    choosing = (rank + before) * single + triangle(before) + 3 * blocks
+    basis = min(tuning.LANCZOS_PROBES, max(found, default=0)) * LANCZOS_VECTORS * p * e
+    batch = problem.weighted_bytes(min(share, WEIGHTED_EXAMPLES))
+    drawn = 2 * tuning.REMAINDER_DRAWS * p * e + product_vectors(p * e) * (11 * p + problem.num_rows) * e
+    temporary = problem.root_bytes + batch + max(choosing, basis)
+    sent = (2 * tried * p * e + rank * single + 2 * blocks) * (problem.processes - 1) // problem.processes
+    note = f"{rank:,} leading rows, rows {'kept' if kept else 'streamed'}"
+    return Forecast(stored, temporary, max(0, drawn - max(choosing, basis)), work, sent, note, least)
