@@ -105,7 +105,7 @@ class FunctionSpace(StructureSpec):
         seen = min(chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
         tiles = min(size, tuning.TILE_ROWS) ** 2 * e
         shared = any(isinstance(block, Factored) and block.b.shape[-2] > 1 for block in problem.sample.blocks)
-        buffers = max(3 * tiles, 3 * seen // 2) + problem.batch_bytes(tuning.CHUNK_BYTES) + shared * tuning.TILE_BYTES
+        buffers = max(3 * tiles, 4 * seen // 3) + problem.batch_bytes(tuning.CHUNK_BYTES) + shared * tuning.TILE_BYTES
         sent = 0 if share == 1 else size * size // 2 * e + rows
         work = Work(passes=problem.share, matmul=problem.pair_flops * n**2 / share, cholesky=size**3 / 3 / share)
         return Forecast(stored, temporary, buffers, work, sent)
