@@ -292,6 +292,17 @@ def test_draws_are_as_many_as_the_measured_points_need(monkeypatch: pytest.Monke
         assert worst < 1.5 * tuning.VARIANCE_ERROR  # eight draws estimate what all of them need
 
 
+def test_more_rows_take_the_place_of_draws_that_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "REMAINDER_DRAWS", 8)
+    monkeypatch.setattr(tuning, "LEFT_SHARE", 0.9)  # the first rows leave less
+    dear, free = classes(ntkl.Iterative(relative_error=0.5)), classes(ntkl.Iterative(relative_error=0.5))
+    first = of(dear)[1].rank
+    assert dear.posterior_precision.refined.base.rank > first
+    monkeypatch.setattr(tuning, "DRAW_PRODUCTS", 0)
+    fine: Any = free.posterior_precision.refined
+    assert fine.base.rank == first and fine._draws_needed() > len(fine._draws) == 8
+
+
 def test_rows_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the rows with their factorization nor the eigenvectors of all blocks may take more than half."""
     fits, tight = (classes(ntkl.Iterative(relative_error=0.5), memory_budget=memory, batch_size=40)

@@ -480,15 +480,15 @@ class IterativePrecision(PosteriorPrecision):
 
     @collective_property
     def refined(self) -> IterativePrecision:
-        """The same with the smallest sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows.
+        """The same with a sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows.
 
-        Where a larger one costs more than the fewest draws, these tell whether those that the present one needs are
-        cheaper.
+        Where that is reached, or where a larger sketch costs more than the fewest draws, these tell whether those that
+        the present one needs are cheaper than a larger one.
         """
         for found, larger in self._drawing():
-            if larger is None or found._leaves_little:
+            if larger is None or found._complete:
                 break
-            if larger > tuning.REMAINDER_DRAWS * tuning.DRAW_PRODUCTS:
+            if found._leaves_little or larger > tuning.REMAINDER_DRAWS * tuning.DRAW_PRODUCTS:
                 found._draw(tuning.REMAINDER_DRAWS)
                 if (found._draws_needed() - len(found._draws)) * tuning.DRAW_PRODUCTS <= larger:
                     break
