@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import TypeGuard
 
+import numpy as np
+
 __all__ = [
     "DataError",
     "FitInterrupted",
@@ -213,3 +215,20 @@ def require_whole(what: str, value: object, least: int, remedy: str) -> int:
     if int(value) >= 2**63:
         raise HyperparameterError(f"{what} below 2**63", f"{value!r}", remedy)
     return int(value)
+
+
+def is_flag(value: object) -> bool:
+    """Whether a value is True or False; 0, 1 and NumPy's booleans count as these."""
+    return isinstance(value, (Integral, np.bool_)) and value in (0, 1)
+
+
+def require_flags(**given: object) -> None:
+    """Refuse options, by name, that are neither True nor False.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    for name, value in given.items():
+        if not is_flag(value):
+            raise UnsupportedError(f"{name} True or False", repr(value)[:80], "Choose one of the two.")

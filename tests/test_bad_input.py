@@ -699,6 +699,70 @@ def test_unknown_methods_and_means():
         posterior.predict(inputs(), method="probit")
 
 
+@pytest.fixture(scope="module")
+def classes() -> Any:
+    return fit(data=(inputs(), labels()), likelihood=CLASS())
+
+
+NAMED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "sharing": (lambda posterior, name: ntkl.KFAC(sharing=name), "expand, reduce"),
+    "violation": (lambda posterior, name: ntkl.INF(violation=name), "shrink"),
+    "device": (lambda posterior, name: posterior.to(name), "a device"),
+    "parameters": (lambda posterior, name: posterior.fit_predictive(parameters=name), "scale, temperature"),
+    "temperature": (lambda posterior, name: posterior.conditional_log_marginal_likelihood(
+        4, method="average", temperature=name), "draws"),
+    "by of rerank": (lambda posterior, name: posterior.rerank(inputs(), by=name), "output, logit"),
+    "by of source_effects": (lambda posterior, name: posterior.source_effects(inputs(), [0, 1, 2] * 3, by=name),
+                             "output, logit"),
+    "scores of models": (lambda posterior, name: ntkl.compare_models([posterior], scores=name), "evidence, "),
+    "scores of structures": (lambda posterior, name: ntkl.compare_evidence(
+        network(), (inputs(), labels()), CLASS(), scores=name), "elbo"),
+    "predictive": (lambda posterior, name: ntkl.train_from_starts(
+        network(), (inputs(), labels()), CLASS(), starts=[1.0, 2.0], epochs=1, predictive=name), "loo"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_arrays_and_other_objects_in_place_of_names(case, classes):
+    verb, known = NAMED[case]
+    for wrong in (np.array(["gp", "full"]), torch.ones(2), torch.tensor(1.0), [torch.ones(2)], {"gp": 1}, 0.5):
+        with refused(errors.UnsupportedError, known, ".", "."):
+            verb(classes, wrong)
+
+
+FLAGS: dict[str, Callable[..., Any]] = {
+    "progress, distributed, sharded": lambda posterior, **flag: ntkl.Settings(**flag),
+    "relinearize, average, inplace": lambda posterior, **flag: ntkl.variational(
+        network(), (inputs(), labels()), CLASS(), steps=1, **flag),
+    "correction": lambda posterior, **flag: posterior.log_marginal_likelihood(**flag),
+    "correction of structures": lambda posterior, correction: ntkl.compare_evidence(
+        network(), (inputs(), labels()), CLASS(), correction=correction),
+    "gradient": lambda posterior, **flag: posterior.evidence_bound(**flag),
+    "strict": lambda posterior, **flag: posterior.fit_predictive(**flag),
+    "strict of leave_one_out": lambda posterior, strict: posterior.leave_one_out(strict=strict),
+    "differentiable": lambda posterior, **flag: posterior.latent(inputs(), **flag),
+    "differentiable, per_position": lambda posterior, **flag: posterior.latent_moments(inputs(), **flag),
+    "calibrated": lambda posterior, **flag: posterior.predict(inputs(), **flag),
+    "bounds": lambda posterior, **flag: posterior.annealed_evidence(**flag),
+    "effective": lambda posterior, **flag: posterior.bic(**flag),
+    "never_empty": lambda posterior, **flag: posterior.predict_set(inputs(), **flag),
+    "include_data": lambda posterior, **flag: posterior.save("unwritten", **flag),
+}
+
+
+@pytest.mark.parametrize("names", FLAGS)
+def test_options_that_are_neither_true_nor_false(names, classes):
+    """A word would count as True, and an array has no truth value."""
+    for name in names.split(" of ")[0].split(", "):
+        for wrong in ("no", np.array([True, False]), torch.ones(2), 2, [0]):
+            with refused(errors.UnsupportedError, f"{name} True or False", ".", "Choose"):
+                FLAGS[names](classes, **{name: wrong})
+
+
+def test_numbers_and_flags_of_numpy_are_taken():
+    errors.require_flags(one=True, two=np.bool_(False), three=1, four=np.int64(0))
+
+
 @pytest.mark.parametrize("likelihood", [None, "gaussian", nn.MSELoss()], ids=["None", "text", "loss"])
 def test_likelihoods_that_are_none(likelihood):
     with refused(errors.NTKLaplaceError, "a likelihood object", "None|'gaussian'|MSELoss", "Gaussian"):
@@ -738,6 +802,38 @@ def test_a_joint_covariance_too_large_is_refused(monkeypatch):
         posterior.latent(inputs(500))
     mean, blocks = posterior.latent_moments(inputs(500))
     assert blocks.shape == (500, 3, 3) and mean.shape == (500, 3)
+
+
+FAR = 10**12
+COUNTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "draws of weights": (lambda posterior: posterior.sample(FAR), "draws of 43 weights"),
+    "draws of outputs": (lambda posterior: posterior.sample(FAR, inputs()), "draws of 27 outputs"),
+    "points of a prediction": (lambda posterior: posterior.predict(inputs(), samples=FAR), "points of f"),
+    "points of a bound": (lambda posterior: posterior.elbo(samples=FAR), "points of f"),
+    "weights of a bound": (lambda posterior: posterior.elbo("nn", FAR, x=inputs()), f"{FAR:,} weights"),
+    "weights of an estimate": (lambda posterior: posterior.importance_evidence(FAR), f"{FAR:,} weights"),
+    "orders": (lambda posterior: posterior.conditional_log_marginal_likelihood(4, FAR), "orders of 9 points"),
+    "points of a step": (lambda posterior: ntkl.variational(
+        network(), (inputs(), labels()), CLASS(), algorithm="lgva", start=10.0, samples=FAR), "points of f"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_counts_that_do_not_fit_in_memory(case, classes):
+    verb, what = COUNTS[case]
+    with refused(errors.MemoryBudgetError, what, "TiB", "fewer"):
+        verb(classes)
+
+
+def test_draws_within_a_budget():
+    """A bound of the risk takes as many at a time as fit; the caller's own draws are refused."""
+    data = inputs(), labels()
+    few, more = (fit(data=data, likelihood=CLASS(), settings=ntkl.Settings(memory_budget=b)) for b in (2**15, None))
+    with refused(errors.MemoryBudgetError, "100 draws of 43 weights to fit into 32.0 KiB", "67.2 KiB", "fewer"):
+        few.sample(100)
+    unseen = 2.0 * inputs() + 1.0, labels()
+    found, wanted = (ntkl.risk_bound(one, unseen, one, draws=100) for one in (few, more))
+    assert found.draws == 100 and found.sampled_risk == pytest.approx(wanted.sampled_risk, abs=0.1)
 
 
 # ---------------------------------------------------------------------------------------------- no silent repair
@@ -783,9 +879,18 @@ def test_numbers_and_objects_of_the_wrong_kind():
             verb()
     with refused(errors.UnsupportedError, "likelihood object", "3", "Gaussian"):
         gp.predict(inputs(), likelihood=3)
-    for factors in ("a", None):
+    for device in ("cuda:99", torch.device("cuda:99"), "x"):
+        with refused(errors.UnsupportedError, "device that torch can use", "cuda:99|x", "cpu"):
+            gp.to(device)
+    for seed in (-1, 0.5, 2**70):
+        with refused(errors.HyperparameterError, "seed", re.escape(f"{seed}"), "Leave it out"):
+            gp.evidence_bound(seed=seed)
+    for groups in (None, 1.5, 3):
+        with refused(errors.DataError, "groups, each of training points", ".", r"groups=\[\["):
+            gp.rerank(inputs(), groups=groups)
+    for factors in ("a", None, []):
         with refused(errors.HyperparameterError, "positive finite factors", ".", "logarithms"):
-            gp.evidence_curve(factors)
+            kfac.evidence_curve(factors)
     with refused(errors.UnsupportedError, "another posterior", "an int", "condition"):
         kfac.merge(5)
     for samples, seed in ((0, 0), ("a", 0), (1, -1)):

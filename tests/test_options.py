@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -79,12 +80,25 @@ def test_counts_that_do_not_fit_are_refused_before_allocation(call: Callable[[],
         call()
 
 
-def test_a_copy_made_in_inference_mode_says_why_it_is_not_searched() -> None:
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+def test_what_is_copied_merged_or_moved_in_inference_mode_is_searched(structure: str) -> None:
+    posterior = fitted(structure=structure)
+    with torch.inference_mode():
+        made = copy.deepcopy(posterior), posterior.merge(posterior), copy.deepcopy(posterior).to(dtype=torch.float32)
+    for one in made:
+        before = one.log_marginal_likelihood()
+        one.fit_hyperparameters(progress=False)
+        assert one.log_marginal_likelihood() > before
+    assert posterior.prior.precision == 1.0  # that of the copy is another
+
+
+def test_what_is_read_in_inference_mode_says_why_it_is_not_searched() -> None:
     posterior = fitted()
     with torch.inference_mode():
-        copied = copy.deepcopy(posterior)
+        read = pickle.loads(pickle.dumps(posterior))
     with refused(HyperparameterError, "can change", "inference_mode", "outside"):
-        copied.fit_hyperparameters(progress=False)
+        read.fit_hyperparameters(progress=False)
+    assert copy.deepcopy(read).fit_hyperparameters(progress=False).evidence  # as the remedy says
 
 
 def test_an_article_fits_its_noun() -> None:

@@ -391,7 +391,7 @@ def test_what_ends_at_a_bound_is_told(regression: ntkl.Posterior) -> None:
     x = torch.linspace(-1, 1, 10).double().unsqueeze(1)
     far = 100.0 + torch.randn(10, 1).double()
     with pytest.warns(ntkl.NTKLaplaceWarning, match="scale lies at the bound"):
-        fit = regression.fit_predictive((x, far), parameters=["scale"])
+        fit = regression.fit_predictive((x, far), parameters={"scale"})
     assert fit.at_bounds == ("scale",) and not fit.trusted and "bound" in str(fit)
 
 

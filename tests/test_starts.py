@@ -42,6 +42,12 @@ def test_starts_are_trainings_by_hand_sorted_by_leave_one_out() -> None:
     assert prior.log_precision is None and likelihood.noise.item() == pytest.approx(0.5)  # the caller's
 
 
+def test_a_start_may_be_a_whole_number_that_no_tensor_holds() -> None:
+    network, data = torch.nn.Linear(2, 1).double(), (torch.ones(4, 2).double(), torch.ones(4, 1).double())
+    (found,) = ntkl.train_from_starts(network, data, ntkl.Gaussian(), starts=[10**30], **QUICK)
+    assert found.history.epochs
+
+
 def test_priors_are_scaled_bound_or_not() -> None:
     shapes = {"0.weight": torch.Size((2, 3)), "0.bias": torch.Size((2,))}
     for prior in (ntkl.GaussianPrior(2.0), ntkl.GaussianPrior({"0": 2.0}, groups="layer"),

@@ -19,6 +19,7 @@ from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.quadrature import expectation_by_output, repeated
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["Expectation"]
 
@@ -123,6 +124,9 @@ class Expectation:
         """
         n, c = mean.shape
         shifts, count = self._sizes()
+        # these points of one example, the pairs and the normal points they are made of, and one number more at each
+        require_memory(4 * self.samples * c * mean.element_size(), mean.device,
+                       f"{self.samples:,} points of f for an expectation", "Pass fewer samples, such as 1000.")
         basis = self.likelihood.identified(c)
         if basis is None:
             root = covariance_root(covariance)

@@ -13,6 +13,7 @@ from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.likelihoods.responses import Response, no_join
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["METHODS", "Predictive", "joined", "normal_points", "predictive", "predictive_from_samples"]
 
@@ -135,7 +136,14 @@ def normal_points(samples: int, dimension: int, generator: Generator | None = No
 
     Averages over them are unbiased over seeds, and more accurate than averages over independent draws. Without a
     generator the seed is 0; the global random state is neither read nor changed.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If they do not fit in memory; nothing was allocated.
     """
+    require_memory(24 * samples * dimension, torch.device("cpu"), f"{samples:,} points of f",
+                   "Pass fewer samples, such as 1000.")  # the points, and two arrays that they are made of
     seed = 0
     if generator is not None:
         seed = int(torch.randint(2**31 - 1, (1,), generator=generator, device=generator.device))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError, is_choice
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError, is_choice, require_flags
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
@@ -67,6 +67,7 @@ class CalibrationVerbs(PredictionVerbs):
         DataError
             If no point has a target, or the data cannot be read again.
         """
+        require_flags(strict=strict)
         if isinstance(objective, str):
             if objective != "loo":
                 raise UnsupportedError('objective "loo", or held-out data', repr(objective),

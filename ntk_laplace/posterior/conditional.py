@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ntk_laplace.curvature.posterior_precision import checked_form
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, is_number
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import CalibratedPredictive, Calibration
 from ntk_laplace.posterior.calibrate import LeftOut, densities, fit_calibration
@@ -79,7 +79,7 @@ def rest_given(
     if scale is not None and not (is_number(scale) and scale >= 0):
         raise HyperparameterError("a scale of the covariance, finite and at least 0", f"{scale!r}",
                                   "Leave it out, to have it chosen by held-out points.")  # fmt: skip
-    if temperature is not None and temperature not in TEMPERATURES:
+    if not is_choice(temperature, (None, *TEMPERATURES)):
         raise UnsupportedError('temperature "draws" or "average", or None', repr(temperature), "Choose one.")
     tuned = scale is None or temperature is not None
     held_out = max(1, round(m / _TUNED)) if tuned else 0

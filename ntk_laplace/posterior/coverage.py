@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError, require_flags
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.calibration import CalibrationVerbs
 from ntk_laplace.posterior.conformal import (
@@ -184,6 +184,7 @@ class CoverageVerbs(CalibrationVerbs):
         The guarantees are those of `predict_interval`. For classes one Newton step without a point is never exactly a
         fit without it, so the theorem applies to no trained classifier.
         """
+        require_flags(never_empty=never_empty)
         level = checked_level(level)
         _require_score(score, SET_SCORES)
         require_classes(self.likelihood, self.num_outputs)

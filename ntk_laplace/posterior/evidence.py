@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import LogDetTerm
-from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_flags
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory, maximize
 from ntk_laplace.structures import bounds, evidence
@@ -65,6 +65,7 @@ class EvidenceVerbs(Fitted):
         Evidence
             Its terms are tensors (), differentiable like the value.
         """
+        require_flags(correction=correction)
         return evidence.evidence(self._fitted, correction)
 
     def evidence_bound(
@@ -108,6 +109,7 @@ class EvidenceVerbs(Fitted):
         MemoryBudgetError
             If the matrices of one block do not fit in memory.
         """
+        require_flags(gradient=gradient)
         return bounds.evidence_bound(self._fitted, examples, parameters, outputs, blocks, seed, gradient)
 
     def evidence_curve(self, factors: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ class EvidenceVerbs(Fitted):
             factors = torch.as_tensor(factors, dtype=self.dtype, device=self.network.device).reshape(-1)
         except (TypeError, ValueError, RuntimeError) as error:
             raise HyperparameterError("positive finite factors", repr(factors), remedy) from error
-        if not bool(((factors > 0) & torch.isfinite(factors)).all()):
+        if factors.numel() == 0 or not bool(((factors > 0) & torch.isfinite(factors)).all()):
             raise HyperparameterError("positive finite factors", f"{factors.tolist()}", remedy)
         with torch.no_grad():
             fit, log_prior = evidence.log_likelihood(self._fitted), evidence.log_prior(self._fitted)

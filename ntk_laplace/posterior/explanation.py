@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError, require_flags
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import InputData, fill_buffer
 from ntk_laplace.posterior.chunks import Chunks
@@ -136,6 +136,7 @@ class ExplanationVerbs(Fitted):
             If a point has a leverage above 1, as approximate curvatures allow: the precision without it would be
             indefinite. With `points`, if the curvature is approximate and not the GGN.
         """
+        require_flags(strict=strict)
         found = self._left_out() if points is None else self._some_left_out(points, seed)
         above = int((found.leverage > 1.0).sum())
         if strict and above and not found.reliability.exact:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import CurvatureType, ParameterBlock, PosteriorPrecision
-from ntk_laplace.errors import DataError, UnsupportedError, is_choice
+from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_flags
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches, InputData
@@ -46,6 +47,13 @@ class Fitted:
         self._refit: tuple[tuple[Tensor, ...], Tensor] | None = None
         self._calibrated: tuple[tuple[Tensor, ...], Calibration] | None = None
         self.predictive = calibration
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy whose hyperparameters can be trained, also if it is made in inference mode."""
+        found = memo[id(self)] = object.__new__(type(self))
+        with torch.inference_mode(False):
+            vars(found).update(copy.deepcopy(vars(self), memo))
+        return found
 
     # --- components
 
@@ -191,13 +199,19 @@ class Fitted:
         Raises
         ------
         UnsupportedError
-            If the dtype is neither torch.float32 nor torch.float64.
+            If the dtype is neither torch.float32 nor torch.float64, or torch cannot use the device.
         """
         if not is_choice(dtype, (None, torch.float32, torch.float64)):
             raise UnsupportedError("torch.float64 or torch.float32 as dtype of the algebra", f"{dtype}",
                                    "Choose one of the two.")
-        device = self.network.device if device is None else torch.device(device)
-        self._fitted, self._refit = self._fitted.to(device, self.dtype if dtype is None else dtype), None
+        try:
+            device = self.network.device if device is None else torch.device(device)
+            torch.empty(0, device=device)
+        except (RuntimeError, TypeError, AssertionError, NotImplementedError) as cause:
+            raise UnsupportedError("a device that torch can use here", f"{device!r}"[:80],
+                                   'Pass "cpu", or install a torch for that device.') from cause
+        with torch.inference_mode(False):
+            self._fitted, self._refit = self._fitted.to(device, self.dtype if dtype is None else dtype), None
         return self
 
     def save(self, path: str | os.PathLike[str], include_data: bool = False) -> None:
@@ -219,6 +233,7 @@ class Fitted:
         DataError
             If the path is not writable, or the package is not installed.
         """
+        require_flags(include_data=include_data)
         require_writable(path)
         write(posterior_record(self._fitted, self.reason, include_data, self.predictive), path)
 
@@ -247,8 +262,9 @@ class Fitted:
         if not same or self.structure != other.structure or self.curvature_type != other.curvature_type:
             raise UnsupportedError("two posteriors of one trained network, structure and curvature",
                                    f"{self!r} and {other!r}", "Fit both with the same arguments but the data.")
-        merged = self._fitted.structure.merged(self._fitted.model, other.fitted.structure)
-        return self._derived(self._fitted.derived(merged))
+        with torch.inference_mode(False):
+            merged = self._fitted.structure.merged(self._fitted.model, other.fitted.structure)
+            return self._derived(self._fitted.derived(merged))
 
     def condition(self, data: Any) -> Self:
         """Posterior given new data as well, at the same weights; the results for the old data are reused.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision, prior_variances
 from ntk_laplace.curvature.posterior_precision import checked_form
-from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
+from ntk_laplace.errors import UnsupportedError, is_choice, require_flags, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.calibration import CalibratedPredictive
@@ -85,6 +85,7 @@ class PredictionVerbs(Fitted):
         NumericalError
             If the optimum is not reached: the prior is too weak, or the likelihood is not log-concave.
         """
+        require_flags(differentiable=differentiable)
         if differentiable and require_gradients(x):
             f, jac, solved = self._with_graph(x, mean)
             joint = jac.flatten(0, 1) @ solved.flatten(0, 1).mT
@@ -103,6 +104,7 @@ class PredictionVerbs(Fitted):
         With ``per_position=True`` the L C outputs of `Everywhere` have a block at each position, and nothing of size
         (L C)² is computed: mean (n, L, C) and blocks (n, L, C, C). Other parameters are those of `latent`.
         """
+        require_flags(per_position=per_position, differentiable=differentiable)
         positions = self.likelihood.num_positions(self.num_outputs)
         if differentiable and require_gradients(x):
             f, jac, solved = self._with_graph(x, mean)
@@ -166,6 +168,7 @@ class PredictionVerbs(Fitted):
         torch Distribution
             One per input, with ``log_prob(y)`` of shape (n,), `mean`, `variance`, and `probs` for classes.
         """
+        require_flags(calibrated=calibrated)
         own = self.likelihood.for_new_points() if likelihood is None else likelihood
         if not isinstance(own, Likelihood):
             raise UnsupportedError("a likelihood object, or None for the training one", f"{likelihood!r}",
@@ -211,8 +214,10 @@ class PredictionVerbs(Fitted):
         require_whole("count", count, 0, "Pass how many draws you want.")
         require_generator(generator)
         if x is None:
+            self._require_draws(count, self.num_parameters, "weights")
             return self._weights(count, generator)
         rows = self._jointly(x)
+        self._require_draws(count, rows.f.numel(), "outputs")
         root = symmetric_root(self.posterior_precision.covariance(rows))
         noise = torch.randn(root.shape[0], count, dtype=root.dtype, device=root.device, generator=generator)
         return rows.f + (root @ noise).T.reshape(count, *rows.f.shape)
@@ -264,6 +269,12 @@ class PredictionVerbs(Fitted):
         needed = (size + max(self.num_examples * self.num_outputs, 1)) * size * self.dtype.itemsize
         require_memory(needed, self.network.device, f"the joint covariance of {size:,} outputs",
                        "Ask for latent_moments(x), which never forms it, or for fewer inputs at a time.",
+                       self._fitted.settings.memory_budget)
+
+    def _require_draws(self, count: int, size: int, what: str) -> None:
+        """Refuse draws that do not fit in memory with the noise they are made of, the least that a structure needs."""
+        require_memory(2 * count * size * self.dtype.itemsize, self.network.device,
+                       f"{count:,} draws of {size:,} {what}", "Take fewer draws at a time.",
                        self._fitted.settings.memory_budget)
 
     def _step(self, mean: str) -> dict[str, Tensor] | None:

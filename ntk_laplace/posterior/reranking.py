@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.explain import SPREADS
-from ntk_laplace.posterior.explain.quantity import quantity_of
+from ntk_laplace.posterior.explain.quantity import quantity_of, require_quantity
 from ntk_laplace.posterior.explain.ranked import counted, strongest
 from ntk_laplace.posterior.explain.reranking import Reranking
 from ntk_laplace.posterior.explanation import ExplanationVerbs
@@ -74,9 +74,15 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         >>> posterior.rerank(x[:2], candidates=3, groups=[[0, 1]]).moving.shape
         torch.Size([2, 3])
         """
+        require_quantity(by)
         if by in SPREADS:
             raise UnsupportedError("a quantity of the outputs, to rank by the network's own changes", repr(by),
                                    'Use by="output", "probability" or "log_likelihood", or explain(x, by="variance").')
+        try:
+            groups = list(groups)
+        except TypeError as cause:
+            raise DataError("groups, each of training points", f"{groups!r}"[:80],
+                            "Pass for instance groups=[[0, 1], [2]].") from cause
         count, chosen = self.num_examples, tuple(positions(group, self.num_examples) for group in groups)
         linear = self.removal_effects(x, output, by=by, y=y)
         indices = strongest(linear.abs(), min(counted(candidates, count), count))

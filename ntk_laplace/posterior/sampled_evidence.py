@@ -15,6 +15,7 @@ from ntk_laplace.errors import (
     UnsupportedError,
     is_choice,
     is_number,
+    require_flags,
     require_whole,
 )
 from ntk_laplace.model.data import InputData
@@ -137,6 +138,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         """
         self._require_sampling(model, generator)
         _require_chains(temperatures, chains, leapfrog, start)
+        require_flags(bounds=bounds)
         if exact_draws is not None and not bounds:
             raise UnsupportedError("exact_draws with bounds=True, which starts chains from them", "bounds=False",
                                    "Pass bounds=True, or leave exact_draws out.")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_whole
+from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_flags, require_whole
 from ntk_laplace.posterior.conditional import Rest, rest_given
 from ntk_laplace.posterior.estimates import conditional_estimate, warn_of
 from ntk_laplace.posterior.evidence import EvidenceVerbs
@@ -210,6 +210,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     # --- inside
 
     def _penalized(self, effective: bool, price: float) -> Tensor:
+        require_flags(effective=effective)
         with torch.no_grad():
             fit = self.log_likelihood()
             count = self.effective_parameters().sum().to(fit) if effective else self.num_parameters

@@ -12,9 +12,10 @@ from torch import Tensor
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.explain import SPREADS, ExplanationRequest, SourceEffects, Sources, numbered
-from ntk_laplace.posterior.explain.quantity import Quantity, quantity_of
+from ntk_laplace.posterior.explain.quantity import Quantity, quantity_of, require_quantity
 from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.posterior.prediction import PredictionVerbs
+from ntk_laplace.posterior.what_if import is_moving
 from ntk_laplace.posterior.what_ifs import WhatIfs, WhatIfsVerbs
 
 __all__ = ["SourceVerbs"]
@@ -98,7 +99,8 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
         )  # fmt: skip
 
     def _check_variance(self, by: str, linearization: str) -> None:
-        if by in SPREADS and linearization == "fixed" and not self._fitted.exact:
+        require_quantity(by)
+        if by in SPREADS and not is_moving(linearization, None) and not self._fitted.exact:
             raise UnsupportedError(
                 f'structure="gp" or "full" and curvature="ggn" for by={by!r} without a source',
                 f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",

@@ -258,9 +258,10 @@ def _gibbs_risk(
     theta = posterior.fitted.theta
     if generator is None:
         generator = Generator(theta.device).manual_seed(0)
-    outputs = _linearized if model == "glm" else _networks
+    outputs, budget = _linearized if model == "glm" else _networks, posterior.fitted.settings.memory_budget
+    most = draws if budget is None else max(1, int(budget) // (2 * theta.nbytes))
     total = 0.0
-    for size in draw_sizes(draws, len(theta), theta):
+    for size in draw_sizes(draws, len(theta), theta, most):
         thetas, seen = posterior.sample(size, generator=generator), 0
         for x in parts:
             y = targets[seen : seen + num_examples(x)]

@@ -15,7 +15,7 @@ from ntk_laplace.curvature import BlockPrecision, Eigenbasis, LowRank, Summary
 from ntk_laplace.curvature.block_summary import SHARING
 from ntk_laplace.curvature.inf import InfBlock, check_rank
 from ntk_laplace.curvature.spectral import KroneckerBlock, SpectralBlock
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, require_whole
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_choice, require_whole
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.block_spec import HasEigenbasis
 from ntk_laplace.structures.structure import register_structure
@@ -28,7 +28,7 @@ class KroneckerSpec(StructuredSpec):
     """Base of the structures with Kronecker-factored eigenvectors."""
 
     def __post_init__(self) -> None:
-        if self.sharing not in SHARING:
+        if not is_choice(self.sharing, SHARING):
             raise UnsupportedError(f"weight sharing among {', '.join(SHARING)}", repr(self.sharing),
                                    "Use 'expand' (positions are independent) or 'reduce' (they are averaged).")
 
@@ -176,7 +176,7 @@ class INF(KroneckerSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rank(self.rank)
-        if self.violation not in ("shrink", "raise"):
+        if not is_choice(self.violation, ("shrink", "raise")):
             raise UnsupportedError('violation "shrink" or "raise"', repr(self.violation), "Choose one of the two.")
 
     def finalized(self, summaries: Sequence[Summary], eigenbases: Sequence[Eigenbasis]) -> Sequence[LowRank | None]:

@@ -202,6 +202,8 @@ def _network(
     if generator is None:  # the same draws on all processes
         generator = Generator(theta.device).manual_seed(0)
     pairs = -(-samples // 2)
+    require_memory(8 * pairs, theta.device, f"the log densities at {samples:,} weights", "Pass fewer samples.",
+                   model.settings.memory_budget)
     sizes = draw_sizes(pairs, len(theta), theta)
     found = theta.new_zeros(pairs, dtype=torch.float64)
 

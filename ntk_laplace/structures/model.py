@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number, require_whole
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number, require_flags, require_whole
 from ntk_laplace.jacobian import Jacobian, JacobianPass
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
@@ -77,6 +77,8 @@ class Settings:
         budget = self.memory_budget
         if budget is not None and not (is_number(budget) and budget >= 0):
             raise HyperparameterError("a memory_budget in bytes", repr(budget), "Pass for instance 4 * 2**30.")
+        shown = self.progress is not None and self.progress
+        require_flags(progress=shown, distributed=self.distributed, sharded=self.sharded)
         if not isinstance(self.reducer, Reducer):
             raise UnsupportedError("a Reducer", repr(self.reducer), "Leave it out for one process.")
         if (self.distributed or self.process_group is not None) and isinstance(self.reducer, SingleProcess):

@@ -63,7 +63,7 @@ def train_from_starts(
     _require_repeatable(options)
     prior, module = GaussianPrior.of(prior, groups="layer"), require_module(network)
     found: list[tuple[EvidenceTraining, nn.Module]] = []
-    for factor in starts:
+    for factor in map(float, starts):
         copy = private_copy(module)
         training = train_with_evidence(copy, data, likelihood, prior.scaled(factor), **{"predictive": "loo"} | options)
         found.append((training, copy))

@@ -19,6 +19,7 @@ from ntk_laplace.errors import (
     UnsupportedError,
     is_choice,
     is_number,
+    require_flags,
     require_whole,
 )
 from ntk_laplace.model.data import Batches
@@ -185,6 +186,7 @@ def variational(
     """
     settings = Settings.of(settings)
     settings.reducer.require_one("variational inference", "Run it in one process.")
+    require_flags(relinearize=relinearize, average=average, inplace=inplace)
     step_sizes = StepSizes(_step_size(step_size), None if decay is None else _positive("decay", decay, "decay=100"))
     method = _algorithm(algorithm, samples, expectations)
     if decay is None and not average:

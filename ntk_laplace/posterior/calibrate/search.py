@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import UnsupportedError, is_choice
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.posterior.calibrate.densities import Densities, NormalDensities, Objective, Setting
 
@@ -91,10 +91,10 @@ def mean_log_density(found: Densities, calibration: Calibration) -> float:
 def _checked(found: Densities, names: Sequence[str] | None) -> tuple[str, ...]:
     if names is None:
         return found.names
-    chosen = (names,) if isinstance(names, str) else tuple(names)
+    chosen = tuple(names) if isinstance(names, (Sequence, Set)) and not isinstance(names, str) else (names,)
     known = {*found.names, *(("average_temperature",) if "temperature" in found.names else ()),
              *((COMMON,) if isinstance(found, NormalDensities) else ())}  # fmt: skip
-    if not chosen or not set(chosen) <= known or (COMMON in chosen and len(chosen) > 1):
+    if not chosen or not all(is_choice(name, known) for name in chosen) or (COMMON in chosen and len(chosen) > 1):
         raise UnsupportedError(f"parameters among {', '.join(sorted(known))} for this likelihood",
                                f"{', '.join(map(str, chosen)) or 'none'}",
                                f"Leave parameters= out for {' and '.join(found.names)}.")

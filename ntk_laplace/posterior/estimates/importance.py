@@ -11,6 +11,7 @@ from ntk_laplace.posterior.estimates.result import EvidenceEstimate, summary
 from ntk_laplace.posterior.estimates.symmetry import log_symmetries
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
+from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import draw_sizes
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.joint import likelihood_of
@@ -36,6 +37,8 @@ def importance_evidence(
         The training inputs, if the structure does not have the data and the model is "nn".
     generator : torch.Generator
     """
+    require_memory(16 * samples, fitted.network.device, f"{samples:,} weights of importance sampling",
+                   "Take fewer samples.", fitted.settings.memory_budget)
     sizes = draw_sizes(samples, len(fitted.theta), fitted.theta, tuning.SAMPLED_OUTPUTS // fitted.points.f.numel())
     likelihood, prior = likelihood_of(fitted, model, x, sizes[0]), prior_gaussian(fitted)
     proposal = posterior_gaussian(fitted, center(fitted, model), inflation)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ntk_laplace.errors import DataError, UnsupportedError, is_whole
+from ntk_laplace.errors import DataError, UnsupportedError, is_choice, is_whole
 from ntk_laplace.model.likelihoods import Likelihood
 
-__all__ = ["SPREADS", "Quantity", "quantity_of"]
+__all__ = ["SPREADS", "Quantity", "quantity_of", "require_quantity"]
 
 SPREADS = ("variance", "probability_variance")
 """Quantities that every training point makes smaller."""
@@ -129,6 +129,17 @@ class Quantity:
             return self.effect(f, moved, moved)
 
 
+def require_quantity(by: object) -> None:
+    """Refuse what names no quantity.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    if not is_choice(by, _WORDS):
+        raise UnsupportedError(f"an effect on one of {', '.join(_WORDS)}", repr(by), 'Leave it out for "output".')
+
+
 def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: object) -> Quantity:
     """Validate a request at predictions f (n, C).
 
@@ -140,8 +151,7 @@ def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: int | None, 
         If there is no such quantity.
     """
     n, c = f.shape
-    if not isinstance(by, str) or by not in _WORDS:
-        raise UnsupportedError(f"an effect on one of {', '.join(_WORDS)}", repr(by), 'Leave it out for "output".')
+    require_quantity(by)
     responses = by.startswith("probability") and likelihood.num_responses(c) != c
     values = likelihood.mean(f) if responses else f
     most = values.shape[1] - 1

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, is_whole, require_whole
+from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["orders"]
 
@@ -19,10 +20,14 @@ def orders(num_examples: int, permutations: int, seed: int) -> list[Tensor]:
         If the number of permutations is not an integer of at least 0.
     HyperparameterError
         If the seed is not an integer of at least 0.
+    MemoryBudgetError
+        If the orders do not fit in memory.
     """
     if not is_whole(permutations, 0):
         raise DataError("a number of permutations, 0 or more", repr(permutations), "0 keeps the data's own order.")
     require_whole("seed", seed, 0, "Pass for instance seed=0.")
+    require_memory(8 * permutations * num_examples, torch.device("cpu"),
+                   f"{permutations:,} orders of {num_examples:,} points", "Take fewer permutations.")
     if permutations == 0:
         return [torch.arange(num_examples)]
     generator = torch.Generator().manual_seed(seed)

@@ -8,7 +8,7 @@ import inspect
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, cast
@@ -24,6 +24,8 @@ from ntk_laplace.errors import (
     NTKLaplaceWarning,
     NumericalError,
     UnsupportedError,
+    is_choice,
+    require_flags,
 )
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
@@ -101,7 +103,9 @@ def compare_evidence(
         If the network, the data or the likelihood are invalid, or if no structure has a value for reasons other than
         memory.
     """
-    if isinstance(scores, str) or any(score not in ("elbo", "importance") for score in scores):
+    require_flags(correction=correction)
+    listed, known = isinstance(scores, (Sequence, Set)) and not isinstance(scores, str), ("elbo", "importance")
+    if not listed or not all(is_choice(score, known) for score in scores):
         raise UnsupportedError('scores= among "elbo" and "importance"', repr(scores),
                                'Pass ["elbo"], or leave it out.')
     inspect.signature(laplace).bind(network, data, likelihood, **options)  # raises early for an unknown option

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ def compare_models(
         If the likelihoods cannot be compared, or a method or a score is unknown.
     """
     known = (*CRITERIA, *BOUNDS, SAMPLED)
-    if isinstance(scores, str) or not all(score in known for score in scores):
+    listed = isinstance(scores, (Sequence, Set)) and not isinstance(scores, str)
+    if not listed or not all(is_choice(score, known) for score in scores):
         raise UnsupportedError(f"scores= among {', '.join(known)}", repr(scores), "Pass some of them, in a list.")
     named = _named(models)
     _require_same_data(named)

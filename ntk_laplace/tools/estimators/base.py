@@ -17,7 +17,17 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_number, is_whole
+from ntk_laplace.errors import (
+    DataError,
+    HyperparameterError,
+    NTKLaplaceWarning,
+    UnsupportedError,
+    is_choice,
+    is_flag,
+    is_number,
+    is_whole,
+    require_flags,
+)
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.objective import in_mode
 from ntk_laplace.model.priors import GaussianPrior
@@ -175,7 +185,12 @@ class LaplaceEstimator(BaseEstimator):
     @property
     def _standardized(self) -> bool:
         """Whether inputs and targets are standardized."""
-        return not is_module(self.network) if self.standardize == "auto" else bool(self.standardize)
+        if is_choice(self.standardize, ("auto",)):
+            return not is_module(self.network)
+        if not is_flag(self.standardize):
+            raise UnsupportedError('standardize True, False or "auto"', repr(self.standardize)[:80],
+                                   "Choose one of them.")
+        return bool(self.standardize)
 
     def _require_parameters(self) -> None:
         """Refuse what no later check names by the parameter of the estimator."""
@@ -184,8 +199,7 @@ class LaplaceEstimator(BaseEstimator):
         rate = self.learning_rate
         if not is_number(rate, above=0):
             raise HyperparameterError("a positive learning_rate", repr(rate), "Pass learning_rate=0.02.")
-        if self.standardize not in (True, False, "auto"):
-            raise UnsupportedError('standardize True, False or "auto"', repr(self.standardize), "Choose one of them.")
+        require_flags(prefit=self.prefit)
         if self.prefit and isinstance(self._precision, (Sequence, np.ndarray)):
             raise UnsupportedError("one precision, for prefit=True", repr(self.precision),
                                    "Pass the precision that the network was trained with.")  # fmt: skip

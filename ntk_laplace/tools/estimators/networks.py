@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_whole
+from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["ACTIVATIONS", "is_module", "network_of"]
 
@@ -73,6 +75,9 @@ def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str
         raise HyperparameterError("hidden_layer_sizes of positive whole numbers", repr(hidden), "Pass (32,), say.")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise UnsupportedError(f"an activation among {', '.join(ACTIVATIONS)}", repr(activation), "Choose one of them.")
+    weights = sum(before * after for before, after in pairwise((inputs, *map(int, sizes), outputs)))
+    require_memory(8 * weights, torch.device("cpu"), f"the {weights:,} weights of hidden_layer_sizes={hidden}",
+                   "Pass fewer units.")
     layers: list[nn.Module] = []
     for size in sizes:
         layers += [nn.Linear(inputs, int(size)), ACTIVATIONS[activation]()]
