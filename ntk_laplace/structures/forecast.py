@@ -103,6 +103,11 @@ class Problem:
         return one.weighted(one.f.new_ones(1, self.num_outputs, 1)).nbytes
 
     @property
+    def shares_positions(self) -> bool:
+        """Whether a layer uses its weights at several positions."""
+        return any(isinstance(block, Factored) and block.b.shape[-2] > 1 for block in self.sample.blocks)
+
+    @property
     def pair_flops(self) -> int:
         """Flops of SᵀKS for a pair of examples, of which only half are computed."""
         r, total = self.num_columns, 0

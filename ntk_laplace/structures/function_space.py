@@ -16,7 +16,6 @@ from torch import Tensor
 from ntk_laplace.curvature import DistributedFunctionSpacePrecision, FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.jacobian.blocks import Factored
 from ntk_laplace.model.data import Joined, Missing, RowBuffer, Source
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
@@ -104,8 +103,8 @@ class FunctionSpace(StructureSpec):
         chunk = max(1, tuning.CHUNK_BYTES // max(1, problem.row_bytes(1)))
         seen = min(chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
         tiles = min(size, tuning.TILE_ROWS) ** 2 * e
-        shared = any(isinstance(block, Factored) and block.b.shape[-2] > 1 for block in problem.sample.blocks)
-        buffers = max(3 * tiles, 4 * seen // 3) + problem.batch_bytes(tuning.CHUNK_BYTES) + shared * tuning.TILE_BYTES
+        buffers = max(3 * tiles, 4 * seen // 3) + problem.batch_bytes(tuning.CHUNK_BYTES)
+        buffers += problem.shares_positions * tuning.TILE_BYTES
         sent = 0 if share == 1 else size * size // 2 * e + rows
         work = Work(passes=problem.share, matmul=problem.pair_flops * n**2 / share, cholesky=size**3 / 3 / share)
         return Forecast(stored, temporary, buffers, work, sent)
