@@ -44,7 +44,7 @@ def ours(problem: Problem, options: Any) -> Surrogate:
         made |= {"outcome_transform": Standardize(1), "seed": int(torch.randint(2**31, ()))}
         return ntkl.botorch.LaplaceModel.fit(lambda d, m: Binding(m).double(), x, y, **made)
 
-    return fourier if problem.pool is None else convolutions
+    return fourier if problem.choices is None else convolutions
 
 
 def laplace_bayesopt(problem: Problem, options: Any) -> Surrogate:
@@ -52,19 +52,19 @@ def laplace_bayesopt(problem: Problem, options: Any) -> Surrogate:
     from laplace_bayesopt.botorch import LaplaceBoTorch
 
     def network() -> nn.Module:
-        if problem.pool is not None:
+        if problem.choices is not None:
             return Binding().double()
         return nn.Sequential(nn.Linear(problem.dimension, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
                              nn.Linear(64, 1)).double()  # fmt: skip
 
     class Centered(LaplaceBoTorch):
         def posterior(self, X: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().posterior(X if problem.pool is not None else centered(X), *args, **kwargs)
+            return super().posterior(X if problem.choices is not None else centered(X), *args, **kwargs)
 
     def fit(x: Tensor, y: Tensor) -> Model:
-        inputs = x if problem.pool is not None else centered(x)
+        inputs = x if problem.choices is not None else centered(x)
         return Centered(network, inputs, y, outcome_transform=Standardize(1), n_epochs=options.epochs,
-                        enable_backprop=problem.pool is None)  # fmt: skip
+                        enable_backprop=problem.choices is None)  # fmt: skip
 
     return fit
 

@@ -47,30 +47,30 @@ COLORS = {"ntk_laplace": "#0072B2", "laplace-bayesopt": "#D55E00", "SingleTaskGP
 def proposed(model: Any, x: Tensor, y: Tensor, task: Problem, small: bool, batch: int = BATCH) -> Tensor:
     """The next input, (1, d)."""
     acquisition = LogExpectedImprovement(model, y.max())
-    if task.pool is None:
+    if task.choices is None:
         bounds = torch.stack([torch.zeros(task.dimension), torch.ones(task.dimension)]).double()
         found, _ = optimize_acqf(acquisition, bounds, q=1, num_restarts=2 if small else 5,
                                  raw_samples=8 if small else 64, options={"maxiter": 5 if small else 50})  # fmt: skip
         return found.detach()
-    left = task.pool[~(task.pool.unsqueeze(1) == x).all(-1).any(1)]
+    choices = task.choices(x, y)
     with torch.no_grad():
-        values = torch.cat([acquisition(part.unsqueeze(1)) for part in left.split(batch)])
-    return left[values.argmax()].unsqueeze(0)
+        values = torch.cat([acquisition(part.unsqueeze(1)) for part in choices.split(batch)])
+    return choices[values.argmax()].unsqueeze(0)
 
 
 def regrets(name: str, method: str, seed: int, options: Any) -> dict[str, Any]:
     """Regret after each evaluation from the twelfth on."""
-    task, total = problem(name), START + options.steps
+    task, total = problem(name, seed), START + options.steps
     torch.manual_seed(seed)
     x = task.start(total if METHODS[method] is None else START, seed)
     y, began = task.value(x), time.process_time()
     if METHODS[method] is not None:
         fit = METHODS[method](task, options)
-        while len(y) < total and float(y.max()) < task.best:  # of a pool, there is nothing left to find
+        while len(y) < total:
             new = proposed(fit(x, y), x, y, task, options.small, JOINT.get(method, BATCH))
             x, y = torch.cat([x, new]), torch.cat([y, task.value(new)])
     seconds = (time.process_time() - began) / max(1, len(y) - START)
-    best = torch.cat([y, y.max().expand(total - len(y), 1)]).squeeze(1).cummax(0).values[START - 1 :]
+    best = y.squeeze(1).cummax(0).values[START - 1 :]
     return {"regret": (task.best - best).tolist(), "seconds": seconds}
 
 
