@@ -11,6 +11,7 @@ import itertools
 import json
 import pickle
 import re
+import runpy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ with warnings.catch_warnings():  # what they say of other packages when they are
     from botorch.sampling.normal import SobolQMCNormalSampler
 
 D, N = 2, 9
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples/bayesian_optimization"
 
 
 def draws(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -333,21 +335,42 @@ def test_the_prior_variance_of_the_default_network_is_about_the_same_everywhere(
 @pytest.mark.slow
 def test_the_example(tmp_path: Path) -> None:
     """In miniature; another run reads its cells, and shows them beside those of another method."""
-    script = Path(__file__).resolve().parents[1] / "examples/bayesian_optimization/optimize.py"
     given = ["--small", "--threads", "1", "--problems", "branin,sequences", "--out", "runs", "--methods"]
-    run_script(script, tmp_path, *given, "ntk_laplace")
+    run_script(EXAMPLE / "optimize.py", tmp_path, *given, "ntk_laplace")
     cell = tmp_path / "runs/branin ntk_laplace 0.json"
     kept, age = json.loads(cell.read_text())["result"]["regret"], cell.stat().st_mtime_ns
     assert kept == sorted(kept, reverse=True)
-    printed = run_script(script, tmp_path, *given, "Sobol")
+    printed = run_script(EXAMPLE / "optimize.py", tmp_path, *given, "Sobol")
     assert cell.stat().st_mtime_ns == age
     branin = json.loads((tmp_path / "runs/optimize.json").read_text())["results"]["branin"]
     last = {method: row["regret"] for method, row in branin.items()}
-    won = sum(ours <= other for ours, other in zip(last["ntk_laplace"], last["Sobol"], strict=True))
+    won = sum(ours < other for ours, other in zip(last["ntk_laplace"], last["Sobol"], strict=True))
     assert re.search(rf"Sobol +\| 2 +\| .* \| {won} of 2 ", printed.partition("sequences")[0])
     found = json.loads((tmp_path / "runs/optimize.json").read_text())["results"]
     assert set(found) == {"branin", "sequences"} and len(found["branin"]["ntk_laplace"]["regret"]) == 2
+    assert min(found["sequences"]["ntk_laplace"]["regret"]) > 0
     assert (tmp_path / "runs/optimize.png").stat().st_size > 0
+
+
+def test_the_sequences_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is above all sequences that there are and near the best; mutants are new and near their parents."""
+    made = runpy.run_path(str(EXAMPLE / "_problems.py"))
+    monkeypatch.setitem(made["sequences"].__globals__, "LENGTH", 7)
+    monkeypatch.setitem(made["sequences"].__globals__, "MOTIF", 3)
+    every = made["one_hot"](torch.cartesian_prod(*[torch.arange(4)] * 7))
+    gaps = []
+    for seed in range(4):
+        problem = made["sequences"](seed)
+        gaps.append(problem.best - float(problem.value(every).max()))
+    assert min(gaps) > -1e-9 and max(gaps) < 0.02
+    x = problem.start(12, 0)
+    assert torch.equal(x, problem.start(20, 0)[:12])
+    torch.manual_seed(0)
+    y = problem.value(x)
+    new, best = problem.choices(x, y), x[y.squeeze(1).topk(10).indices]
+    assert not (new.unsqueeze(1) == x).all(-1).any() and len(new.unique(dim=0)) == len(new) > 200
+    changed = (new.unsqueeze(1) != best).sum(-1).amin(1) / 2.0  # two entries a letter
+    assert 1 <= float(changed.mean()) < 1.5
 
 
 def test_images_and_token_ids() -> None:
