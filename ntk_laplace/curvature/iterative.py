@@ -483,12 +483,13 @@ class IterativePrecision(PosteriorPrecision):
         """The same with a sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows.
 
         Where that is reached, or where a larger sketch costs more than the fewest draws, these tell whether those that
-        the present one needs are cheaper than a larger one.
+        the present one needs are cheaper. A larger one that costs less than half of them is taken unasked.
         """
+        fewest = tuning.REMAINDER_DRAWS * tuning.DRAW_PRODUCTS
         for found, larger in self._drawing():
             if larger is None or found._complete:
                 break
-            if found._leaves_little or larger > tuning.REMAINDER_DRAWS * tuning.DRAW_PRODUCTS:
+            if (found._leaves_little and larger >= fewest / 2) or larger > fewest:
                 found._draw(tuning.REMAINDER_DRAWS)
                 if (found._draws_needed() - len(found._draws)) * tuning.DRAW_PRODUCTS <= larger:
                     break

@@ -89,9 +89,10 @@ class Growth:
             found.append(min(tuning.LANCZOS_PROBES, least))
             ranks.append(min(2 * ranks[-1], self.most))
         evidence = len(ranks)
-        draws = (tuning.MOST_DRAWS - tuning.REMAINDER_DRAWS) * tuning.DRAW_PRODUCTS
-        while self.left(ranks[-1])[0] > tuning.LEFT_SHARE * self.log_det and ranks[-1] < self.most:
-            if self._larger(ranks) > draws:
+        fewest, most = (count * tuning.DRAW_PRODUCTS for count in (tuning.REMAINDER_DRAWS, tuning.MOST_DRAWS))
+        while ranks[-1] < self.most:
+            larger, little = self._larger(ranks), self.left(ranks[-1])[0] <= tuning.LEFT_SHARE * self.log_det
+            if (little and larger >= fewest / 2) or larger > most - fewest:
                 break
             ranks.append(min(2 * ranks[-1], self.most))
         return ranks[:evidence], ranks[evidence:], found
