@@ -714,6 +714,8 @@ NAMED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "by of rerank": (lambda posterior, name: posterior.rerank(inputs(), by=name), "output, logit"),
     "by of source_effects": (lambda posterior, name: posterior.source_effects(inputs(), [0, 1, 2] * 3, by=name),
                              "output, logit"),
+    "linearization of source_effects": (lambda posterior, name: posterior.source_effects(
+        inputs(), [0, 1, 2] * 3, by="variance", linearization=name), "fixed"),
     "scores of models": (lambda posterior, name: ntkl.compare_models([posterior], scores=name), "evidence, "),
     "scores of structures": (lambda posterior, name: ntkl.compare_evidence(
         network(), (inputs(), labels()), CLASS(), scores=name), "elbo"),

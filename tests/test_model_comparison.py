@@ -397,7 +397,7 @@ def test_a_prior_is_checked_at_the_weights_that_a_what_if_moved_to():
     ratio = used.sum() / (prior.precision * (theta - prior.flat_mean()).square().sum())
     gap = 0.5 * used.sum() * (ratio.log() - 1 + 1 / ratio)
     assert abs(quietly([moved], conditional="none").rows[0].prior_gap - float(gap)) < 1e-9
-    for models in (posterior, None):
+    for models in (posterior, None, torch.tensor(1.0)):
         with refused(ntkl.DataError, "posteriors", ".", "Fit each model"):
             ntkl.compare_models(models)
     with refused(ntkl.DataError, "test data for a", "b", "its own"):

@@ -171,7 +171,7 @@ class INF(KroneckerSpec):
     name: ClassVar[str] = "inf"
     second_pass: ClassVar[bool] = True
     squares: ClassVar[bool] = True
-    vectors: ClassVar[int] = 8  # D' and R too
+    vectors: ClassVar[int] = 9  # D' and R too, and what they are computed from
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -106,7 +106,8 @@ def compare_models(
 
 def _named(models: Iterable[Any] | Mapping[str, Posterior]) -> dict[str, Posterior]:
     models = models.items() if isinstance(models, Mapping) else models
-    pairs = list(models) if isinstance(models, Iterable) else [(models,)]
+    listed = isinstance(models, Iterable) and not isinstance(models, Tensor)
+    pairs: list[Any] = list(models) if listed else [(models,)]
     pairs = [
         tuple(pair) if isinstance(pair, (tuple, list)) else (f"model {number}", pair)
         for number, pair in enumerate(pairs, 1)
