@@ -300,7 +300,7 @@ def test_more_rows_take_the_place_of_draws_that_cost_more(monkeypatch: pytest.Mo
     assert dear.posterior_precision.refined.base.rank > first
     monkeypatch.setattr(tuning, "DRAW_PRODUCTS", 0)
     fine: Any = free.posterior_precision.refined
-    assert fine.base.rank == first and fine._draws_needed() > len(fine._draws) == 8
+    assert fine.base.rank == first and len(fine._left) > 8
 
 
 def test_rows_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
