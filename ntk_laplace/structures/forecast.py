@@ -32,10 +32,8 @@ class Problem:
         Estimates of the largest eigenvalues of SᵀKS, descending.
     log_joint : float, optional
         An estimate of the log joint, in nats.
-    gram : Tensor, (m, R, m, R), optional
-        SᵀKS of some examples.
-    weights : Tensor, (n, R), optional
-        Eigenvalues of the blocks [SᵀKS]_nn of some examples.
+    root : Tensor, (n, C, R), optional
+        S of the examples of the sample.
     """
 
     model: LinearizedModel
@@ -44,8 +42,7 @@ class Problem:
     processes: int = 1
     spectrum: Tensor | None = None
     log_joint: float | None = None
-    gram: Tensor | None = None
-    weights: Tensor | None = None
+    root: Tensor | None = None
 
     @property
     def num_columns(self) -> int:

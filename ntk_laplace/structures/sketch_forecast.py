@@ -10,7 +10,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.function_space import prior_variances
 from ntk_laplace.curvature.leading_rows import leading_count
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
@@ -125,18 +128,16 @@ class SampledRows:
     Attributes
     ----------
     problem : Problem
+    weighted : Jacobian
+        Rows of SᵀJ of these examples.
     count, limit : int
         Leading rows that are expected at first, and rows for which there is memory.
     """
 
     problem: Problem
+    weighted: Jacobian
     count: int
     limit: int
-
-    @cached_property
-    def log_det(self) -> float:
-        """By the spectrum of the problem."""
-        return float(expected_logs(self.problem).sum())
 
     def left(self, rank: int) -> tuple[float, float]:
         """What the longest leave, as `Growth.left`, if of all rows as many are taken as of these.
@@ -144,43 +145,48 @@ class SampledRows:
         The share of log det B falls with the number of examples, as more rows explain the others: by a power, which
         half of the examples show. Each eigenvalue is taken to fall by that share.
         """
-        m, n = len(self._products), self.problem.num_examples
-        whole, half = (float(logs[math.ceil(rank * len(logs) / self.problem.num_rows) :].sum() / logs.sum())
-                       for logs in self._pivots)  # fmt: skip
-        share = whole * min(1.0, whole / max(half, 1e-300)) ** math.log2(max(1.0, n / m))
-        return share * self.log_det, share**2 * float(expected_logs(self.problem).square().sum())
+        n, rows, logs = self.problem.num_examples, self.problem.num_rows, expected_logs(self.problem)
+        whole, half = (float(pivots[math.ceil(rank * len(pivots) / rows) :].sum() / pivots.sum())
+                       for pivots in self._log_pivots)  # fmt: skip
+        doublings = math.log2(max(1.0, n / self._used))
+        share = whole * min(1.0, whole / max(half, 1e-300)) ** doublings
+        return share * float(logs.sum()), share**2 * float(logs.square().sum())
+
+    @property
+    def _used(self) -> int:
+        """Examples whose Gram matrix is factorized."""
+        return min(self.weighted.num_examples, max(2, tuning.PROBED_GRAM_ROWS // self.problem.num_columns))
 
     @cached_property
-    def _pivots(self) -> tuple[Tensor, Tensor]:
+    def _log_pivots(self) -> tuple[Tensor, Tensor]:
         """Log pivots of B of the examples, and of half of them, repeated to all: sums are those of leading minors."""
-        m, r = self._products.shape[:2]
-        found = []
+        m, r, found = self._used, self.problem.num_columns, []
+        products = gram(self.weighted.subset(slice(0, m)), None, _variances(self.problem)).double().view(m, r, m, r)
+        each = torch.arange(m, device=products.device)
+        _, turn = torch.linalg.eigh(products[each, :, each])
+        products = torch.einsum("nra,nrms,msb->namb", turn, products, turn)
         for count in (m, m // 2):
-            given = self._products[:count, :, :count].reshape(count * r, -1) * (self.problem.num_examples / count)
+            given = products[:count, :, :count].reshape(count * r, -1) * (self.problem.num_examples / count)
             order = given.diagonal().argsort(descending=True)
             given = given[order][:, order]
             given.diagonal().add_(1.0)
             found.append(torch.linalg.cholesky(given).diagonal().log())
         return found[0], found[1]
 
-    @cached_property
-    def _products(self) -> Tensor:
-        """Products of the rows of m examples, (m, R, m, R), in double precision."""
-        assert self.problem.gram is not None
-        given = self.problem.gram.double()
-        each = torch.arange(len(given), device=given.device)
-        _, vectors = torch.linalg.eigh(given[each, :, each])
-        return torch.einsum("nra,nrms,msb->namb", vectors, given, vectors)
-
 
 def expected_rows(problem: Problem) -> SampledRows | None:
     """The leading rows that a fit would choose; None if it would choose none, or for want of a sample."""
-    if problem.weights is None or problem.gram is None:
+    if problem.root is None:
         return None
-    memory, row = memory_of(problem.model), problem.single_row_bytes
-    limit = rows_limit(memory, problem.num_rows, problem.num_columns, problem.element, row)
-    count = leading_count(problem.weights, problem.num_rows, min(limit, problem.num_parameters))
-    return None if count is None else SampledRows(problem, count, limit)
+    weighted, row = problem.sample.weighted(problem.root), problem.single_row_bytes
+    squares = torch.linalg.eigvalsh(diagonal_blocks(weighted, _variances(problem))).clamp_min(0.0)
+    limit = rows_limit(memory_of(problem.model), problem.num_rows, problem.num_columns, problem.element, row)
+    count = leading_count(squares, problem.num_rows, min(limit, problem.num_parameters))
+    return None if count is None else SampledRows(problem, weighted, count, limit)
+
+
+def _variances(problem: Problem) -> Variances:
+    return prior_variances(problem.model.prior, problem.model.network.shapes)
 
 
 def forecast_of_rows(

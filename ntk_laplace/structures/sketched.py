@@ -252,7 +252,7 @@ class Iterative(SketchSpec):
         return found, found.sketch
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int], list[int]]:
-        """The decisions of `Growth`; a product for each test vector and each direction that is kept."""
+        """The decisions of `Growth` for a random sketch, which costs a product for each vector."""
         logs = expected_logs(problem)
 
         def left(rank: int) -> tuple[float, float]:

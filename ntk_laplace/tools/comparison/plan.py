@@ -17,7 +17,7 @@ from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.curvature.function_space import prior_variances
 from ntk_laplace.errors import NTKLaplaceError, UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian, JacobianPass
-from ntk_laplace.jacobian.gram import diagonal_blocks, gram
+from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.data import Inputs, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, outside_autocast
@@ -296,19 +296,19 @@ class _Probe:
         if factored not in self._problems:
             own = JacobianPass(self.model.network, self.model.jacobian_pass.dtype, factored)
             rows, each = _timed(lambda: own.rows(self._x), self.model)
-            variances = prior_variances(self.model.prior, self.model.network.shapes)
-            weighted = rows.weighted(self._root)
-            weights = torch.linalg.eigvalsh(diagonal_blocks(weighted, variances)).clamp_min(0.0)
-            m = min(len(weights), max(2, tuning.PROBED_GRAM_ROWS // weights.shape[1]))
-            kernel = gram(weighted.subset(slice(0, m)), None, variances)
-            few = self._few * weights.shape[1]
-            spectrum = torch.linalg.eigvalsh(kernel[:few, :few]).clamp_min(0.0).flip(0) * (self._count / self._few)
-            problem = Problem(replace(self.model, jacobian_pass=own), self._count, rows, 1, spectrum, self._joint,
-                              kernel.unflatten(0, (m, -1)).unflatten(2, (m, -1)), weights)  # fmt: skip
+            few = rows.subset(slice(0, self._few)).weighted(self._root[: self._few])
+            problem = Problem(replace(self.model, jacobian_pass=own), self._count, rows, 1, self._spectrum(few),
+                              self._joint, self._root)  # fmt: skip
             passes = rows.num_examples / each
-            rates = replace(self._dense, passes=passes, products=self._products(weighted.subset(slice(0, self._few))))
+            rates = replace(self._dense, passes=passes, products=self._products(few))
             self._problems[factored] = problem, rates
         return self._problems[factored]
+
+    def _spectrum(self, weighted: Jacobian) -> Tensor:
+        """Eigenvalues of SᵀKS of all examples, from those of the sample."""
+        matrix = gram(weighted, None, prior_variances(self.model.prior, self.model.network.shapes))
+        values = torch.linalg.eigvalsh(matrix).clamp_min(0.0).flip(0)
+        return values * (self._count / weighted.num_examples)
 
     def _products(self, weighted: Jacobian) -> float:
         """Examples times vectors that a product forth and back takes in a second."""
