@@ -382,3 +382,19 @@ def test_a_sample_shows_how_many_rows_lead(monkeypatch: pytest.MonkeyPatch) -> N
     assert expected.count == pytest.approx(first_rows(chosen), rel=0.3)
     alike = ntkl.plan(network, (x, x[:, :5]), ntkl.Gaussian(0.1), structures=["iterative"]).rows[0]
     assert "leading" in row.note and alike.note.startswith("rank")
+
+
+def test_what_rows_leave_is_extrapolated_from_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More examples explain the others: in the sample alone the share of log det B that is left is half as much again."""
+    network, x, y = digits_like(600)
+    posterior, full = (ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1), structure)
+                       for structure in ("iterative", "full"))  # fmt: skip
+    monkeypatch.setattr(tuning, "PROBED_EXAMPLES", 200)
+    _, given = forecast_of((x, y), network, monkeypatch)
+    expected, structure, (sketch, base) = expected_rows(given), posterior.fitted.structure, of(posterior)
+    curvature = structure.curvature(posterior.fitted.model)  # type: ignore[attr-defined]
+    assert expected is not None and given.spectrum is not None
+    for rank in (first_rows(posterior), 2 * first_rows(posterior)):
+        kept = sketch.grown(curvature, base, rank, 0, draws=False)[1]
+        exact = 1.0 - float(kept.log_det()) / float(full.log_det())
+        assert expected.left(rank)[0] / float(given.spectrum.log1p().sum()) == pytest.approx(exact, rel=0.2)
