@@ -385,7 +385,7 @@ def test_a_sample_shows_how_many_rows_lead(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_rows_leave_is_extrapolated_from_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More examples explain the others: in the sample alone the share of log det B that is left is half as much again."""
+    """More examples explain the others: the sample alone leaves half as much again of log det B."""
     network, x, y = digits_like(600)
     posterior, full = (ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1), structure)
                        for structure in ("iterative", "full"))  # fmt: skip
