@@ -710,7 +710,7 @@ def test_estimators_beside_others(tmp_path: Path) -> None:
     assert len(found) == 12 and all(row["mean"] < 0 or "friedman" in name for name, row in found.items())
     own = found["diabetes, Laplace"]["mean"] - found["diabetes, perceptron"]["mean"]
     assert found["diabetes, perceptron"]["behind"] == pytest.approx(own) and "Gaussian process" in printed
-    assert "former arguments" in run("predictions/estimators.py", tmp_path, "--defaults")
+    assert "precision=1.0" in run("predictions/estimators.py", tmp_path, "--defaults")
 
 
 def test_intervals_and_sets(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ class Fitted:
             device = self.network.device if device is None else torch.device(device)
             torch.empty(0, device=device)
         except (RuntimeError, TypeError, AssertionError, NotImplementedError) as cause:
-            raise UnsupportedError("a device that torch can use here", f"{device!r}"[:80],
+            raise UnsupportedError("a device that torch can use here", repr(str(device))[:80],
                                    'Pass "cpu", or install a torch for that device.') from cause
         with torch.inference_mode(False):
             self._fitted, self._refit = self._fitted.to(device, self.dtype if dtype is None else dtype), None

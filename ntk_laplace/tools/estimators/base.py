@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -199,8 +199,15 @@ class LaplaceEstimator(BaseEstimator):
         rate = self.learning_rate
         if not is_number(rate, above=0):
             raise HyperparameterError("a positive learning_rate", repr(rate), "Pass learning_rate=0.02.")
+        precision = self._precision
+        several = isinstance(precision, (Sequence, np.ndarray)) and not isinstance(precision, str)
+        each = list(precision) if several else [precision]
+        named = isinstance(precision, (Mapping, Tensor))  # the prior checks these
+        if not each or not (named or all(is_number(one, above=0) for one in each)):
+            raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
+                                      "Pass precision=1.0 or (1.0, 0.1).")  # fmt: skip
         require_flags(prefit=self.prefit)
-        if self.prefit and isinstance(self._precision, (Sequence, np.ndarray)):
+        if self.prefit and several:
             raise UnsupportedError("one precision, for prefit=True", repr(self.precision),
                                    "Pass the precision that the network was trained with.")  # fmt: skip
         if self.prefit and not is_module(self.network):
