@@ -32,10 +32,10 @@ def compare_models(
     """Scores of several trained models of the same data, and the agreement of their rankings.
 
     Evidences of different data, or of densities and probabilities, cannot be compared: the models must have the same
-    training targets in the same order. A warning names models with vague priors, for which the evidence ranks badly
-    ([L22] sections 4.1 and 7). A prior is vague if 1/δ is more than twice the mean square of the weights per effective
-    parameter, and MacKay's precisions would increase the evidence, estimated at fixed weights, by a tenth of its size
-    and by 3 nats more than they would for weights that were drawn from the prior.
+    training targets in the same order. A warning names models with vague priors, for which the evidence often ranks
+    badly ([L22] sections 4.1 and 7). A prior is vague if 1/δ is more than twice the mean square of the weights per
+    effective parameter, and MacKay's precisions would increase the evidence, estimated at fixed weights, by a tenth of
+    its size and by 3 nats more than they would for weights that were drawn from the prior.
 
     Parameters
     ----------

@@ -162,7 +162,7 @@ class ModelComparison:
         words = []
         if self.vague:
             words.append(
-                f"the evidence ranks badly at fixed vague priors ([L22] sections 4.1, 7), and that concerns "
+                f"the evidence often ranks badly at fixed vague priors ([L22] sections 4.1, 7), and that concerns "
                 f"{self._listed(self.vague)}: fit the precisions with fit_hyperparameters, or go by the conditional "
                 "evidence"
             )
