@@ -45,8 +45,9 @@ TEMPERATURES = (0.5, 1.0, 2.0, 3.0, 6.0)
 LABELS = "0110000111101110010111110111111001111100"  # those that the specification's numbers belong to
 JOINT = {0.5: -32.1, 1.0: -29.6, 2.0: -27.7, 3.0: -27.1, 6.0: -26.9}  # its numbers
 FEW = 20  # draws in [L22]
-HIDDEN = {"linear": (), "4": (4,), "8": (8,), "16": (16,), "32": (32,), "64": (64,), "16-16": (16, 16),
-          "32-32": (32, 32), "32-32-32": (32, 32, 32)}  # fmt: skip
+HIDDEN = {"linear": (), "4": (4,), "8": (8,), "16": (16,), "32": (32,), "64": (64,), "128": (128,), "8-8": (8, 8),
+          "16-16": (16, 16), "32-32": (32, 32), "64-64": (64, 64), "16-16-16": (16, 16, 16),
+          "32-32-32": (32, 32, 32)}  # fmt: skip
 BEFORE = {"none": ntkl.Calibration()}
 
 
@@ -311,7 +312,7 @@ def picture(toy: dict[str, Any], cells: dict[str, list[dict[str, Any]]]) -> Figu
         if min(v["none"]["few"] for v in found) < -1000:
             axes.set_yscale("symlog", linthresh=20)
         axes.set_title(f"digits, prior precision {precision}")
-    others[-1].legend(fontsize=8, loc="lower right")
+    others[-1].legend(fontsize=8, loc="upper left")
     return figure
 
 
