@@ -208,6 +208,20 @@ def test_the_spectrum_of_all_examples_is_that_of_the_kernel(monkeypatch: pytest.
     assert seen[0].log_joint == pytest.approx(float(posterior.log_joint()), rel=1e-12)
 
 
+def test_a_sample_shows_the_spectrum_of_all_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of copies of one example a sample knows everything but their number."""
+    network, (x, y) = problem(mlp)
+    seen: list[Problem] = []
+    monkeypatch.setattr(ntkl.Nystrom, "forecast", lambda self, problem: seen.append(problem))
+    monkeypatch.setattr(tuning, "PROBED_ROWS", 10)
+    data = x[:1].repeat(40, 1), y[:1].repeat(40)
+    ntkl.plan(network, data, ntkl.Categorical(), structures=[ntkl.Nystrom()], settings=QUIET)
+    expected = ntkl.laplace(network, data, ntkl.Categorical(), settings=QUIET).fitted.precision.spectrum()
+    assert expected is not None and seen[0].spectrum is not None and len(seen[0].spectrum) <= 10 < len(expected)
+    exact = expected.flip(0)[: len(seen[0].spectrum)]
+    torch.testing.assert_close(seen[0].spectrum, exact, rtol=1e-9, atol=1e-10)
+
+
 def test_the_rank_follows_the_spectrum() -> None:
     network, data = problem(mlp)
     row = ntkl.plan(network, data, ntkl.Categorical(), structures=[ntkl.Nystrom()], settings=QUIET).rows[0]

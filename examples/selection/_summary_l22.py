@@ -16,6 +16,7 @@ __all__ = ["SCORES", "TESTS", "Column", "heat_map", "printed", "scatter", "summa
 
 PRIORS = ("1e-6", "1e-4", "1e-3", "1e-2", "1e-1", "1", "1e2", "layerwise")
 _DELTA = 0.025  # of the draws of the data, in McAllester's bound
+_COLDEST = 0.25  # temperature at which the search for it ends
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,26 @@ def printed(columns: list[Column], results: list[dict[str, Any]]) -> str:
                 cells.append(_with_range([float(reduce([own[kind] for own in each])) for each in tested], "{:.3f}"))
         lines.append([column.study, column.label, *cells])
     parts.append(f"The networks\n{table(best, lines)}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _tuning(columns)])
+
+
+def _tuning(columns: list[Column]) -> str:
+    """What scale and temperature did to the test, and the lowest of Seeger's bounds."""
+    shares: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "temperature at its bound": lambda own: own["temperature"] < 1.001 * _COLDEST,
+        "scaled average above network": lambda own: own["scaled_log_likelihood"] > own["map_log_likelihood"],
+    }
+    lines = []
+    for column in columns:
+        tested = [[row["structures"]["kfac"] for row in rows] for rows in column.seeds]
+        bounds = [[own["bound"] for own in each if "bound" in own] for each in tested]
+        lines.append([
+            column.study, column.label, *(_with_range([float(np.mean([holds(own) for own in each])) for each in tested])
+                                          for holds in shares.values()),
+            _with_range([min(each) if each else None for each in bounds]),
+        ])  # fmt: skip
+    head = ["data", "prior", *shares, "lowest of Seeger's bounds"]
+    return f"Tuning: shares of the networks, mean (range over seeds)\n{table(head, lines)}"
 
 
 def _families(columns: list[Column]) -> str:

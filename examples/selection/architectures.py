@@ -135,6 +135,8 @@ def main() -> None:
     columns = sorted(found.values(), key=lambda column: column.place)
     results = [summary(column) for column in columns]
     print(printed(columns, results))
+    seconds = [row["seconds"] for column in columns for rows in column.seeds for row in rows]
+    print(f"\n{len(seconds)} cells, {sum(seconds) / 60:.0f} minutes of processor time")
     for test in TESTS:
         (options.out / f"choice_{test}.png").write_bytes(png(heat_map(columns, results, test)))
     (options.out / "scatter.png").write_bytes(png(scatter(columns)))
