@@ -5,8 +5,9 @@
 
 The posterior p(θ given the first 80 %) is sampled, and the other 20 % are asked, jointly and one by one. Samplers:
 Hamiltonian Monte Carlo of 32 chains, preconditioned by Laplace's H (written out here); SGHMC with full gradients and
-with minibatches of a quarter, and SGLD, by the library `posteriors`. Without it, its two updates as they are written
-out here take its place, and the output says so. All chains start at draws of Laplace's posterior and first forget them.
+with minibatches of a quarter, and SGLD, by the library `posteriors`. Without it, its updates as they are written out in
+_samplers.py take its place, and the output says so. All chains start at draws of Laplace's posterior and first forget
+them.
 
 * "conjugate": Bayesian linear regression, P = 10; the exact values are known.
 * "toy": noisy sines, one hidden layer of 8 tanh units; also the difference of two evidences by the library's annealed
@@ -26,8 +27,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,78 +37,14 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
+from _samplers import CHAINS, LIBRARY, Problem, stochastic
 from _shared import machine, mlp, once, parser, table, write
 
 import ntk_laplace as ntkl
 from ntk_laplace.plotting import SERIES, png
 from ntk_laplace.selection import ConditionalEstimate, conditional_from_samples
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # of what `posteriors` imports
-try:
-    import posteriors
-except ImportError:
-    posteriors = None
-
-Step = Callable[[Tensor | None], Tensor]
-CHAINS = 32
 LEAPFROG = 10
-STEP = 0.1  # of SGLD, over 1/ω², and of SGHMC, over 1/ω with friction ω, for the largest curvature ω² of -log p
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Data whose first m points are known, a network trained on them, and its posterior for all of them."""
-
-    name: str
-    x: Tensor
-    y: Tensor
-    known: int
-    network: nn.Module
-    likelihood: ntkl.Likelihood
-    precision: float
-
-    @cached_property
-    def posterior(self) -> ntkl.Posterior:
-        """Of all points, at the weights of the first m."""
-        return self._fitted(slice(None))
-
-    @cached_property
-    def given(self) -> ntkl.Posterior:
-        """Of the first m points."""
-        return self._fitted(slice(self.known))
-
-    def _fitted(self, part: slice) -> ntkl.Posterior:
-        return ntkl.laplace(self.network, (self.x[part], self.y[part]), self.likelihood,
-                            ntkl.GaussianPrior(self.precision), structure="full",
-                            settings=ntkl.Settings(progress=False))  # fmt: skip
-
-    def log_likelihood(self, thetas: Tensor, index: slice | Tensor) -> Tensor:
-        """log p(y_i given θ_s), (S, n)."""
-        weights = dict(self.network.named_parameters())
-        sizes = [w.numel() for w in weights.values()]
-
-        def outputs(theta: Tensor) -> Tensor:
-            parts = {name: part.view(w.shape) for (name, w), part in zip(weights.items(), theta.split(sizes),
-                                                                         strict=True)}
-            return torch.func.functional_call(self.network, parts, self.x[index])
-
-        f, y = torch.func.vmap(outputs)(thetas), self.y[index]
-        if self.likelihood.classifies:
-            return torch.log_softmax(f, 2).gather(2, y.expand(len(f), -1)[..., None]).squeeze(2)
-        noise = float(self.likelihood.noise)
-        return (-0.5 * ((y - f).square() / noise + math.log(2 * math.pi * noise))).squeeze(2)
-
-    def log_posterior(self, thetas: Tensor, index: Tensor | None = None) -> Tensor:
-        """log p(known points, θ_s) up to a constant, (S,); of a minibatch, scaled to all known points."""
-        part = slice(self.known) if index is None else index
-        share = 1.0 if index is None else self.known / len(index)
-        return share * self.log_likelihood(thetas, part).sum(1) - 0.5 * self.precision * thetas.square().sum(1)
-
-    def slope(self, thetas: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Values (S,) and gradients (S, P) of `log_posterior`."""
-        thetas = thetas.detach().requires_grad_()
-        values = self.log_posterior(thetas, index)
-        return values.detach(), torch.autograd.grad(values.sum(), thetas)[0]
 
 
 def problem(kind: str, seed: int, small: bool) -> Problem:
@@ -177,60 +112,6 @@ def hamiltonian(problem: Problem, draws: int, warmup: int) -> Tensor:
         else:
             kept.append(theta)
     return torch.stack(kept, 1)
-
-
-def stochastic(problem: Problem, kind: str, draws: int, warmup: int, every: int, share: float = 1.0) -> Tensor:
-    """SGHMC (Chen et al. 2014) or SGLD (Welling and Teh 2011) of many chains; the step from the largest curvature."""
-    given = problem.given
-    matrix = given.posterior_precision.multiply(torch.eye(given.num_parameters).double())
-    largest = float(torch.linalg.eigvalsh(matrix)[-1])
-    # SGHMC's update is an explicit Euler step: it needs a step below friction/ω², and gains nothing by less friction
-    rate, friction = (STEP / largest**0.5, largest**0.5) if kind == "sghmc" else (STEP / largest, 0.0)
-    size = max(1, round(share * problem.known))
-    theta, kept = given.sample(CHAINS), []
-    take = (_written if posteriors is None else _library)(problem, kind, rate, friction, theta)
-    for number in range((warmup + draws) * every):
-        index = None if share == 1.0 else torch.randperm(problem.known)[:size]
-        theta = take(index)
-        if number >= warmup * every and number % every == every - 1:
-            kept.append(theta.clone())
-    return torch.stack(kept, 1)
-
-
-def _library(problem: Problem, kind: str, rate: float, friction: float, theta: Tensor) -> Step:
-    """The transform of `posteriors`, on all chains as one parameter."""
-    options = {"alpha": friction} if kind == "sghmc" else {}
-
-    def log_posterior(thetas: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        values = problem.log_posterior(thetas, index)
-        return values.sum(), values
-
-    transform = getattr(posteriors.sgmcmc, kind).build(log_posterior, lr=rate, **options)
-    state = transform.init(theta)
-
-    def take(index: Tensor | None) -> Tensor:
-        nonlocal state
-        state, _ = transform.update(state, index)
-        return state.params
-
-    return take
-
-
-def _written(problem: Problem, kind: str, rate: float, friction: float, theta: Tensor) -> Step:
-    """The same updates in plain torch."""
-    momenta = torch.randn_like(theta)
-
-    def take(index: Tensor | None) -> Tensor:
-        nonlocal theta, momenta
-        slope = problem.slope(theta, index)[1]
-        if kind == "sgld":
-            theta = theta + rate * slope + (2 * rate) ** 0.5 * torch.randn_like(theta)
-            return theta
-        noise = (2 * friction * rate) ** 0.5 * torch.randn_like(theta)
-        theta, momenta = theta + rate * momenta, momenta + rate * (slope - friction * momenta) + noise
-        return theta
-
-    return take
 
 
 # --- one data set
@@ -312,16 +193,15 @@ def main() -> None:
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
-    library = "written out" if posteriors is None else f"posteriors {posteriors.__version__}"
-    if posteriors is None:
-        print("posteriors is not installed (pip install posteriors): its updates are those written out in this script")
+    if LIBRARY == "written out":
+        print("posteriors is not installed (pip install posteriors): its updates are those written out in _samplers.py")
     found: dict[str, list[dict[str, Any]]] = {}
     for kind in REFERENCE:
-        found[kind] = [once(options.out / f"{kind}_{seed}.json", [str(options.small), library],
+        found[kind] = [once(options.out / f"{kind}_{seed}.json", [str(options.small), LIBRARY],
                             lambda kind=kind, seed=seed: study(kind, seed, options.small))
                        for seed in range(2 if options.small else options.seeds)]
         print(f"\n{report(kind, found[kind])}", flush=True)
-    write(options.out / "sampling.json", {"machine": machine(options.threads), "library": library, "results": found})
+    write(options.out / "sampling.json", {"machine": machine(options.threads), "library": LIBRARY, "results": found})
     (options.out / "sampling.png").write_bytes(png(picture(found)))
 
 

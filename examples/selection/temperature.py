@@ -12,6 +12,10 @@
   about rankings: Spearman's ρ of the joint density of 20 and 2,000 draws and of the sum of marginals, each before and
   after, with test accuracy and test log likelihood of the averaged predictions of networks trained on all 500 and asked
   1,000 other digits.
+* "sampled": the same networks at the first precision by SGHMC's dynamics (`baoa` of the library `posteriors`; without
+  it, the same update written out in _samplers.py): 8 chains from the MAP of the 80 %, 800 draws after a warmup that
+  ends when the virial theorem holds; temperatures of each draw and of the average fitted to the 5 %; the draws
+  themselves predict the test digits.
 
 It writes temperature.json and temperature.png. Finished cells are kept in the folder: an interrupted run goes on.
 """
@@ -19,8 +23,10 @@ It writes temperature.json and temperature.png. Finished cells are kept in the f
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,11 +34,13 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from scipy.optimize import minimize_scalar
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
+from _samplers import LIBRARY, Problem, underdamped
 from _shared import machine, mlp, once, parser, table, write
 
 import ntk_laplace as ntkl
@@ -68,7 +76,12 @@ def main() -> None:
     for precision, found in summaries.items():
         print(f"\ndigits, prior precision {precision}: {found['networks']} networks, {found['seeds']} splits")
         print(digits_table(found))
-    kept = {"machine": machine(options.threads), "toy": toy, "digits": summaries, "cells": cells}
+    drawn = [sampled_cell(name, precisions[0], seed, options) for seed in range(1 if options.small else options.seeds)
+             for name in list(HIDDEN)[:: 8 if options.small else 1]]  # fmt: skip
+    sampling = summary(drawn)
+    print(f"\nsampled, prior precision {precisions[0]:g}, {LIBRARY}\n{sampled_table(drawn)}\n{digits_table(sampling)}")
+    kept = {"machine": machine(options.threads), "toy": toy, "digits": summaries, "cells": cells,
+            "sampled": {"library": LIBRARY, "summary": sampling, "cells": drawn}}  # fmt: skip
     write(options.out / "temperature.json", kept)
     (options.out / "temperature.png").write_bytes(png(picture(toy, cells)))
 
@@ -154,17 +167,24 @@ def cell(name: str, precision: float, seed: int, options: argparse.Namespace) ->
     return once(kept, [str(options.small)], lambda: digits(name, precision, seed, options.small))
 
 
-def digits(name: str, precision: float, seed: int, small: bool) -> dict[str, Any]:
-    """The forms of one network, for each calibration, beside its test scores."""
+def split(seed: int, small: bool) -> tuple[tuple[Tensor, Tensor], tuple[slice, ...]]:
+    """The digits in the order of a seed; those known, those that calibrate, those that score, and the test digits."""
     from sklearn.datasets import load_digits
 
     data, order = load_digits(), np.random.default_rng(seed).permutation(1797)
-    x, y = torch.as_tensor(data.data[order] / 16), torch.as_tensor(data.target[order])
-    n, asked, draws = (100, 60, 100) if small else (500, 1000, 2000)
-    known, tuned, rest = slice(0, round(0.8 * n)), slice(round(0.8 * n), round(0.85 * n)), slice(round(0.85 * n), n)
-    test = x[n : n + asked], y[n : n + asked]
-    blind, whole = (fitted(name, (x[part], y[part]), precision, seed, 20 if small else 300)
-                    for part in (known, slice(0, n)))
+    n, asked = (100, 60) if small else (500, 1000)
+    ends = [0, round(0.8 * n), round(0.85 * n), n, n + asked]
+    parts = tuple(slice(*pair) for pair in itertools.pairwise(ends))
+    return (torch.as_tensor(data.data[order] / 16), torch.as_tensor(data.target[order])), parts
+
+
+def digits(name: str, precision: float, seed: int, small: bool) -> dict[str, Any]:
+    """The forms of one network, for each calibration, beside its test scores."""
+    (x, y), parts = split(seed, small)
+    known, tuned, rest, asked = parts
+    test, draws = (x[asked], y[asked]), 100 if small else 2000
+    blind, whole = (fitted(trained(name, (x[part], y[part]), precision, seed, 20 if small else 300),
+                           (x[part], y[part]), precision) for part in (known, slice(asked.start)))  # fmt: skip
     torch.manual_seed(seed)
     mean = blind.outputs(x[rest])
     away = blind.sample(draws, x[rest]) - mean
@@ -193,8 +213,8 @@ def digits(name: str, precision: float, seed: int, small: bool) -> dict[str, Any
     return found
 
 
-def fitted(name: str, data: tuple[Tensor, Tensor], precision: float, seed: int, steps: int) -> ntkl.Posterior:
-    """A network at its MAP, with KFAC."""
+def trained(name: str, data: tuple[Tensor, Tensor], precision: float, seed: int, steps: int) -> nn.Module:
+    """A network at its MAP."""
     torch.manual_seed(seed)
     network = mlp((64, *HIDDEN[name], 10)).double()
     weights = list(network.parameters())
@@ -209,8 +229,13 @@ def fitted(name: str, data: tuple[Tensor, Tensor], precision: float, seed: int, 
 
     optimizer.step(objective)
     optimizer.zero_grad()
-    return ntkl.laplace(network.eval(), data, ntkl.Categorical(), ntkl.GaussianPrior(precision), structure="kfac",
-                        settings=ntkl.Settings(progress=False))
+    return network.eval()
+
+
+def fitted(network: nn.Module, data: tuple[Tensor, Tensor], precision: float) -> ntkl.Posterior:
+    """Its posterior, with KFAC."""
+    return ntkl.laplace(network, data, ntkl.Categorical(), ntkl.GaussianPrior(precision), structure="kfac",
+                        settings=ntkl.Settings(progress=False))  # fmt: skip
 
 
 def calibrations(posterior: ntkl.Posterior, held_out: tuple[Tensor, Tensor]) -> dict[str, ntkl.Calibration]:
@@ -250,7 +275,8 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
             own["few_sd"] = float(np.mean([one[words]["few_sd"] for one in cells]))
             own["warned"] = float(np.mean([not one[words]["trusted"] for one in cells]))
             own["variance"] = float(np.median([one[words]["variance"] for one in cells]))
-        own["map_unchanged"] = all(one[words]["map_unchanged"] for one in cells)
+        if "map_unchanged" in cells[0][words]:
+            own["map_unchanged"] = all(one[words]["map_unchanged"] for one in cells)
         found["calibrations"][words] = own
     return found
 
@@ -273,6 +299,76 @@ def digits_table(found: dict[str, Any]) -> str:
                      *(rho(own, f"{score}, {target}") for target in ("accuracy", "log_likelihood")
                        for score in ("few", "joint", "marginal"))])
     return table(heads, rows)
+
+
+# --- the same networks, sampled
+
+
+def sampled_cell(name: str, precision: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One network of one split, kept in a file."""
+    kept = options.out / f"sampled_{precision:g}_{name}_{seed}.json"
+    return once(kept, [str(options.small), LIBRARY], lambda: sampled(name, precision, seed, options.small))
+
+
+def sampled(name: str, precision: float, seed: int, small: bool) -> dict[str, Any]:
+    """The forms of one network from draws of its weights, for each temperature, beside the test scores of the draws."""
+    (x, y), (known, tuned, rest, asked) = split(seed, small)
+    network = trained(name, (x[known], y[known]), precision, seed, 20 if small else 300).float()
+    problem = Problem(name, x.float(), y, known.stop, network, ntkl.Categorical(), precision)
+    start = torch.cat([w.detach().flatten() for w in network.parameters()])
+    torch.manual_seed(seed)
+    began = time.process_time()
+    chains = underdamped(problem, start.repeat(8, 1), *((40, 2, 40) if small else (1000, 10, 10_000)))
+    seconds = time.process_time() - began
+    with torch.no_grad():
+        f = problem.outputs(chains.draws.flatten(0, 1), slice(tuned.start, asked.stop)).double()
+    f = f[torch.randperm(len(f))]  # twenty at a time are of all chains and times
+    parts = f[:, : rest.start - tuned.start], f[:, rest.start - tuned.start : rest.stop - tuned.start], \
+        f[:, asked.start - tuned.start :]  # fmt: skip
+    found: dict[str, Any] = {"name": name, "seed": seed, "parameters": len(start), "warmup": chains.warmup,
+                             "virial": chains.virial, "kinetic": chains.kinetic, "seconds": seconds}  # fmt: skip
+    for words in ("none", "temperature of draws", "temperature of the average"):
+        of_draws = words == "temperature of draws"
+        t = 1.0 if words == "none" else best_temperature(parts[0], y[tuned], of_draws)
+        draws, average = (t, 1.0) if of_draws else (1.0, t)
+        scored = averaged(parts[2], draws, average)
+        own = torch.log_softmax(parts[1] / draws, 2).gather(2, y[rest].expand(len(f), -1)[..., None]).squeeze(2)
+        marginal = averaged(parts[1], draws, average).gather(1, y[rest][:, None]).sum()
+        found[words] = {"scale": 1.0, "temperature": draws, "average": average, "marginal": float(marginal),
+                        "accuracy": accuracy(scored.exp(), y[asked]),
+                        "log_likelihood": float(scored.gather(1, y[asked][:, None]).mean())}  # fmt: skip
+        if average == 1.0:
+            joint, few = estimate(own), in_parts(own)
+            found[words] |= {"joint": joint.value, "variance": joint.variance, "trusted": joint.trusted,
+                             "few": float(few[0]), "few_sd": float(few.std())}  # fmt: skip
+    return found
+
+
+def averaged(f: Tensor, draws: float, average: float) -> Tensor:
+    """Log probabilities (n, C) of draws of f (S, n, C), at a temperature of each draw and one of their average."""
+    mean = torch.log_softmax(f / draws, 2).logsumexp(0) - math.log(len(f))
+    return torch.log_softmax(mean / average, 1)
+
+
+def best_temperature(f: Tensor, y: Tensor, of_draws: bool) -> float:
+    """The temperature of the highest density of the labels."""
+    def loss(log_t: float) -> float:
+        pair = (math.exp(log_t), 1.0) if of_draws else (1.0, math.exp(log_t))
+        return -float(averaged(f, *pair).gather(1, y[:, None]).sum())
+
+    return math.exp(minimize_scalar(loss, bounds=(math.log(0.05), math.log(20.0)), method="bounded").x)
+
+
+def sampled_table(cells: list[dict[str, Any]]) -> str:
+    """What says whether the chains have reached the posterior, of each network: the worst of the splits."""
+    rows = []
+    for name in dict.fromkeys(cell["name"] for cell in cells):
+        mine = [cell for cell in cells if cell["name"] == name]
+        ranges = [[cell[key] for cell in mine] for key in ("virial", "kinetic")]
+        rows.append([name, str(mine[0]["parameters"]), str(max(cell["warmup"] for cell in mine)),
+                     *(f"{min(own):.3f} to {max(own):.3f}" for own in ranges),
+                     f"{np.mean([cell['seconds'] for cell in mine]):.0f}"])  # fmt: skip
+    return table(["layers", "weights", "warmup", "virial", "momenta", "seconds"], rows)
 
 
 # --- both
