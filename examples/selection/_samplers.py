@@ -22,6 +22,7 @@ except ImportError:
 LIBRARY = "written out" if posteriors is None else f"posteriors {posteriors.__version__}"
 CHAINS = 32
 STEP = 0.1  # of SGLD, over 1/ω², and of SGHMC, over 1/ω with friction ω, for the largest curvature ω² of -log p
+STABLE = 0.25  # of the splitting, over 1/ω
 
 @dataclass(frozen=True)
 class Problem:
@@ -181,9 +182,10 @@ def underdamped(problem: Problem, theta: Tensor, kept: int, every: int, most: in
     """SGHMC's dynamics with full gradients, by the splitting of Leimkuhler and Matthews (2015): `baoa` of `posteriors`.
 
     SGHMC's own update, an explicit Euler step, needs so much friction that weights which the data leave free move as
-    slowly as by SGLD. The splitting is stable below 2/ω at any friction: here the step is .4/ω for the largest
-    curvature ω² at any of the states, measured again during the warmup, and the friction is critical for the prior's
-    curvature. The warmup ends when the virial of a block of steps is within .03 of 1, or after `most` steps.
+    slowly as by SGLD. The splitting is stable below 2/ω at any friction: here the step is .25/ω for the largest
+    curvature ω² at any of the states so far, measured every 25 steps, and the friction is critical for the prior's
+    curvature. The warmup ends when the virial of two blocks of steps in a row is within .03 of 1, and the momenta's
+    mean square within .05, or after `most` steps.
 
     Parameters
     ----------
@@ -192,29 +194,35 @@ def underdamped(problem: Problem, theta: Tensor, kept: int, every: int, most: in
     kept, every : int
         Steps after the warmup, of which each `every`-th is kept.
     """
-    block, friction = max(1, kept // 4), 2 * problem.precision**0.5
+    friction = 2 * problem.precision**0.5
     largest, direction = curvature(problem, theta, torch.randn_like(theta), 20)
-    chains, warmup, settled = sampler(problem, "baoa", 0.4 / largest**0.5, friction, theta), 0, False
-    while not settled and warmup < most:
-        found, direction = curvature(problem, chains.theta, direction, 5)
-        if found > largest:
-            largest = found
-            chains = sampler(problem, "baoa", 0.4 / largest**0.5, friction, chains.theta, chains.momenta)
-        own = []
-        for number in range(block):
+    chains = sampler(problem, "baoa", STABLE / largest**0.5, friction, theta)
+
+    def block(steps: int) -> tuple[list[Tensor], float, float]:
+        """States, virial and kinetic energy of some steps."""
+        nonlocal chains, largest, direction
+        draws, virials, energies = [], [], []
+        for number in range(steps):
+            if number % 25 == 0:
+                found, direction = curvature(problem, chains.theta, direction, 5)
+                if found > largest:
+                    largest = found
+                    rate = STABLE / largest**0.5
+                    chains = sampler(problem, "baoa", rate, friction, chains.theta, chains.momenta)
             chains.step()
-            if number % every == 0:
-                own.append(virial(problem, chains.theta))
-        warmup += block
-        settled = abs(sum(own) / len(own) - 1) < 0.03
-    draws, virials, kinetic = [], [], []
-    for number in range(kept):
-        chains.step()
-        if number % every == every - 1:
-            draws.append(chains.theta)
-            virials.append(virial(problem, chains.theta))
-            kinetic.append(float(chains.momenta.square().mean()))
-    return Chains(torch.stack(draws), warmup, sum(virials) / len(virials), sum(kinetic) / len(kinetic))
+            if number % every == every - 1:
+                draws.append(chains.theta)
+                virials.append(virial(problem, chains.theta))
+                energies.append(float(chains.momenta.square().mean()))
+        return draws, sum(virials) / len(virials), sum(energies) / len(energies)
+
+    warmup = settled = 0
+    while settled < 2 and warmup < most:
+        _, ratio, energy = block(max(every, kept // 4))
+        warmup += max(every, kept // 4)
+        settled = settled + 1 if abs(ratio - 1) < 0.03 and abs(energy - 1) < 0.05 else 0
+    draws, ratio, energy = block(kept)
+    return Chains(torch.stack(draws), warmup, ratio, energy)
 
 
 def curvature(problem: Problem, theta: Tensor, direction: Tensor, steps: int) -> tuple[float, Tensor]:

@@ -318,7 +318,7 @@ def sampled(name: str, precision: float, seed: int, small: bool) -> dict[str, An
     start = torch.cat([w.detach().flatten() for w in network.parameters()])
     torch.manual_seed(seed)
     began = time.process_time()
-    chains = underdamped(problem, start.repeat(8, 1), *((40, 2, 40) if small else (1000, 10, 10_000)))
+    chains = underdamped(problem, start.repeat(8, 1), *((40, 2, 40) if small else (1000, 10, 5000)))
     seconds = time.process_time() - began
     with torch.no_grad():
         f = problem.outputs(chains.draws.flatten(0, 1), slice(tuned.start, asked.stop)).double()
