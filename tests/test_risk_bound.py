@@ -118,6 +118,26 @@ def test_coverage_of_a_gaussian_posterior() -> None:
     covered(risks, kl, n)
 
 
+@pytest.mark.slow
+def test_coverage_of_the_function_itself() -> None:
+    """Logistic regression on labels of a coin, drawn weights and all: the expected error of any network is ½."""
+    generator, wrong, above = torch.Generator().manual_seed(2), 0, 0
+    for _ in range(100):
+        x = torch.randn(60, 5, generator=generator).double()
+        y = torch.randint(0, 2, (60, 1), generator=generator).double()
+        network = nn.Linear(5, 1).double()
+        with torch.no_grad():  # one Newton step from 0, nearly the optimum
+            features = torch.cat([x, torch.ones(60, 1).double()], 1)
+            theta = torch.linalg.solve(torch.eye(6).double() + features.T @ features / 4, features.T @ (y - 0.5))
+            network.weight.copy_(theta[:5].T)
+            network.bias.copy_(theta[5])
+        posterior = ntkl.laplace(network, (x, y), ntkl.Bernoulli(), ntkl.GaussianPrior(1.0), structure="full")
+        found = ntkl.risk_bound(posterior, (x, y), delta=DELTA, draws=200, generator=generator)
+        wrong += found.value < 0.5
+        above += found.risk < 0.5
+    assert wrong <= DELTA * 100 and above > 90  # the mean loss on the data is no bound
+
+
 def test_an_unbounded_log_loss_has_no_bound() -> None:
     """[L22] Eq. 15 with the log loss of a Gaussian, data with heavy tails: wrong far more often than δ."""
     n, generator = 20, torch.distributions.StudentT(torch.tensor(2.2).double())
@@ -339,6 +359,26 @@ def test_words() -> None:
     assert not tight.vacuous and "vacuous" not in str(tight) and 0 < float(tight) < 1
 
 
+@pytest.mark.parametrize("loss", ["log", "brier"])
+@pytest.mark.parametrize(("likelihood", "outputs"), [(ntkl.Categorical(), 3), (ntkl.Bernoulli(), 2)])
+def test_a_bound_above_a_guess_is_vacuous(loss: str, likelihood: ntkl.Likelihood, outputs: int) -> None:
+    """The guess is what a network without weights says."""
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double()
+    y = torch.arange(40) % 3 if outputs == 3 else torch.stack([torch.arange(40) % 2, torch.arange(40) % 3 > 1], 1)
+    silent = nn.Linear(3, outputs).double()
+    nn.init.zeros_(silent.weight)
+    nn.init.zeros_(silent.bias)
+    given = ntkl.gaussian_posterior(silent, (x, y), likelihood, ntkl.GaussianPrior(1.0, mean=0.1),
+                                    precision=torch.full((4 * outputs,), 1e12).double())  # fmt: skip
+    found = ntkl.risk_bound(given, (x, y), loss=loss, draws=np.int64(20), models=np.int64(2))  # type: ignore
+    assert found.chance == pytest.approx(found.risk, rel=1e-5) and found.chance < found.value
+    assert found.vacuous and "a guess has" in str(found) and repr(found).endswith(", vacuous)")
+    assert type(found.value) is float and type(found.draws) is type(found.models) is int
+    counts = ntkl.gaussian_posterior(nn.Linear(3, 1).double(), (x, y[:, None] if outputs == 3 else y[:, :1]),
+                                     ntkl.Poisson(), precision=torch.ones(4).double())  # fmt: skip
+    assert ntkl.risk_bound(counts, (x, torch.ones(40, 1)), loss="log", draws=5).chance is None
+
+
 def test_nothing_of_the_caller_changes() -> None:
     module, state = network(ALL), torch.get_rng_state()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -405,8 +445,11 @@ def test_tuned_precisions_and_losses(tmp_path: Path) -> None:
 
 def test_priors_and_networks_that_saw_the_data() -> None:
     theta = torch.cat([p.detach().flatten() for p in network(ALL).parameters()])
-    with refused(ntkl.UnsupportedError, "prior mean", "trained weights", "mean of 0"):
-        ntkl.risk_bound(fitted(ALL, prior=ntkl.GaussianPrior(1.0, mean=theta)), points())
+    for mean in (theta, theta.float().double(), theta * (1 + 1e-9)):
+        with refused(ntkl.UnsupportedError, "prior mean", "trained weights", "mean of 0"):
+            ntkl.risk_bound(fitted(ALL, prior=ntkl.GaussianPrior(1.0, mean=mean)), points())
+    other = theta * (1 + 1e-3 * torch.randn(len(theta), generator=torch.Generator().manual_seed(0)))
+    assert ntkl.risk_bound(fitted(ALL, prior=ntkl.GaussianPrior(1.0, mean=other)), points(), draws=5).n == 40
     with refused(ntkl.UnsupportedError, "everything that was trained", "'0.weight'", "Linearize all"):
         ntkl.risk_bound(last_layer(ALL), points())
     with refused(ntkl.UnsupportedError, "agree in all", "2 tensors that differ, '0.weight'", "Linearize"):

@@ -190,6 +190,8 @@ def test_zero_densities() -> None:
         (np.zeros(20), "joint", ntkl.DataError, r"shape \(20,\)"),
         (np.zeros((20, 0)), "joint", ntkl.DataError, r"shape \(20, 0\)"),
         (np.zeros((2, 2, 2, 2)), "marginal", ntkl.DataError, "chains, draws, N"),
+        (torch.zeros(20, 3).to_sparse(), "joint", ntkl.DataError, "sparse"),
+        (torch.zeros(20, 3, device="meta"), "joint", ntkl.DataError, "meta"),
         (np.where(np.eye(20) > 0, np.nan, 0.0), "joint", ntkl.NonFiniteError, r"nan at \(0, 0\)"),
         (np.where(np.eye(20) > 0, np.inf, 0.0), "marginal", ntkl.NonFiniteError, r"inf at \(0, 0\)"),
     ],
@@ -197,6 +199,18 @@ def test_zero_densities() -> None:
 def test_refusals(given: Any, kind: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         conditional_from_samples(given, kind)
+
+
+def test_arrays_that_torch_does_not_take() -> None:
+    values = np.random.default_rng(0).normal(size=(50, 3))
+    given = estimate(values)
+    for array in (values[::-1][::-1], np.ascontiguousarray(values[::-1])[::-1], values.astype(">f8")):
+        assert estimate(array).value == given.value
+
+
+def test_an_overflow_is_not_trusted() -> None:
+    found = estimate(np.where(np.arange(60).reshape(20, 3) % 2, 1e308, -1e308), "marginal")
+    assert not found.trusted and found.interval == (-math.inf, math.inf)
 
 
 # --- of a posterior's own samples

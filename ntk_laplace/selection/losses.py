@@ -34,6 +34,8 @@ class BoundedLoss:
         Maps outputs (n, C) and canonical targets to losses (n,).
     by_probability : bool
         Whether it depends on hyperparameters of the likelihood.
+    chance : float, optional
+        Loss of a guess with equal probabilities; None where there is none, as for counts and for a custom loss.
     """
 
     name: str
@@ -41,6 +43,7 @@ class BoundedLoss:
     high: float
     function: CustomLoss
     by_probability: bool = False
+    chance: float | None = None
 
     def of(self, f: Tensor, y: Tensor) -> Tensor:
         """Losses (S, n) of outputs (S, n, C); the largest where an output is not finite.
@@ -88,17 +91,17 @@ def bounded_loss(
     if bounds is not None:
         raise UnsupportedError("bounds= for a loss that is a function", f"bounds={bounds!r} for {loss!r}",
                                "Leave bounds= out.")
+    single = plain.event_shape(num_outputs) == torch.Size()  # else one label for each output
     if loss == "log":
-        return _log_loss(plain, p_min)
+        return _log_loss(plain, p_min, num_outputs, single)
     if not plain.classifies:
         raise UnsupportedError(f"a likelihood of classes for loss={loss!r}", type(plain).__name__, _FIXED)
-    single = plain.event_shape(num_outputs) == torch.Size()  # else one label for each output
     function = {"zero-one": _errors, "brier": _squares}[loss]
     return BoundedLoss(loss, 0.0, 1.0 if loss == "zero-one" else 2.0, lambda f, y: function(plain.mean(f), y, single),
-                       loss == "brier")
+                       loss == "brier", 1.0 - 1.0 / num_outputs if single else 0.5)
 
 
-def _log_loss(likelihood: Likelihood, p_min: float) -> BoundedLoss:
+def _log_loss(likelihood: Likelihood, p_min: float, num_outputs: int, single: bool) -> BoundedLoss:
     if likelihood.is_density:
         raise UnsupportedError(
             "a bounded loss: the log loss of a density is bounded on neither side",
@@ -107,7 +110,10 @@ def _log_loss(likelihood: Likelihood, p_min: float) -> BoundedLoss:
         raise HyperparameterError("a probability p_min between 0 and 1 at which the log loss is clipped: without it "
                                   "the loss has no bound", f"p_min={p_min!r}", "Leave it out for 0.01.")
     high = -math.log(p_min)
-    return BoundedLoss("log", 0.0, high, lambda f, y: (-likelihood.log_prob(f, y)).clamp(0.0, high), True)
+    chance = None
+    if likelihood.classifies:
+        chance = math.log(num_outputs) if single else num_outputs * math.log(2.0)
+    return BoundedLoss("log", 0.0, high, lambda f, y: (-likelihood.log_prob(f, y)).clamp(0.0, high), True, chance)
 
 
 def _errors(p: Tensor, y: Tensor, single: bool) -> Tensor:

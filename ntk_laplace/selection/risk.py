@@ -56,7 +56,7 @@ class RiskBound:
     low, high : float
         Bounds of the loss.
     chance : float, optional
-        Loss of a guess with equal probabilities, for errors of classes.
+        Loss of a guess with equal probabilities, for classes.
     prior_points : int
         Points that the prior posterior has seen; 0 for a prior that was fixed before all data.
     repeated : int
@@ -82,7 +82,8 @@ class RiskBound:
     @property
     def vacuous(self) -> bool:
         """Whether it says nothing: it is the largest value of the loss, or not below a guess."""
-        return self.value >= (self.high if self.chance is None else min(self.chance, self.high))
+        least = self.high if self.chance is None else min(self.chance, self.high)
+        return self.value >= least - 1e-6 * (self.high - self.low)
 
     def __float__(self) -> float:
         return self.value
@@ -194,7 +195,9 @@ def risk_bound(
     >>> bound.risk < bound.sampled_risk < bound.value
     True
     """
-    delta = _require_options(posterior, prior_posterior, kind, model, delta, draws, models, generator)
+    _require_options(posterior, prior_posterior, kind, model, delta, generator)
+    delta, draws = float(delta), require_whole("draws", draws, 1, "Leave it out for 2,000.")
+    models = require_whole("models", models, 1, "Pass how many models you choose among.")
     betas = _betas(beta, kind)
     with torch.inference_mode(False), torch.no_grad(), outside_autocast():
         own = posterior if prior_posterior is None else prior_posterior
@@ -218,13 +221,10 @@ def risk_bound(
         value = min(pac_bayes.catoni(sampled, kl, n, share / len(betas), one) for one in betas)
     else:
         value = getattr(pac_bayes, kind)(sampled, kl, n, share)
-    chance = None
-    if bounded.name == "zero-one":
-        chance = 0.5 if likelihood.event_shape(posterior.num_outputs) else 1.0 - 1.0 / posterior.num_outputs
     return RiskBound(
         value=bounded.low + span * min(value, 1.0), risk=risk, sampled_risk=bounded.low + span * sampled, kl=kl, n=n,
         draws=draws, delta=delta, models=models, kind=kind, loss=bounded.name, low=bounded.low, high=bounded.high,
-        chance=chance, prior_points=0 if prior_posterior is None else prior_posterior.num_examples, repeated=repeated,
+        chance=bounded.chance, prior_points=0 if prior_posterior is None else prior_posterior.num_examples, repeated=repeated,
     )  # fmt: skip
 
 
@@ -304,10 +304,9 @@ def _betas(beta: object, kind: str) -> tuple[float, ...]:
 
 
 def _require_options(
-    posterior: object, prior_posterior: object, kind: object, model: object, delta: object, draws: object,
-    models: object, generator: object,
-) -> float:  # fmt: skip
-    """Refuse what has no meaning; return δ."""
+    posterior: object, prior_posterior: object, kind: object, model: object, delta: object, generator: object
+) -> None:
+    """Refuse what has no meaning."""
     for what, given in (("posterior", posterior), ("prior_posterior", prior_posterior)):
         if not isinstance(given, Posterior) and not (what == "prior_posterior" and given is None):
             raise UnsupportedError(f"a Posterior as {what}", f"a {type(given).__name__}", "Fit it with laplace(...).")
@@ -315,9 +314,6 @@ def _require_options(
         if not is_choice(option, known):
             raise UnsupportedError(f"{what} among {', '.join(map(repr, known))}", f"{option!r}"[:80],
                                    "Choose one of these.")
-    require_whole("draws", draws, 1, "Leave it out for 2,000.")
-    require_whole("models", models, 1, "Pass how many models you choose among.")
     require_generator(generator)
     if not is_number(delta, above=0, below=1):
         raise HyperparameterError("a probability delta between 0 and 1", f"{delta!r}"[:80], "Leave it out for 0.05.")
-    return float(delta)

@@ -55,6 +55,10 @@ def conditional_from_samples(log_likelihood: Tensor | np.ndarray, kind: str = "j
     except (TypeError, ValueError, RuntimeError) as cause:
         raise DataError("log likelihoods as a tensor or an array", f"{log_likelihood!r}"[:80],
                         "Give one row for each sample, and one column for each asked point.") from cause
+    if values.is_meta or values.is_nested or values.layout != torch.strided:
+        kind_of = "meta" if values.is_meta else "nested" if values.is_nested else f"{values.layout}"
+        raise DataError("a dense tensor of log likelihoods, with values", f"one that is {kind_of}",
+                        "Pass to_dense() of a sparse one.")
     shape = tuple(values.shape)
     if len(shape) not in (2, 3) or 0 in shape or values.is_complex():
         raise DataError("log likelihoods (S, N), or (chains, draws, N)", f"shape {shape}, {values.dtype}",

@@ -61,7 +61,8 @@ def _require_fixed_prior(posterior: Posterior) -> None:
             "Fit with one precision of a grid of k values that you fixed before, GaussianPrior(value), and pass "
             "models=k; or pass prior_posterior=, whose own precisions may be tuned on its points.")
     mean = prior.flat_mean().to(theta)
-    if any(torch.equal(mean, one.to(theta)) for one in (theta, network.theta)):
+    # in float32 or after rounding, too
+    if any(bool((mean - one.to(theta)).norm() <= 1e-5 * mean.norm()) for one in (theta, network.theta)):
         raise UnsupportedError("a prior mean that was fixed before the data", "the trained weights themselves",
                                "Use a mean of 0, or weights that were trained on other points.")
     fixed = [name for name, one in network.module.named_parameters() if name not in network.shapes]

@@ -224,7 +224,10 @@ def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
     """
     # torch treats a pandas column as a sequence and looks up its row named 0
     foreign = hasattr(x, "__array__") and not isinstance(x, (Tensor, np.ndarray))
-    return torch.as_tensor(np.array(x) if foreign else x, dtype=dtype)
+    array = np.array(x) if foreign else x
+    if isinstance(array, np.ndarray) and (min(array.strides, default=0) < 0 or not array.dtype.isnative):
+        array = array.astype(array.dtype.newbyteorder("="), order="C")  # torch takes neither
+    return torch.as_tensor(array, dtype=dtype)
 
 
 def as_tensors(x: Any) -> Inputs:

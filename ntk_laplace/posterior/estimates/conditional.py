@@ -64,7 +64,7 @@ class ConditionalEstimate:
     @property
     def trusted(self) -> bool:
         """Whether `variance` is at most log of `independent`, or `ess` at least 100; and `independent` at least 10."""
-        few = self.variance > math.log(self.independent) and self.ess < _EFFECTIVE
+        few = not self.variance <= math.log(self.independent) and self.ess < _EFFECTIVE  # NaN after an overflow, too
         return self.independent >= _FEWEST and not few
 
     @property
