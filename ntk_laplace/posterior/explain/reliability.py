@@ -37,8 +37,6 @@ class Reliability:
     prior_ratio : float
         ρ = Σ_g δ_g‖θ_g-μ0‖²/Σ_g γ_g, 1 at MacKay's fixed point. Far below 1 the prior hardly determines the weights,
         and one Newton step without a point overshoots.
-    group_ratios : Tensor, (G,)
-        The same ratio for each prior group.
     high_leverage : float
         Fraction of the points with a leverage above 0.9.
     largest_leverage : float
@@ -62,7 +60,6 @@ class Reliability:
 
     decrement: float
     prior_ratio: float
-    group_ratios: Tensor
     high_leverage: float
     largest_leverage: float
     precision_spread: float
@@ -138,16 +135,14 @@ def reliability(fitted: FittedModel, leverage: Tensor, unfinished: float | None 
     prior, precision = fitted.prior, fitted.precision
     with torch.inference_mode(False), torch.no_grad():
         by_group = prior.precision.flatten().double()
-        energy = by_group * prior.group_distances(fitted.theta).double()
-        used = precision.effective_parameters().double().to(energy)
-    tiny = torch.finfo(torch.float64).tiny
+        energy = float((by_group * prior.group_distances(fitted.theta).double()).sum())
+        used = max(float(precision.information_gained()), torch.finfo(torch.float64).tiny)
     return Reliability(
         decrement=newton_decrement(fitted),
-        prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
-        group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
+        prior_ratio=energy / used, high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
         moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
-        effective_share=float(used.sum()) / (float(fitted.points.counts.sum()) * fitted.points.num_outputs),
+        effective_share=used / (float(fitted.points.counts.sum()) * fitted.points.num_outputs),
         additive=fitted.likelihood.additive_noise(fitted.points.f) is not None, refitted=fitted.model.refitted,
     )  # fmt: skip
 
