@@ -229,7 +229,7 @@ def main() -> None:
     print(f"the evidence prefers order 3 up to n = {up_to} (paper 296 or 297); terms cross at n = {cross} (paper 50)")
     kept: dict[str, Any] = {
         "machine": machine(options.threads), "paper": PAPER, "bound": bound, "one": found, "marginals": summed,
-        "up_to": up_to, "cross": cross, "warning": compared.warning,
+        "up_to": up_to, "cross": cross, "warning": compared.warning, "vague": list(compared.vague),
     }  # fmt: skip
     if options.data:
         kept["authors"] = theirs = compare(problem, found, options)
