@@ -96,6 +96,7 @@ def test_density(tmp_path: Path, exact: Any) -> None:
     best, closed = found["best_variance"]
     assert best == pytest.approx(closed, abs=0.01) and "paper 0.6" in printed
     assert found["vague"] == ["M_1"]  # the page says so
+    assert "leave-one-out is not to be trusted" not in printed  # it is exact here
 
 
 def test_fourier(tmp_path: Path, exact: Any) -> None:
@@ -118,6 +119,7 @@ def test_fourier(tmp_path: Path, exact: Any) -> None:
     assert one["order 9"]["test"] > one["order 3"]["test"]
     assert found["bound"] == pytest.approx(13.25, abs=0.01) and "paper 296 or 297" in printed
     assert found["vague"] == ["order 3", "order 9", "order 9c, 1/d²"]  # the page says so: not the prior of the data
+    assert "leave-one-out" not in found["warning"]
     assert found["uniform on [0, 1], as printed"]["counts"]["evidence"] == 0.0
 
 

@@ -209,7 +209,7 @@ def main() -> None:
     orders, curves, long = (4, 2, 120) if options.small else (200, 200, 500)
     options.sets = min(options.sets, 2) if options.small else options.sets
     torch.set_num_threads(options.threads)
-    warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # leave-one-out of a linear model is exact for any prior
+    warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # the vague priors, which are printed
     problem = Problem.of_paper()
     found, summed = problem.scores(orders, curves, long), marginals(problem, 1 if options.small else 20)
     rows = []

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import NTKLaplaceError
+from ntk_laplace.model.network import preserved_rng
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
@@ -58,6 +60,9 @@ class Reliability:
     unfinished : float, optional
         If the structure was fitted without the points, so that none is subtracted from an approximation: the share of
         the Newton steps without them that their last passes over the data still added.
+    linear : bool
+        Whether the network is linear in its weights, the noise Gaussian and the curvature exact: one Newton step from
+        the optimum is then exact under every prior. Looked at only where the prior is vague.
     """
 
     decrement: float
@@ -72,6 +77,7 @@ class Reliability:
     additive: bool
     refitted: bool
     unfinished: float | None = None
+    linear: bool = False
 
     @property
     def trusted(self) -> bool:
@@ -98,7 +104,7 @@ class Reliability:
                 f"{self.decrement:.2g} nats a point (at most {MOST_DECREMENT:g}), and each point keeps part of what "
                 "its own label did"
             )
-        if self.prior_ratio < LEAST_RATIO:
+        if self.prior_ratio < LEAST_RATIO and not self.linear:
             found.append(
                 f"the prior is vague, with δ‖θ-μ0‖²/γ of {self.prior_ratio:.2g} (at least {LEAST_RATIO:g}): one Newton "
                 "step without a point goes too far"
@@ -141,14 +147,16 @@ def reliability(fitted: FittedModel, leverage: Tensor, unfinished: float | None 
         energy = by_group * prior.group_distances(fitted.theta).double()
         used = precision.effective_parameters().double().to(energy)
     tiny = torch.finfo(torch.float64).tiny
+    ratio = float(energy.sum()) / max(float(used.sum()), tiny)
+    additive = fitted.likelihood.additive_noise(fitted.points.f) is not None
     return Reliability(
-        decrement=newton_decrement(fitted),
-        prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
+        decrement=newton_decrement(fitted), prior_ratio=ratio,
         group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
         moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
         effective_share=float(used.sum()) / (float(fitted.points.counts.sum()) * fitted.points.num_outputs),
-        additive=fitted.likelihood.additive_noise(fitted.points.f) is not None, refitted=fitted.model.refitted,
+        additive=additive, refitted=fitted.model.refitted,
+        linear=ratio < LEAST_RATIO and additive and fitted.exact and _linear(fitted),
     )  # fmt: skip
 
 
@@ -158,6 +166,19 @@ def newton_decrement(fitted: FittedModel) -> float:
         gradient = fitted.joint_gradient()
         decrement = 0.5 * float(gradient @ fitted.precision.solve(gradient))
     return decrement / float(fitted.points.counts.sum())
+
+
+def _linear(fitted: FittedModel) -> bool:
+    """Whether the network is linear in its weights, as far as the first batch of the data shows; False without data."""
+    source, network = fitted.structure.source, fitted.network
+    if source is None:
+        return False
+    try:
+        with preserved_rng(network.device):
+            x, _ = next(iter(source))
+    except (NTKLaplaceError, StopIteration):
+        return False
+    return network.linear_at(x)
 
 
 def _moved(model: LinearizedModel) -> bool:
