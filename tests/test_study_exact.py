@@ -135,6 +135,33 @@ def test_multimodal(tmp_path: Path) -> None:
     assert "nats a decade" in printed
 
 
+def test_cautions(tmp_path: Path, exact: Any) -> None:
+    """Counts of the density model against the closed forms; leave-one-out of linear networks has no star."""
+    printed, found = run("exact/cautions.py", tmp_path)
+    density = exact("density")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, density.N + density.TEST, generator=generator, dtype=torch.float64) + 1.0
+    train, test = x[:, : density.N], x[:, density.N :]
+    for mean in (-0.4, 2.0):
+        scores = {}
+        for name, (variance, at) in {"M_1": (1e6, 1.0), "M_2": (0.07, mean)}.items():
+            covariance = torch.eye(density.N).double() + variance
+            ahead, spread = density.predictions(train, variance, at)
+            scores[name] = (density.log_density(covariance.expand(12, -1, -1), train - at),
+                            density.left_out(covariance.expand(12, -1, -1), train - at),
+                            density.normal(test, ahead[:, -1:], spread[-1:]).mean(1))  # fmt: skip
+        case = found["cases"][f"density: M_1, M_2 with μ = {mean:g}"]
+        better = scores["M_2"][2] > scores["M_1"][2]
+        for score, index in (("evidence", 0), ("loo", 1)):
+            misled = (scores["M_2"][index] > scores["M_1"][index]) != better
+            assert case[score]["misled"] == int(misled.sum()) and case["data sets"] == 12
+    assert all(case["loo"]["warned"] == case["loo"]["false"] == 0 for case in found["cases"].values())
+    assert found["paper"]["Fourier"]["order 3, order 9"]["evidence"]["warned"]
+    modes = found["modes"]
+    assert modes["evidence"][0] > modes["evidence"][1] + 2 and abs(modes["truth"][0] - modes["truth"][1]) < 0.1
+    assert modes["vague"] == [] and modes["starred"] == ["α = 10", "α = 100"] and "Fig. 3" in printed
+
+
 def test_mean_function(tmp_path: Path, exact: Any) -> None:
     """The first score of training is GPyTorch's, at its starting values; the perceptron already fits more."""
     printed, found = run("exact/mean_function.py", tmp_path)
