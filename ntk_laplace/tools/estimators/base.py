@@ -73,6 +73,10 @@ class Standardized:
         """(table - mean) / scale."""
         return (table - self.mean) / self.scale
 
+    def undone(self, table: Array) -> Array:
+        """The table in its own units."""
+        return table * self.scale + self.mean
+
 
 class LaplaceEstimator(BaseEstimator):
     """Base class: parameters are those of `LaplaceRegressor` and `LaplaceClassifier`."""
