@@ -24,6 +24,7 @@ from ntk_laplace.tools.cli.tables import (
     named_classes,
     numbers,
     read_table,
+    require_64_bits,
     require_columns,
     source_labels,
     target_classes,
@@ -69,7 +70,8 @@ class Examples:
         """What they are taken as."""
         kind = f"{len(np.unique(self.y))} classes" if self.classes else "real numbers"
         names = ", ".join(self.targets)
-        inputs = f"{self.x.shape[1]} inputs" if self.shape is None else f"inputs of shape {self.shape}"
+        columns = self.x.shape[1]
+        inputs = f"{columns} input{'s' * (columns != 1)}" if self.shape is None else f"inputs of shape {self.shape}"
         are = "are" if len(self.targets) > 1 else "is"
         return f"{names} {are} taken as {kind} (--task says otherwise), from {inputs}"
 
@@ -98,7 +100,22 @@ def read_examples(options: argparse.Namespace) -> Examples:
     found = read(path, options.target, options.task, options.source)
     if len(found.y) < _FEWEST:
         raise ntkl.DataError(f"at least {_FEWEST} rows", f"{len(found.y)} in {path}", "Add rows.")
+    if found.classes:
+        _require_classes(found, path)
     return found
+
+
+def _require_classes(found: Examples, path: Path) -> None:
+    """Refuse one class, and as many classes as examples."""
+    names, count = np.unique(found.y).tolist(), len(found.y)
+    where = f"{found.targets[0]!r} of {path}"
+    if len(names) == 1:
+        raise ntkl.DataError(f"at least two classes in {where}", f"{names[0]!r} in each of {count:,} rows",
+                             "Add rows of another class, or name another target.")  # fmt: skip
+    if len(names) == count:
+        raise ntkl.DataError(f"classes of several rows in {where}", f"another value in each row, such as {names[0]!r}",
+                             "Numbers are no classes with --task regression; make dates numbers, or name another "
+                             "target.")  # fmt: skip
 
 
 def _table(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
@@ -110,7 +127,7 @@ def _table(path: Path, target: Sequence[str] | None, task: str | None, group: st
     names = input_columns(frame, path, targets, None)
     x = pandas.DataFrame(numbers(frame, path, names), columns=names)
     named = pandas.DataFrame({"row": range(len(frame))})
-    if len(targets) == 1 and _classifies(frame[targets[0]], task):
+    if len(targets) == 1 and _classifies(frame[targets[0]], path, task):
         return Examples(x, table_labels(frame[targets[0]], path), True, targets, named, sources=sources)
     if task == "classes":
         raise ntkl.DataError("one target that is a class", f"--target {' --target '.join(targets)}",
@@ -133,7 +150,7 @@ def _arrays(path: Path, target: Sequence[str] | None, task: str | None, group: s
     single = y.reshape(len(y), -1)
     if single.shape[1] == 1:
         column = pandas.Series(single[:, 0].numpy(), name="y")
-        classes = _classifies(column, task)
+        classes = _classifies(column, path, task)
         labels = table_labels(column, path) if classes else column.to_numpy(np.float64)
         return Examples(x, labels, classes, ["y"], named, shape, sources)
     if task == "classes" or y.ndim > 2:
@@ -180,10 +197,12 @@ def _images(path: Path, target: Sequence[str] | None, task: str | None, group: s
     return Examples(x, y, True, ["folder"], pandas.DataFrame({"file": found.files}), found.x.shape[1:])
 
 
-def _classifies(column: pandas.Series, task: str | None) -> bool:
+def _classifies(column: pandas.Series, path: Path, task: str | None) -> bool:
     """Whether targets are classes."""
     if task is not None:
         return task == "classes"
+    if named_classes(column):
+        require_64_bits(column, path, " Names with digits alone are classes with --task classes.")
     return named_classes(column) or (is_integer_dtype(column.dtype) and column.nunique() <= _FEW)
 
 

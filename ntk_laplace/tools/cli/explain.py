@@ -10,6 +10,7 @@ from ntk_laplace.tools.cli.estimator_file import load_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, source_effects
 from ntk_laplace.tools.cli.model import bring, require_writable
 from ntk_laplace.tools.cli.options import is_estimator
+from ntk_laplace.tools.cli.tables import require_sources
 from ntk_laplace.tools.cli.weights import check_forward
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
@@ -36,6 +37,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.SourceEffects | None]:
     model = bring(options)
+    labels = model.files.sources
+    if labels is not None:
+        require_sources(labels, options.data, options.source)
     x, y = model.files.inputs(options.inputs, "inputs to explain")
     check_forward(model.network, to_device(x, next(model.network.parameters()).device), options.output)
     x, y = take(x, slice(options.most)), None if y is None else y[: options.most]
@@ -47,7 +51,6 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.SourceE
     if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
         classes = None  # names of responses, which are fewer than the outputs
     naming = Naming(classes, options.features or model.files.features, options.shape, (options.target or ["target"])[0])
-    labels = model.files.sources
     sources = None if labels is None else posterior.source_effects(x, labels, y=y)
     page = explore(posterior, x, model.x, y, options.k, naming, options.title,
                    candidates=options.candidates, sources=sources)

@@ -20,6 +20,7 @@ from ntk_laplace.tools.cli.examples import Examples, read_examples
 from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.model import require_writable
 from ntk_laplace.tools.cli.python_files import first_line, load_network
+from ntk_laplace.tools.cli.tables import require_sources
 
 __all__ = ["run"]
 
@@ -49,6 +50,8 @@ def run(options: argparse.Namespace) -> None:
     order = np.random.default_rng(options.seed).permutation(len(examples.y))
     held_out, rest = (np.sort(part) for part in np.split(order, [round(_HELD_OUT * len(order))]))
     training, new = examples.subset(rest), examples.subset(held_out)
+    if training.sources is not None:
+        require_sources(training.sources, options.data, options.source)
     print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
     model = _train(training, new, settings)
     found = describe(model, new.x, new.y, new.targets, options.level)
