@@ -192,6 +192,11 @@ def test_refusals() -> None:
         active.select(posterior, x, 2, targets=x)
     with refused(ntkl.HyperparameterError, "at most 9", "10", "fewer"):
         active.select(posterior, x, 10)
+    estimator = ntkl.LaplaceClassifier()
+    estimator.posterior_ = None
+    for ask in (lambda: active.score(estimator, x), lambda: active.select(estimator, x, 2)):
+        with refused(ntkl.UnsupportedError, "a Posterior", "LaplaceClassifier", r"\.posterior_, and \.network_inputs"):
+            ask()
     with refused(ntkl.UnsupportedError, "Posterior", "Linear", "laplace"):
         active.score(nn.Linear(1, 1), x)  # type: ignore[arg-type]
     counts = ntkl.laplace(nn.Linear(3, 1).double(), (x, torch.ones(9, 1)), ntkl.Poisson())

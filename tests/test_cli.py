@@ -295,14 +295,19 @@ def bad_files(brought: Path) -> Path:
     return brought
 
 
-@pytest.mark.parametrize("name", ["t.tsv", "t.txt", "T.TSV", "t.tsv.gz", "t.txt.zip"])
+@pytest.mark.parametrize(
+    "name", ["t.tsv", "t.txt", "T.TSV", "t.tsv.gz", "t.txt.zip", "t.json", "t.jsonl", "t.ndjson.gz"]
+)
 def test_the_error_for_another_table_shows_the_line_that_converts_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remedy is run as it is printed: a line of Python; the file that it writes holds the table."""
     monkeypatch.chdir(tmp_path)
     table = pandas.DataFrame({"height": [1, 2, 3], "weight": [0.5, 1.5, -2.5], "kind": [0, 1, 2]})
-    table.to_csv(name, index=False, sep=";" if ".txt" in name else "\t")
+    if "json" in name:
+        table.to_json(name, orient="records", lines=name != "t.json")
+    else:
+        table.to_csv(name, index=False, sep=";" if ".txt" in name else "\t")
     with pytest.raises(ntkl.DataError) as refused:
         arrays.load_data(Path(name), torch.float64)
     message = str(refused.value)
@@ -360,7 +365,8 @@ def test_the_error_for_another_table_shows_the_line_that_converts_it(
         ({"data": "train.h5"}, "got train.h5, which is no such file. Save it with numpy.savez('train.npz', X=X, y=y)."),
         ({"data": "no_y.npz"}, "expected arrays X and y in no_y.npz; got 'X', 'labels', and no y"),
         ({"data": "nothing.npz"}, "got nothing, and no X and no y"),
-        ({"data": "words.npz"}, "expected y to be an array of numbers"),
+        ({"data": "words.npz"}, "expected y to be an array of numbers with one row per example; got shape (20,) and "
+         "type <U1. Number the names before they are saved: names, y = numpy.unique(y, return_inverse=True)."),
         ({"data": "objects.npz"}, "got objects.npz, which contains Python objects. Save it with"),
         ({"data": "short.npz"}, "expected as many targets as inputs"),
         ({"data": "no_rows.npz"}, "expected at least one example; got empty data"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import re
 import shlex
@@ -22,7 +23,7 @@ from ntk_laplace import plotting
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.examples import read_examples
 from ntk_laplace.tools.cli.predictions import score_table
-from ntk_laplace.tools.cli.tables import read_table
+from ntk_laplace.tools.cli.tables import read_table, target_classes
 
 NETWORK = """
 from torch import nn
@@ -237,7 +238,15 @@ BAD = {
                    "in Python: pandas.read_csv('bad.csv', sep=';').to_csv('bad_commas.csv', index=False)."),
     "decimal commas": ("height;width;kind\n1,5;2;ant\n", "pandas.read_csv('bad.csv', sep=';', decimal=',').to_csv("),
     "tabs": ("height\twidth\tkind\n1\t2\tant\n", r"got bad.csv with '\t' between them. Convert it in Python: "),
-    "bytes": (b"height,width,kind\n1,2,\xff\n", "got bad.csv ('utf-8' codec can't decode byte 0xff"),
+    "bytes": (b"height,width,kind\n1,2,\xe9\n", "in UTF-8; got bad.csv ('utf-8' codec can't decode byte 0xe9"),
+    "NA": ("height,width,kind\n1,2,ant\n1,3,NA\n", "expected a value in each row of column 'kind' of bad.csv; got "
+           f"'NA', which is read as missing, {ROW.format(1)}. Fill it in, or remove the row. If it is the name of a "
+           "class, write another one."),
+    "null": ("height,width,kind\nnull,2,ant\n", f"of bad.csv; got 'null', which is read as missing, {ROW.format(0)}"),
+    "wide": (f"height,width,kind\n2,2,ant\n{10**39},2,bee\n", "expected numbers of at most 64 bits in column 'height' "
+             f"of bad.csv; got '{10**39}' {ROW.format(1)}. Write them with a decimal point, or drop the column."),
+    "wide and other": (f"height,width,kind\n{10**39},2,ant\n?,2,bee\n",
+                       f"in column 'height' of bad.csv; got '?' {ROW.format(1)}"),
 }  # fmt: skip
 
 
@@ -246,6 +255,60 @@ def test_what_is_wrong_with_a_table_is_one_line(name: str, folder: Path, capsys:
     content, words = BAD[name]
     Path("bad.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(line("evidence", "bad.csv", "kind"), words, capsys)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16"])
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+def test_the_error_for_another_encoding_shows_the_line_that_converts_it(
+    encoding: str, name: str, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The remedy is run as it is printed."""
+    table = pandas.read_csv("kind.csv").rename(columns={"height": "h\u00f6he"})
+    table.to_csv(name, index=False, encoding=encoding)
+    assert cli.main(line("evidence", name, "kind")) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"ntk-laplace: expected a table in UTF-8; got {name} (") and message.count("\n") == 1
+    exec(message[message.index("pandas.") : message.index("index=False)") + 12], {"pandas": pandas})
+    pandas.testing.assert_frame_equal(read_table(Path("t_utf8.csv"), "the data"), table)
+
+
+VALUES = {
+    "lists": ([[1, 2]] * 20, None, "expected names or numbers in column 'price' of t.csv; got a value of type list in "
+              "row 0"),
+    "bytes": ([b"a", b"b"] * 10, None, "numbers in column 'price' of t.csv; got a value of type bytes in row 0"),
+    "date objects": ([datetime.date(2024, 1, 1)] * 20, None, "got a value of type date in row 0"),
+    "dates": (pandas.date_range("2024-01-01", periods=20), None, "got a date or a time in row 0, counted from 0 below "
+              "the names. Make it text or a number, or name another target."),
+    "durations": (pandas.to_timedelta(np.arange(20), unit="D"), "classes", "got a date or a time in row 0"),
+    "dates as text": ([f"2024-01-{day:02}" for day in range(1, 21)], None, "expected classes of several rows in "
+                      "'price' of t.csv; got another value in each row, such as '2024-01-01'. Numbers are no classes "
+                      "with --task regression; make dates numbers, or name another target."),
+    "numbers": (np.arange(20), "classes", "classes of several rows in 'price' of t.csv; got another value in each row, "
+                "such as 0."),
+    "one name": (["x"] * 20, None, "expected at least two classes in 'price' of t.csv; got 'x' in each of 20 rows. Add "
+                 "rows of another class, or name another target."),
+    "one number": ([3] * 20, None, "at least two classes in 'price' of t.csv; got 3 in each of 20 rows."),
+    "wide numbers": ([str(10**39 + row) for row in range(20)], None, "expected numbers of at most 64 bits in column "
+                     f"'price' of t.csv; got '{10**39}' in row 0, counted from 0 below the names. Write them with a "
+                     "decimal point, or drop the column. Names with digits alone are classes with --task classes."),
+    "negative ones": ([-(10**20), *range(19)], None, f"64 bits in column 'price' of t.csv; got '-{10**20}' in row 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(VALUES))
+def test_targets_that_are_no_numbers_and_no_classes_are_one_line(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As Parquet and CSV have them."""
+    values, task, words = VALUES[name]
+    found = pandas.read_csv("price.csv").assign(price=pandas.Series(values))
+    monkeypatch.setattr("ntk_laplace.tools.cli.examples.read_table", lambda *_: found)
+    refused(["fit", "t.csv", "--target", "price", *(["--task", task] if task else [])], words, capsys)
+
+
+def test_wide_numbers_can_be_names() -> None:
+    column = pandas.Series([str(10**39 + row % 2) for row in range(4)], name="a")
+    assert target_classes(column, Path("t.parquet"), None)[0].tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +431,7 @@ def test_fit_of_classes(folder: Path, capsys: pytest.CaptureFixture) -> None:
         (np.arange(20) % 3, "regression", "Regressor"),
         (np.arange(20) % 3 + 0.0, None, "Regressor"),
         (np.arange(20) % 2 == 1, None, "Classifier"),
-        ([f"{number}th" for number in range(20)], "classes", "held-out rows alone"),
+        ([f"{min(number, 15)}th" for number in range(20)], "classes", "held-out rows alone"),
     ],
 )
 def test_what_a_target_is_taken_as(
@@ -423,11 +486,34 @@ def test_what_cannot_be_fitted_is_one_line(
     assert not Path("ntk-laplace-fit").exists()
 
 
+@pytest.mark.parametrize(("months", "words"), [
+    (["May"] * 20, "at least two sources in 'month' of t.csv; got 'May' in each of {} training rows. Name another "
+     "column, or leave --group out."),
+    ([f"{row}th" for row in range(20)], "sources of several rows in 'month' of t.csv; got another one in each of {} "
+     "training rows, such as '0th'. Name another column, or leave --group out: the page has"),
+])  # fmt: skip
+def test_sources_that_tell_nothing_are_refused_before_the_work(
+    months: list[str], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(ntkl, "LaplaceRegressor", lambda **_: pytest.fail("work began"))
+    monkeypatch.setattr(ntkl, "laplace", lambda *_, **__: pytest.fail("work began"))
+    pandas.read_csv("price.csv").assign(month=months).to_csv("t.csv", index=False)
+    refused(["fit", "t.csv", "--target", "price", "--group", "month", *QUICK], words.format(16), capsys)
+    explain = line("explain", "t.csv", "price", None, "--group", "month", "--inputs", "t.csv")
+    refused(explain, words.format(20), capsys)
+    assert not Path("out").exists()
+
+
 @pytest.mark.slow
-def test_a_fit_that_fails_late_writes_nothing(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    pandas.read_csv("price.csv").assign(month="May").to_csv("t.csv", index=False)
-    assert cli.main(["fit", "t.csv", "--target", "price", "--group", "month", *QUICK]) == 1
-    assert "expected at least two sources; got 'May' for all" in capsys.readouterr().err
+def test_a_fit_that_fails_late_writes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ntkl.DataError("a page", "none", "It is a test.")
+
+    monkeypatch.setattr("ntk_laplace.tools.cli.fit.estimator_page", fails)
+    assert cli.main(["fit", "price.csv", "--target", "price", *QUICK]) == 1
+    assert "expected a page; got none" in capsys.readouterr().err
     assert not Path("out").exists()
 
 
@@ -456,7 +542,8 @@ def test_commands_on_the_docs_page_run(folder: Path, quick: None, capsys: pytest
     Path("single.pt").rename("weights.pt")
     shell = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
     commands = [shlex.split(line) for line in shell.replace("\\\n", "").splitlines()]
-    assert [command[1] for command in commands] == ["fit", "fit", "fit", "evidence", "explain", "predict"]
+    session = ["fit", "predict", "explain", "evidence", "fit", "fit"]
+    assert [command[1] for command in commands] == [*session, "evidence", "explain", "predict"]
     for command in commands:
         assert cli.main([*command[1:], *(["--epochs", "2"] if command[1] == "fit" else [])]) == 0
         if command[1] == "fit":

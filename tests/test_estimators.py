@@ -291,13 +291,57 @@ def test_wrong_parameters(options: dict[str, Any], error: type[Exception], words
 
 def test_wrong_data() -> None:
     x, y = sine(10)
-    with pytest.raises(ValueError, match="1 class"):
-        ntkl.LaplaceClassifier(**QUICK).fit(x, np.zeros(10))
+    with refused(ntkl.DataError, "labels of at least two classes", "1 class, 'cat'", "another class"):
+        ntkl.LaplaceClassifier(**QUICK).fit(x, ["cat"] * 10)
     with refused(ntkl.UnsupportedError, "return_std or return_cov", "both", "diagonal"):
         ntkl.LaplaceRegressor(**QUICK).fit(x, y).predict(x, return_std=True, return_cov=True)
-    frame = pd.DataFrame(x).assign(name="a")
-    with pytest.raises(ValueError, match="could not convert"):
-        ntkl.LaplaceRegressor(**QUICK).fit(frame.rename(columns=str), y)
+
+
+DAYS = pd.date_range("2024-01-01", periods=10)
+
+
+@pytest.mark.parametrize(("column", "got", "remedy"), [
+    (["1", "b"] * 5, "'b' in row 1", "get_dummies"),
+    (pd.Categorical(["a", "b"] * 5), "'a' in row 0", "OneHotEncoder"),
+    (DAYS, "dates or times, datetime64", "days since a date"),
+    (DAYS.tz_localize("UTC"), "dates or times, datetime64", "days since a date"),
+    (DAYS - DAYS[0], "dates or times, timedelta64", "days since a date"),
+])  # fmt: skip
+def test_columns_that_are_no_numbers_are_named(column: Any, got: str, remedy: str) -> None:
+    """At a fit and at a prediction; numbers as text, categories of numbers and missing types are numbers."""
+    x, y = sine(10)
+    frame = pd.DataFrame(x, columns=["a", "b"])
+    wrong = frame.assign(b=column)
+    for ask in (lambda: ntkl.LaplaceRegressor(**QUICK).fit(wrong, y), lambda: a_trained_one().predict(wrong)):
+        with refused(ntkl.DataError, "numbers in column 'b' of X", got, remedy):
+            ask()
+
+
+def a_trained_one() -> ntkl.LaplaceRegressor:
+    x, y = sine(10)
+    frame = pd.DataFrame(x, columns=["a", "b"]).assign(b=["1", "2"] * 5)
+    return ntkl.LaplaceRegressor(hidden_layer_sizes=(2,), epochs=1, precision=1.0, predictive=None).fit(frame, y)
+
+
+def test_a_network_that_does_not_take_real_numbers_is_told() -> None:
+    x, y = sine(10)
+    with refused(ntkl.NetworkError, r"takes X of shape \(2, 2\)", "indices", r"x\.long\(\)"):
+        ntkl.LaplaceRegressor(nn.Sequential(nn.Embedding(9, 2), nn.Flatten()), epochs=1).fit(x, y)
+
+
+def test_constant_columns_are_zero_in_any_unit() -> None:
+    """Sums of large numbers are rounded: the mean of a constant is not the constant."""
+    x, y = sine(10)
+    table = np.column_stack([np.full(10, 1e30), 1e30 * (1 + 3e-16 * (np.arange(10) % 2)), np.full(10, 7.3), x])
+    weight = np.arange(10) + 0.3
+    found = Standardized.of(table, weight, True)
+    scaled = found(table)
+    assert (scaled[:, [0, 2]] == 0).all() and np.abs(scaled[:, 1]).max() <= 1 and found.scale[2] == 1
+    assert np.average(scaled[:, 3:], axis=0, weights=weight) == pytest.approx([0, 0], abs=1e-12)
+    assert np.average(scaled[:, 3:] ** 2, axis=0, weights=weight) == pytest.approx([1, 1], rel=1e-9)
+    assert Standardized.of(np.array([[-2.0], [2.0], [0.0], [0.0]]) / 2**0.5, None, True).scale[0] == pytest.approx(1)
+    model = ntkl.LaplaceRegressor(**QUICK).fit(table[:, [0, 3, 4]], y)
+    assert np.isfinite(model.predict(table[:, [0, 3, 4]])).all()
 
 
 @pytest.mark.slow
@@ -347,7 +391,23 @@ def test_before_a_fit() -> None:
             ask(ntkl.LaplaceRegressor())
 
 
-def test_labels_of_several_types_are_refused() -> None:
-    labels = np.array(["a", None] * 5, dtype=object)
-    with refused(ntkl.DataError, "labels of one type", "NoneType and str", "Drop the rows"):
+@pytest.mark.parametrize(("labels", "got"), [
+    (["a", None] * 5, "None in row 1"),
+    ([1, None] * 5, "None in row 1"),
+    ([None] * 10, "None in row 0"),
+    ([2.0, np.nan] * 5, "nan in row 1"),
+    (["a", np.nan] * 5, "nan in row 1"),
+    (pd.Series([1, None] * 5, dtype="Int64"), "<NA> in row 1"),
+])  # fmt: skip
+def test_missing_labels_are_refused(labels: Any, got: str) -> None:
+    with refused(ntkl.DataError, "a label for each example", got, "Drop the rows"):
+        ntkl.LaplaceClassifier().fit(np.arange(20.0).reshape(10, 2), labels)
+
+
+@pytest.mark.parametrize(("labels", "got"), [
+    (["a", 1] * 5, "int and str"), ([b"a", 1] * 5, "bytes and int"), ([b"a", "b"] * 5, "bytes and str"),
+])  # fmt: skip
+def test_labels_of_several_types_are_refused(labels: Any, got: str) -> None:
+    labels = np.array(labels, dtype=object)
+    with refused(ntkl.DataError, "labels of one type", got, "all of them"):
         ntkl.LaplaceClassifier().fit(np.arange(20.0).reshape(10, 2), labels)

@@ -270,6 +270,21 @@ def test_memory_is_forecast_and_refused():
         posterior.posterior_precision.factor  # noqa: B018
 
 
+def test_explanations_that_do_not_fit_are_refused_before_the_work():
+    """Neither S of all points nor B is computed first: at C = 1,000 and N = 200 these took most of a minute."""
+    x, y = data(80)
+    fit = functools.partial(ntkl.laplace, network(40, 80), (x, y), ntkl.Categorical(), parameters="last_layer")
+    bytes_of_inverse = 8 * (N * 79) ** 2
+    for budget in (10**6, bytes_of_inverse - 1):  # not even L fits; L fits, and not B⁻¹
+        posterior = fit()
+        work = mock.patch.object(LastLayerPrecision, "weighted", property(lambda _: pytest.fail("work began")))
+        free = mock.patch("ntk_laplace.runtime.resources.available_memory", lambda _, budget=budget: budget)
+        with free, work:
+            for ask in (posterior.explain, posterior.removal_effects):
+                with pytest.raises(MemoryBudgetError, match=r"B.*needs no inverse of B"):
+                    ask(x[:2])
+
+
 def test_a_thousand_classes():
     """C = 1,000: more than B in one piece could take (297 GiB); seconds and bytes are those of the page."""
     x, y = data(1000, 40)

@@ -55,8 +55,8 @@ FOREIGN = {
 }  # fmt: skip
 # strings that only look like names
 WORDS = {
-    "_accuracy", "_build", "_deep", "_fit", "_log_likelihood", "_ntk_laplace_network_fails", "_only_new_objects",
-    "_reverse",
+    "_accuracy", "_build", "_deep", "_fit", "_log_likelihood", "_ntk_laplace_network_fails", "_ntk_laplace_network_net",
+    "_only_new_objects", "_reverse",
 }  # fmt: skip
 
 

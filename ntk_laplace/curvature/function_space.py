@@ -142,6 +142,9 @@ class FunctionSpacePrecision(PosteriorPrecision):
             total[start : start + step] = self.factor.solve_lower(matrix[:, start : start + step]).square().sum(0)
         return total
 
+    def require_inverse(self) -> None:
+        """Refuse an inverse of B that does not fit in memory before other work; here `inverse` itself does so."""
+
     @cached_property
     def inverse(self) -> Tensor:
         """B⁻¹, interleaved (n*R + r); a square matrix, computed only for explanations."""

@@ -406,9 +406,26 @@ class LastLayerPrecision(FunctionSpacePrecision):
         MemoryBudgetError
             If it does not fit in memory.
         """
+        self._require_factor()
+        return self._factorized(self.variances)
+
+    def _require_factor(self) -> None:
         needed = LowerTriangle.predicted_bytes(self.num_rows, self._columns, self.rows.dtype, self.rows.f.device)
         require_memory(needed, self.rows.f.device, f"B in one piece, of order {self.num_rows:,}", _REMEDY)
-        return self._factorized(self.variances)
+
+    def require_inverse(self) -> None:
+        """Refuse an inverse of B that does not fit in memory, before S of all points is computed for it.
+
+        Raises
+        ------
+        MemoryBudgetError
+            If L or B⁻¹ does not fit.
+        """
+        if "factor" not in vars(self):
+            self._require_factor()
+        if "inverse" not in vars(self):
+            needed = self.num_rows**2 * self.rows.dtype.itemsize
+            require_memory(needed, self.rows.f.device, f"the inverse of B, of order {self.num_rows:,}", _REMEDY)
 
 
 _REMEDY = ("Use a method that needs no inverse of B (the evidence, predictions, samples), fewer training points, or "

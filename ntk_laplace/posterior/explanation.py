@@ -70,6 +70,8 @@ class ExplanationVerbs(Fitted):
         ------
         DataError, UnsupportedError
             If there is no such output or quantity, or the data cannot be read again.
+        MemoryBudgetError
+            If the inverse of B does not fit in memory, for structure "gp"; nothing was computed.
         """
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(k, output, by, y)
         if self._fitted.structure.spec.keeps_jacobian:
@@ -172,6 +174,7 @@ class ExplanationVerbs(Fitted):
 
     def _explained(self, chunks: Chunks, request: ExplanationRequest) -> Iterator[Explanation]:
         """Explanations in function space, chunk by chunk."""
+        self._fitted.function_space.require_inverse()
         return explain(self._fitted, chunks.rows(bytes_of_each(self._fitted)), request)
 
 

@@ -150,7 +150,10 @@ def plain_likelihood(likelihood: Likelihood) -> Likelihood:
 def require_posterior(posterior: Any) -> None:
     """Refuse what is no posterior."""
     if not isinstance(posterior, Posterior):
-        raise UnsupportedError("a Posterior", f"a {type(posterior).__name__}", "Fit one with ntk_laplace.laplace.")
+        remedy = "Fit one with ntk_laplace.laplace."
+        if hasattr(posterior, "posterior_"):
+            remedy = "Pass its .posterior_, and .network_inputs(X) as the pool."
+        raise UnsupportedError("a Posterior", f"a {type(posterior).__name__}", remedy)
 
 
 def require_method(method: Any, targets: InputData | None) -> None:

@@ -24,6 +24,9 @@ _TABLES = {  # formats of other tables, with the pandas function that reads each
     ".tsv": "read_csv({}, sep='\\t')",
     ".txt": "read_csv({}, sep=None, engine='python')",
     ".xlsx": "read_excel({})",
+    ".json": "read_json({})",
+    ".jsonl": "read_json({}, lines=True)",
+    ".ndjson": "read_json({}, lines=True)",
 }
 _FORMATS = (*_TABLES, ".npy")
 _SAVED = (".pt", ".pth")
@@ -96,7 +99,8 @@ def load_sources(path: Path, name: str) -> list[Any]:
     array = _read(path, "the training data", (name,), name)[name]
     if array.ndim != 1 or array.dtype.kind not in "USiub":
         raise DataError(f"{name} to be an array of names or whole numbers, one per example",
-                        f"shape {array.shape} and type {array.dtype}", "Convert it before it is saved.")
+                        f"shape {array.shape} and type {array.dtype}",
+                        f"Convert it before it is saved: {name} = {name}.astype(str).")  # fmt: skip
     labels: list[Any] = array.astype(str).tolist() if array.dtype.kind == "S" else array.tolist()
     return labels
 
@@ -213,7 +217,20 @@ def _saved_tensors(path: Path) -> dict[str, np.ndarray]:
 def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:
     if array.dtype.kind not in "fiub" or array.ndim == 0:
         raise DataError(f"{name} to be an array of numbers with one row per example",
-                        f"shape {array.shape} and type {array.dtype}", "Convert it before it is saved.")
+                        f"shape {array.shape} and type {array.dtype}", _as_numbers(name, array))
     if array.dtype.kind == "f":
         return torch.as_tensor(array.astype(np.float64)).to(dtype)
     return torch.as_tensor(array.astype(np.int64))
+
+
+def _as_numbers(name: str, array: np.ndarray) -> str:
+    """How an array is converted before it is saved."""
+    if array.ndim == 0:
+        return "Save an array with one row per example."
+    if array.dtype.kind in "US" and array.ndim == 1:
+        return f"Number the names before they are saved: names, {name} = numpy.unique({name}, return_inverse=True)."
+    if array.dtype.kind in "USO":
+        return f"Convert it before it is saved: {name} = {name}.astype(float)."
+    if array.dtype.kind == "c":
+        return f"Save real and imaginary parts: {name} = numpy.stack([{name}.real, {name}.imag], -1)."
+    return f"Convert it to numbers before it is saved, such as {name} = {name}.astype(int)."

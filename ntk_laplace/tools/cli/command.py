@@ -24,8 +24,10 @@ from ntk_laplace.tools.cli.options import (
     directory,
     html_file,
     image_shape,
+    is_estimator,
     level,
     names,
+    network_fault,
     png_file,
     seed,
     source,
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return OK
     if options.command == "demo":
         return _demo(options)
-    fault = _target_fault(options) if options.command == "fit" else likelihood_fault(options) or _target_fault(options)
+    fault = _target_fault(options) if options.command == "fit" else _model_fault(options)
     if fault:
         parser.error(fault)
     return _own(options)
@@ -89,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         help="train a network on a table or images, and see what its uncertainty is worth",
         description="Train a small network on a random 80 % of the rows, with precisions and noise that the evidence "
         "chooses, and score it and its posterior on the others. Writes predictions.csv for those, explanations.html, a "
-        "page that explains them, and model.joblib, the estimator of scikit-learn, which Python loads.",
+        "page that explains them, and model.joblib, the estimator, which predict, explain and evidence take.",
     )
     fit.add_argument("data", type=Path, metavar="DATA",
                      help=f"a table ({TABLES}), a folder with one folder of images for each class, or arrays X and y, "
@@ -113,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
                      help="directory for the files, made if missing (default: %(default)s)")  # fmt: skip
     evidence = commands.add_parser(
         "evidence",
-        help="the evidence of your own network under several structures",
+        help="the evidence of a network under several structures",
         description="Print the log marginal likelihood of a trained network on its training data, exact and "
         "approximated, with the time and memory of each structure. What does not fit into memory gets a note, "
         "and the others continue. The network is put in evaluation mode. Several processes share the work: "
@@ -133,14 +135,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Print a forecast for each structure, from the rows of a few examples and a probe of this device, "
         "before anything large is allocated: memory, whether it fits, and time, on this device and on several.",
     )
-    add_model_options(plan)
+    add_model_options(plan, estimators=False)
     plan.add_argument("--structures", type=structures, metavar="A,B,...", help="which ones (default: all)")
     plan.add_argument("--processes", type=count, default=1, metavar="K",
                       help="devices like this one that would share the fit (default: %(default)s)")  # fmt: skip
     plan.add_argument("--json", type=Path, metavar="OUT", help="write all digits to this file")
     explain = commands.add_parser(
         "explain",
-        help="a page that explains your own network's predictions by its training points",
+        help="a page that explains predictions by training points",
         description="Write one HTML page, which a browser opens from disk: each prediction with its uncertainty, the "
         "training points for and against it, the prediction without them, and the training set with each point "
         "predicted from the others. By default exact, in function space, whose memory grows with the square of "
@@ -168,11 +170,12 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--title", default="Which training points made these predictions?", help="of the page")
     predict = commands.add_parser(
         "predict",
-        help="predictions of your own network, each with its uncertainty",
+        help="predictions of new inputs, each with its uncertainty",
         description="Write a table with one row per input, in their order: the prediction, its uncertainty in two "
         "parts, and an interval, or a set of labels, of the level. Beside it a page shows whether the uncertainty is "
         "right. Scale, temperature and noise are fitted to the training points, each predicted from all others, "
-        "without a validation set; or to held-out data, which every structure can use.",
+        "without a validation set; or to held-out data, which every structure can use. A model.joblib is fitted "
+        "already: its table is that of fit, without a page.",
     )
     add_model_options(predict)
     predict.add_argument("--structure", default="auto", metavar="A",
@@ -194,6 +197,12 @@ def _parser() -> argparse.ArgumentParser:
                       "for weights trained with little weight decay")  # fmt: skip
     told.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
     return parser
+
+
+def _model_fault(options: argparse.Namespace) -> str:
+    """What is wrong with the options of a model; empty if nothing is."""
+    fault = network_fault(options)
+    return fault if fault or is_estimator(options.network[0]) else likelihood_fault(options) or _target_fault(options)
 
 
 def _target_fault(options: argparse.Namespace) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+
+import numpy as np
 
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
-from ntk_laplace.tools.cli.model import bring, require_writable
+from ntk_laplace.tools.cli.estimator_file import load_estimator
+from ntk_laplace.tools.cli.model import bring, require_writable, settings_of
+from ntk_laplace.tools.cli.options import is_estimator
 
 __all__ = ["run"]
 
@@ -25,14 +30,9 @@ def run(options: argparse.Namespace) -> None:
     """
     for path in (options.json, options.plot):
         require_writable(path, options)
-    model = bring(options)
-    first = model.settings.reducer.rank == 0  # of several processes one prints and writes
+    first = settings_of(options).reducer.rank == 0  # of several processes one prints and writes
     try:
-        found = ntkl.compare_evidence(
-            model.network, (model.x, model.y), model.likelihood, model.prior, options.structures, options.correction,
-            curvature=options.curvature, dtype=model.dtype,
-            settings=model.settings, output=model.output,
-        )  # fmt: skip
+        found = (_of_estimator if is_estimator(options.network[0]) else _of_network)(options)
     except ntkl.ComparisonInterrupted as stop:
         if stop.comparison.rows and first:
             print(stop.comparison)
@@ -44,3 +44,33 @@ def run(options: argparse.Namespace) -> None:
         options.json.write_text(found.to_json() + "\n", encoding="utf-8")
     if options.plot is not None:
         options.plot.write_bytes(plotting.png(found.plot()))
+
+
+def _of_network(options: argparse.Namespace) -> ntkl.EvidenceComparison:
+    model = bring(options)
+    return ntkl.compare_evidence(
+        model.network, (model.x, model.y), model.likelihood, model.prior, options.structures, options.correction,
+        curvature=options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
+    )  # fmt: skip
+
+
+def _of_estimator(options: argparse.Namespace) -> ntkl.EvidenceComparison:
+    """Evidence of an estimator's training data, of targets in their own units."""
+    estimator = load_estimator(options)
+    model, posterior = estimator.model, estimator.model.posterior_
+    found = ntkl.compare_evidence(
+        model.network_, estimator.data, posterior.likelihood, posterior.prior, options.structures, options.correction,
+        curvature=model.curvature, settings=settings_of(options),
+    )  # fmt: skip
+    units = float(np.asarray(model.log_marginal_likelihood_value_)) - posterior.log_marginal_likelihood().item()
+    if units == 0.0:
+        return found
+    return replace(found, rows=tuple(_shifted(row, units) for row in found.rows),
+                   model=f"{found.model}; of standardized targets, the evidence in their own units")  # fmt: skip
+
+
+def _shifted(row: ntkl.StructureEvidence, units: float) -> ntkl.StructureEvidence:
+    """The row with a constant added to its log densities of the targets."""
+    if row.evidence is None or row.log_joint is None:
+        return row
+    return replace(row, evidence=row.evidence + units, log_joint=row.log_joint + units)

@@ -16,7 +16,7 @@ from pandas.api.types import is_integer_dtype
 from torch import Tensor
 
 import ntk_laplace as ntkl
-from ntk_laplace.tools.cli.arrays import load_data, load_sources
+from ntk_laplace.tools.cli.arrays import load_data, load_inputs, load_sources
 from ntk_laplace.tools.cli.images import read_images, require_no_sources
 from ntk_laplace.tools.cli.tables import (
     input_columns,
@@ -24,12 +24,13 @@ from ntk_laplace.tools.cli.tables import (
     named_classes,
     numbers,
     read_table,
+    require_64_bits,
     require_columns,
     source_labels,
     target_classes,
 )
 
-__all__ = ["Examples", "read_examples"]
+__all__ = ["Examples", "array_rows", "read_examples", "table_labels"]
 
 _FEWEST = 10  # rows
 _FEW = 10  # whole numbers that are classes
@@ -69,7 +70,8 @@ class Examples:
         """What they are taken as."""
         kind = f"{len(np.unique(self.y))} classes" if self.classes else "real numbers"
         names = ", ".join(self.targets)
-        inputs = f"{self.x.shape[1]} inputs" if self.shape is None else f"inputs of shape {self.shape}"
+        columns = self.x.shape[1]
+        inputs = f"{columns} input{'s' * (columns != 1)}" if self.shape is None else f"inputs of shape {self.shape}"
         are = "are" if len(self.targets) > 1 else "is"
         return f"{names} {are} taken as {kind} (--task says otherwise), from {inputs}"
 
@@ -98,7 +100,22 @@ def read_examples(options: argparse.Namespace) -> Examples:
     found = read(path, options.target, options.task, options.source)
     if len(found.y) < _FEWEST:
         raise ntkl.DataError(f"at least {_FEWEST} rows", f"{len(found.y)} in {path}", "Add rows.")
+    if found.classes:
+        _require_classes(found, path)
     return found
+
+
+def _require_classes(found: Examples, path: Path) -> None:
+    """Refuse one class, and as many classes as examples."""
+    names, count = np.unique(found.y).tolist(), len(found.y)
+    where = f"{found.targets[0]!r} of {path}"
+    if len(names) == 1:
+        raise ntkl.DataError(f"at least two classes in {where}", f"{names[0]!r} in each of {count:,} rows",
+                             "Add rows of another class, or name another target.")  # fmt: skip
+    if len(names) == count:
+        raise ntkl.DataError(f"classes of several rows in {where}", f"another value in each row, such as {names[0]!r}",
+                             "Numbers are no classes with --task regression; make dates numbers, or name another "
+                             "target.")  # fmt: skip
 
 
 def _table(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
@@ -110,8 +127,8 @@ def _table(path: Path, target: Sequence[str] | None, task: str | None, group: st
     names = input_columns(frame, path, targets, None)
     x = pandas.DataFrame(numbers(frame, path, names), columns=names)
     named = pandas.DataFrame({"row": range(len(frame))})
-    if len(targets) == 1 and _classifies(frame[targets[0]], task):
-        return Examples(x, _labels(frame[targets[0]], path), True, targets, named, sources=sources)
+    if len(targets) == 1 and _classifies(frame[targets[0]], path, task):
+        return Examples(x, table_labels(frame[targets[0]], path), True, targets, named, sources=sources)
     if task == "classes":
         raise ntkl.DataError("one target that is a class", f"--target {' --target '.join(targets)}",
                              "Fit one of them at a time.")  # fmt: skip
@@ -122,14 +139,7 @@ def _table(path: Path, target: Sequence[str] | None, task: str | None, group: st
 def _arrays(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
     inputs, y = load_data(path, torch.float64, what="the data")
     assert isinstance(inputs, Tensor)
-    if not len(inputs) == len(y) > 0:
-        raise ntkl.DataError("as many rows of X as of y, at least one", f"{len(inputs)} and {len(y)} in {path}",
-                             "Save both for the same examples.")  # fmt: skip
-    for name, values in {"X": inputs, "y": y}.items():
-        if not values.isfinite().all():
-            row = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
-            raise ntkl.DataError(f"finite numbers in {name} of {path}", f"none in row {row}, counted from 0",
-                                 "Correct the value, or remove the row.")  # fmt: skip
+    _require_rows(path, inputs, y)
     sources = None if group is None else np.array(load_sources(path, group), dtype=object)
     if sources is not None and len(sources) != len(y):
         raise ntkl.DataError(f"the sources of {len(y):,} examples", f"{len(sources):,} in {path}", "Save one for each.")
@@ -140,13 +150,40 @@ def _arrays(path: Path, target: Sequence[str] | None, task: str | None, group: s
     single = y.reshape(len(y), -1)
     if single.shape[1] == 1:
         column = pandas.Series(single[:, 0].numpy(), name="y")
-        classes = _classifies(column, task)
-        labels = _labels(column, path) if classes else column.to_numpy(np.float64)
+        classes = _classifies(column, path, task)
+        labels = table_labels(column, path) if classes else column.to_numpy(np.float64)
         return Examples(x, labels, classes, ["y"], named, shape, sources)
     if task == "classes" or y.ndim > 2:
         raise ntkl.DataError("y of shape (N,), or (N, targets) of real numbers", f"shape {tuple(y.shape)} in {path}",
                              "Save one class number for each row of X.")  # fmt: skip
     return Examples(x, y.double().numpy(), False, [f"y{index}" for index in range(y.shape[1])], named, shape, sources)
+
+
+def array_rows(path: Path, what: str) -> tuple[Tensor, Tensor | None]:
+    """X of a file of arrays, and y if the file has it.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be read, X and y are not of the same examples, or a number is not finite.
+    """
+    inputs, y = load_inputs(path, torch.float64, what=what)
+    assert isinstance(inputs, Tensor)
+    _require_rows(path, inputs, y)
+    return inputs, y
+
+
+def _require_rows(path: Path, inputs: Tensor, y: Tensor | None) -> None:
+    """Refuse no rows, X and y of different examples, and numbers that are not finite."""
+    if len(inputs) == 0 or (y is not None and len(inputs) != len(y)):
+        got = f"{len(inputs)}" if y is None else f"{len(inputs)} and {len(y)}"
+        raise ntkl.DataError("as many rows of X as of y, at least one", f"{got} in {path}",
+                             "Save both for the same examples.")  # fmt: skip
+    for name, values in {"X": inputs, "y": y}.items():
+        if values is not None and not values.isfinite().all():
+            row = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
+            raise ntkl.DataError(f"finite numbers in {name} of {path}", f"none in row {row}, counted from 0",
+                                 "Correct the value, or remove the row.")  # fmt: skip
 
 
 def _images(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
@@ -160,15 +197,23 @@ def _images(path: Path, target: Sequence[str] | None, task: str | None, group: s
     return Examples(x, y, True, ["folder"], pandas.DataFrame({"file": found.files}), found.x.shape[1:])
 
 
-def _classifies(column: pandas.Series, task: str | None) -> bool:
+def _classifies(column: pandas.Series, path: Path, task: str | None) -> bool:
     """Whether targets are classes."""
     if task is not None:
         return task == "classes"
+    if named_classes(column):
+        require_64_bits(column, path, " Names with digits alone are classes with --task classes.")
     return named_classes(column) or (is_integer_dtype(column.dtype) and column.nunique() <= _FEW)
 
 
-def _labels(column: pandas.Series, path: Path) -> NDArray[Any]:
-    """Labels as text, or as whole numbers."""
+def table_labels(column: pandas.Series, path: Path) -> NDArray[Any]:
+    """Labels of a column as text, or as whole numbers.
+
+    Raises
+    ------
+    DataError
+        If a value is missing, or is a number with a fraction.
+    """
     if named_classes(column):
         numbered, names = target_classes(column, path, None)
         return np.array(names, dtype=object)[numbered]

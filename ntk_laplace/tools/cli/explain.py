@@ -6,9 +6,13 @@ import argparse
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import take, to_device
+from ntk_laplace.tools.cli.estimator_file import load_estimator
+from ntk_laplace.tools.cli.estimator_page import estimator_page, source_effects
 from ntk_laplace.tools.cli.model import bring, require_writable
+from ntk_laplace.tools.cli.options import is_estimator
+from ntk_laplace.tools.cli.tables import require_sources
 from ntk_laplace.tools.cli.weights import check_forward
-from ntk_laplace.tools.explorer import Naming, explore
+from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
 __all__ = ["run"]
 
@@ -24,7 +28,18 @@ def run(options: argparse.Namespace) -> None:
         If the page cannot be written; raised before the computation.
     """
     require_writable(options.out, options)
+    page, sources = (_of_estimator if is_estimator(options.network[0]) else _of_network)(options)
+    page.write(options.out)
+    if sources is not None:
+        print(f"{sources}\n")
+    print(f"{page!r}; written to {options.out}, which a browser opens")
+
+
+def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.SourceEffects | None]:
     model = bring(options)
+    labels = model.files.sources
+    if labels is not None:
+        require_sources(labels, options.data, options.source)
     x, y = model.files.inputs(options.inputs, "inputs to explain")
     check_forward(model.network, to_device(x, next(model.network.parameters()).device), options.output)
     x, y = take(x, slice(options.most)), None if y is None else y[: options.most]
@@ -36,11 +51,18 @@ def run(options: argparse.Namespace) -> None:
     if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
         classes = None  # names of responses, which are fewer than the outputs
     naming = Naming(classes, options.features or model.files.features, options.shape, (options.target or ["target"])[0])
-    labels = model.files.sources
     sources = None if labels is None else posterior.source_effects(x, labels, y=y)
     page = explore(posterior, x, model.x, y, options.k, naming, options.title,
                    candidates=options.candidates, sources=sources)
-    page.write(options.out)
-    if sources is not None:
-        print(f"{sources}\n")
-    print(f"{page!r}; written to {options.out}, which a browser opens")
+    return page, sources
+
+
+def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.SourceEffects | None]:
+    estimator = load_estimator(options)
+    new = estimator.read(options.inputs, "inputs to explain").first(options.most)
+    sources = source_effects(estimator.model, new.x, new.y, estimator.sources)
+    page = estimator_page(
+        estimator.model, new.x, new.y, estimator.rows, estimator.targets, options.shape or estimator.shape, sources,
+        k=options.k, title=options.title, candidates=options.candidates,
+    )  # fmt: skip
+    return page, sources

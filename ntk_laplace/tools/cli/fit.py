@@ -6,46 +6,27 @@ import argparse
 import pickle
 import sys
 import textwrap
-import warnings
-from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any
 
-import joblib
 import numpy as np
 import pandas
-import torch
-from numpy.typing import NDArray
-from torch import distributions, nn
+from torch import nn
 
 import ntk_laplace as ntkl
-from ntk_laplace import metrics
+from ntk_laplace.tools.cli.described import Model, describe, tell_first, tell_scores
+from ntk_laplace.tools.cli.estimator_file import save_estimator
+from ntk_laplace.tools.cli.estimator_page import estimator_page, source_effects
 from ntk_laplace.tools.cli.examples import Examples, read_examples
 from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.model import require_writable
-from ntk_laplace.tools.cli.predictions import NETWORK, score_table
 from ntk_laplace.tools.cli.python_files import first_line, load_network
-from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
+from ntk_laplace.tools.cli.tables import require_sources
 
 __all__ = ["run"]
 
-_POSTERIOR = "posterior"
 _HELD_OUT = 0.2
-_SHOWN = 5  # predictions that are printed
 _COLUMNS = 10  # of the largest relevance, that are printed
 _EXPLAINED = 200  # held-out rows on the page at most
-
-Model = ntkl.LaplaceRegressor | ntkl.LaplaceClassifier
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """The estimator, scores of the held-out rows by name, columns of their predictions, and what else to tell."""
-
-    model: Model
-    scores: dict[str, dict[str, float]]
-    columns: dict[str, Any]
-    note: str = ""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -69,22 +50,27 @@ def run(options: argparse.Namespace) -> None:
     order = np.random.default_rng(options.seed).permutation(len(examples.y))
     held_out, rest = (np.sort(part) for part in np.split(order, [round(_HELD_OUT * len(order))]))
     training, new = examples.subset(rest), examples.subset(held_out)
+    if training.sources is not None:
+        require_sources(training.sources, options.data, options.source)
     print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
-    fitted = (_fit_classes if examples.classes else _fit_numbers)(training, new, settings, options.level)
-    predictions = pandas.concat([new.named.reset_index(drop=True), pandas.DataFrame(fitted.columns)], axis=1)
-    _tell_scores(fitted, len(held_out))
-    _tell_relevance(fitted.model)
-    _tell_first(predictions, options.level)
-    sources = _sources(fitted.model, training, new)
-    explained = _page(fitted.model, training, new, sources)
+    model = _train(training, new, settings)
+    found = describe(model, new.x, new.y, new.targets, options.level)
+    predictions = pandas.concat([new.named.reset_index(drop=True), pandas.DataFrame(found.columns)], axis=1)
+    tell_scores(found, f"{len(held_out):,} held-out rows")
+    _tell_evidence(model)
+    _tell_relevance(model)
+    tell_first(predictions, options.level)
+    few, index = new.subset(np.arange(min(_EXPLAINED, len(new.y)))), model.training_index_
+    sources = source_effects(model, few.x, few.y, None if training.sources is None else training.sources[index])
+    explained = estimator_page(model, few.x, few.y, training.x.iloc[index], new.targets, new.shape, sources)
     options.out.mkdir(parents=True, exist_ok=True)
     predictions.to_csv(table, index=False)
-    joblib.dump(fitted.model, saved)
+    save_estimator(model, saved, training, options.source)
     explained.write(page)
     if sources is not None:
         print(f"\n{sources}")
     print(f"\nPredictions of the held-out rows are in {table}; {page} explains them in a browser.\n"
-          f"The model is in {saved}:\n"
+          f"The model is in {saved}: ntk-laplace predict {saved} --inputs FILE predicts new rows, and\n"
           f"joblib.load({str(saved)!r}).predict({_call(examples)}.")  # fmt: skip
 
 
@@ -125,13 +111,9 @@ def _require_saved(network: nn.Module) -> None:
                                 "Define its classes and functions at the top of the file, without lambda.") from cause
 
 
-def _tell_scores(fitted: _Fitted, count: int) -> None:
-    print(f"\nScores of the {count:,} held-out rows")
-    print(score_table(fitted.scores))
-    if fitted.note:
-        print(f"\n{fitted.note}")
-    print(f"\nLog marginal likelihood of the training rows: {fitted.model.log_marginal_likelihood_value_:.3f} nats")
-    fit = fitted.model.predictive_fit_
+def _tell_evidence(model: Model) -> None:
+    print(f"\nLog marginal likelihood of the training rows: {model.log_marginal_likelihood_value_:.3f} nats")
+    fit = model.predictive_fit_
     if fit is not None and not fit.trusted:
         print(f"\nWARNING: the posterior is used as it is, without calibration: {'; '.join(fit.reasons)}.")
 
@@ -149,100 +131,11 @@ def _tell_relevance(model: Model) -> None:
     print("\n" + textwrap.fill(text, 100))
 
 
-def _tell_first(predictions: pandas.DataFrame, level: float) -> None:
-    """The first predictions with their intervals or sets."""
-    wanted = ("row", "file", "mean", "lower", "upper", "predicted", "set", "target")
-    shown = [name for name in predictions if name.partition("_")[0] in wanted]
-    what = "sets of labels" if "set" in predictions else "intervals"
-    print(f"\nThe first of them, with {what} of {level:.0%}")
-    print(predictions[shown].head(_SHOWN).to_string(index=False, float_format="{:.4g}".format))
-
-
-def _fit_numbers(training: Examples, new: Examples, settings: dict[str, Any], level: float) -> _Fitted:
-    model = ntkl.LaplaceRegressor(**settings).fit(training.x, training.y)
-    mean, sd = (_columns(values) for values in model.predict(new.x, return_std=True))
-    y, noise = _columns(new.y), np.broadcast_to(np.sqrt(model.noise_), mean.shape)
-    half = NormalDist().inv_cdf(0.5 + level / 2) * sd
-    scores, columns = {}, dict[str, Any]()
-    for index, target in enumerate(new.targets):
-        one = slice(None), index
-        ending, of = ("", "") if len(new.targets) == 1 else (f"_{target}", f", {target}")
-        for name, own in {NETWORK: noise[one], _POSTERIOR: sd[one]}.items():
-            response = distributions.Normal(torch.as_tensor(mean[one]), torch.as_tensor(own.copy()))
-            (covered,) = metrics.interval_coverage(mean[one], own**2, y[one], [level])
-            scores[name + of] = metrics.held_out_scores(response, torch.as_tensor(y[one].copy()))
-            scores[name + of][f"coverage of {level:.0%}"] = covered
-        parts = {"mean": mean, "sd": sd, "lower": mean - half, "upper": mean + half, "target": y}
-        columns |= {part + ending: values[one] for part, values in parts.items()}
-    return _Fitted(model, scores, columns)
-
-
-def _fit_classes(training: Examples, new: Examples, settings: dict[str, Any], level: float) -> _Fitted:
+def _train(training: Examples, new: Examples, settings: dict[str, Any]) -> Model:
+    if not training.classes:
+        return ntkl.LaplaceRegressor(**settings).fit(training.x, training.y)
     unknown = np.setdiff1d(new.y, training.y)
     if len(unknown):
         raise ntkl.DataError("each class among the training rows", f"{unknown[0]!r} in held-out rows alone",
                              "Add rows of this class, or pass another --seed.")  # fmt: skip
-    model = ntkl.LaplaceClassifier(**settings).fit(training.x, training.y)
-    p, x = model.predict_proba(new.x), model.network_inputs(new.x)
-    alone = model.posterior_.predict(x, "map").mean.detach().cpu().double()
-    labels = model.network_targets(new.y)
-    scores = {
-        name: metrics.held_out_scores(distributions.Categorical(probs=probs), labels)
-        for name, probs in {NETWORK: alone, _POSTERIOR: torch.as_tensor(p)}.items()
-    }
-    with warnings.catch_warnings():  # the reasons of predictive_fit_, which are told, and too few points
-        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
-        sets = model.posterior_.predict_set(x, level, never_empty=True)
-    names = [str(name) for name in model.classes_]
-    columns = {"predicted": model.classes_[p.argmax(1)]}
-    columns["set"] = ["{" + ", ".join(map(str, one)) + "}" for one in sets.labels(names)]
-    each = {f"probability_{name}": p[:, index] for index, name in enumerate(names)}
-    inside = float(sets.mask.cpu()[torch.arange(len(labels)), labels].double().mean())
-    size = float(sets.size.double().mean())
-    note = f"Sets of labels of level {level:.0%}: {inside:.1%} contain the label; {size:.2f} labels on average"
-    return _Fitted(model, scores, {**columns, **each, "target": new.y}, note)
-
-
-def _sources(model: Model, training: Examples, new: Examples) -> ntkl.SourceEffects | None:
-    """Effects of the sources of the training rows on the held-out rows of the page."""
-    if training.sources is None:
-        return None
-    few = _explained(new)
-    return model.posterior_.source_effects(model.network_inputs(few.x), training.sources[model.training_index_],
-                                           y=model.network_targets(few.y))  # fmt: skip
-
-
-def _explained(new: Examples) -> Examples:
-    return new.subset(np.arange(min(_EXPLAINED, len(new.y))))
-
-
-def _page(model: Model, training: Examples, new: Examples, sources: ntkl.SourceEffects | None) -> ExplorerPage:
-    """Explanations of held-out rows by training rows; features are shown in their own units."""
-    few = _explained(new)
-    rows = training.subset(model.training_index_)
-    classes = [str(name) for name in getattr(model, "classes_", ())]
-    target = f"{', '.join(new.targets)} (standardized)"
-    names = classes or (new.targets if len(new.targets) > 1 else None)
-    naming = Naming(names, new.features, _picture(new), target)
-    page = explore(model.posterior_, model.network_inputs(few.x), model.network_inputs(rows.x),
-                   model.network_targets(few.y), naming=naming, sources=sources)  # fmt: skip
-    shown = page.content["rows"]
-    if shown is None:
-        return page
-    own = {str(index): _four_digits(rows.x.iloc[int(index)]) for index in shown["training"]}
-    points = [_four_digits(row) for _, row in few.x.iterrows()]
-    return replace(page, content=page.content | {"rows": shown | {"points": points, "training": own}})
-
-
-def _picture(examples: Examples) -> tuple[int, ...] | None:
-    """The shape of images that the page can show."""
-    shape = examples.shape
-    return shape if shape is not None and (len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3))) else None
-
-
-def _four_digits(row: pandas.Series) -> list[float]:
-    return [float(f"{value:.4g}") for value in row]
-
-
-def _columns(values: NDArray[Any]) -> NDArray[Any]:
-    return values.reshape(len(values), -1)
+    return ntkl.LaplaceClassifier(**settings).fit(training.x, training.y)

@@ -30,7 +30,7 @@ class LikelihoodName:
 def add_likelihood_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the likelihood to a parser, in a group of their own."""
     group = parser.add_argument_group("the likelihood")
-    group.add_argument("--likelihood", type=_likelihood, required=True, metavar="NAME",
+    group.add_argument("--likelihood", type=_likelihood, metavar="NAME",
                         help=f"of the targets y: {', '.join(_choices())}, or FILE.py:CLASS for your own; the file is "
                         "run")  # fmt: skip
     group.add_argument("--noise", type=positive, metavar="VARIANCE",

@@ -18,7 +18,7 @@ from ntk_laplace.tools.cli.likelihood import build_likelihood
 from ntk_laplace.tools.cli.python_files import load_network
 from ntk_laplace.tools.cli.weights import check_forward, load_weights
 
-__all__ = ["Model", "bring", "require_writable"]
+__all__ = ["Model", "bring", "require_writable", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,14 @@ def bring(options: argparse.Namespace) -> Model:
     x, y = files.training(options.data)
     check_forward(network, x, options.output)
     network.to(_device(options.device, dtype))
-    budget = None if options.memory is None else int(options.memory * 2**30)
     prior = ntkl.GaussianPrior(options.precision, groups=options.groups)
-    settings = ntkl.Settings(memory_budget=budget, process_group=options.group)
-    return Model(network, x, y, likelihood, prior, dtype, settings, options.output, files)
+    return Model(network, x, y, likelihood, prior, dtype, settings_of(options), options.output, files)
+
+
+def settings_of(options: argparse.Namespace) -> ntkl.Settings:
+    """Memory and processes."""
+    budget = None if options.memory is None else int(options.memory * 2**30)
+    return ntkl.Settings(memory_budget=budget, process_group=options.group)
 
 
 def _device(name: str, dtype: torch.dtype) -> torch.device:

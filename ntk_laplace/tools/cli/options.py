@@ -19,8 +19,10 @@ __all__ = [
     "directory",
     "html_file",
     "image_shape",
+    "is_estimator",
     "level",
     "names",
+    "network_fault",
     "output",
     "png_file",
     "positive",
@@ -42,15 +44,35 @@ GROUP: dict[str, Any] = {  # of the option --group; dest, because `group` is tha
 }  # fmt: skip
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for network, data, likelihood and prior, which several commands share."""
-    parser.add_argument("network", type=source, metavar="FILE.py[:FACTORY]",
+_NEEDED = ("checkpoint", "data", "likelihood")  # with a Python file
+_OF_A_FILE = (  # what a model.joblib has itself
+    *_NEEDED, "target", "targets", "source", "output", "noise", "likelihood_option", "precision", "groups", "curvature",
+    "float32", "device", "structure", "held_out", "retrain", "classes", "features",
+)  # fmt: skip
+
+
+def add_model_options(parser: argparse.ArgumentParser, estimators: bool = True) -> None:
+    """Add the options for network, data, likelihood and prior, which several commands share.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+    estimators : bool
+        Whether the command takes a model.joblib in place of a Python file.
+    """
+    parser.set_defaults(default_of=parser.get_default, estimators=estimators, classes_of=None)
+    or_model = "; or a model.joblib that fit wrote, a pickle, which can run code: load only your own"
+    parser.add_argument("network", type=source, metavar="FILE.py[:FACTORY]" + "|model.joblib" * estimators,
                         help=f"a Python file and the function in it that returns the nn.Module (default: {FACTORY}); "
-                        "the file is run")  # fmt: skip
-    model = parser.add_argument_group("the model")
-    model.add_argument("--checkpoint", type=Path, required=True, metavar="PT",
+                        f"the file is run{or_model * estimators}")  # fmt: skip
+    if estimators:
+        parser.add_argument("--network", type=Path, dest="classes_of", metavar="FILE.py",
+                            help="the file that fit took as --network, for a model.joblib; the file is run")
+    model = parser.add_argument_group("the model", "A Python file needs --checkpoint, --data and --likelihood." +
+                                      " A model.joblib has all of these." * estimators)  # fmt: skip
+    model.add_argument("--checkpoint", type=Path, metavar="PT",
                        help="the trained weights, saved with torch.save(network.state_dict(), PT), or .safetensors")
-    model.add_argument("--data", type=Path, required=True, metavar="FILE",
+    model.add_argument("--data", type=Path, metavar="FILE",
                        help="the training data: saved with numpy.savez(FILE.npz, X=..., y=...) or torch.save((X, y), "
                        f"FILE.pt), a table ({TABLES}), or a folder with one folder of images for each class")
     model.add_argument("--target", **TARGET)
@@ -76,10 +98,33 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
                       help="refuse what would take more (default: the device's free memory)")  # fmt: skip
 
 
+def is_estimator(path: Path) -> bool:
+    """Whether the name is that of an estimator's file."""
+    return path.suffix.lower() == ".joblib"
+
+
+def network_fault(options: argparse.Namespace) -> str:
+    """What is wrong with the options of the network; empty if nothing is."""
+    path = options.network[0]
+    if not is_estimator(path):
+        missing = [f"--{name}" for name in _NEEDED if getattr(options, name) is None]
+        if missing:
+            return f"the following arguments are required: {', '.join(missing)}"
+        return "expected --network with a model.joblib alone; got it with a Python file." if options.classes_of else ""
+    if not options.estimators:
+        return f"expected FILE.py[:FACTORY] for {options.command}; got {path}. Pass the network's Python file."
+    own = (*_OF_A_FILE, *(("memory",) if options.command != "evidence" else ()))
+    given = [name for name in own if getattr(options, name, None) != options.default_of(name)]
+    if given:
+        option = "--group" if given[0] == "source" else f"--{given[0].replace('_', '-')}"
+        return f"expected a Python file for {option}; got {path}, which has its own. Leave {option} out."
+    return ""
+
+
 def source(text: str) -> tuple[Path, str]:
     """``FILE.py`` or ``FILE.py:FACTORY``, as path and name."""
     file, colon, name = text.rpartition(":")
-    if not colon or text.endswith(".py"):  # a colon of C:\model.py
+    if not colon or text.endswith((".py", ".joblib")):  # a colon of C:\model.py
         file, name = text, FACTORY
     if not name.isidentifier():
         raise argparse.ArgumentTypeError(f"expected FILE.py:FACTORY with the name of a function; got {text!r}.")

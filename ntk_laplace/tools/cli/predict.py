@@ -7,12 +7,16 @@ import sys
 import warnings
 from typing import Any
 
+import pandas
 from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import to_device
 from ntk_laplace.posterior.fit import spec_of
+from ntk_laplace.tools.cli.described import describe, tell_first, tell_scores
+from ntk_laplace.tools.cli.estimator_file import load_estimator
 from ntk_laplace.tools.cli.model import bring, require_writable
+from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_table
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
 from ntk_laplace.tools.cli.weights import check_forward
@@ -32,6 +36,9 @@ def run(options: argparse.Namespace) -> None:
     OSError
         If the table or the page cannot be written; raised before the computation.
     """
+    if is_estimator(options.network[0]):
+        _of_estimator(options)
+        return
     page_path = options.out.with_suffix(".html")
     for path in (options.out, page_path):
         require_writable(path, options)
@@ -73,6 +80,19 @@ def run(options: argparse.Namespace) -> None:
     for text in warned:
         print(f"\nWARNING: {text}")
     print(f"\n{len(found.frame):,} predictions written to {options.out}; {page_path} is a page, which a browser opens")
+
+
+def _of_estimator(options: argparse.Namespace) -> None:
+    """The table of ``ntk-laplace fit`` for other inputs."""
+    require_writable(options.out, options)
+    estimator = load_estimator(options)
+    new = estimator.read(options.inputs, "inputs to predict")
+    found = describe(estimator.model, new.x, new.y, estimator.targets, options.level)
+    predictions = pandas.concat([new.named, pandas.DataFrame(found.columns)], axis=1)
+    predictions.to_csv(options.out, index=False)
+    tell_scores(found, f"{len(predictions):,} inputs")
+    tell_first(predictions, options.level)
+    print(f"\n{len(predictions):,} predictions written to {options.out}")
 
 
 def _require_exact(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, UnsupportedError
 from ntk_laplace.model.likelihoods import Likelihood
 
-__all__ = ["first_few", "first_line", "load_likelihood", "load_network", "require_file"]
+__all__ = ["first_few", "first_line", "load_likelihood", "load_network", "require_file", "run_file"]
 
 
 def load_network(path: Path, factory: str) -> nn.Module:
@@ -45,6 +45,20 @@ def load_likelihood(path: Path, factory: str, options: Mapping[str, Any]) -> Lik
     """
     made: Likelihood = _made(path, factory, "likelihood", Likelihood, options)
     return made
+
+
+def run_file(path: Path) -> None:
+    """Run a Python file of a network, so that pickle finds its classes.
+
+    Raises
+    ------
+    DataError
+        If there is no such file.
+    NetworkError
+        If the file does not run.
+    """
+    require_file(path, "a Python file with the classes of the network")
+    _run(path, "network", NetworkError)
 
 
 def _made(path: Path, factory: str, what: str, kind: type, options: Mapping[str, Any]) -> Any:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import codecs
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
 from numpy.typing import NDArray
-from pandas.api.types import infer_dtype, is_bool_dtype, is_numeric_dtype
+from pandas.api.types import (
+    infer_dtype,
+    is_bool_dtype,
+    is_datetime64_any_dtype,
+    is_numeric_dtype,
+    is_timedelta64_dtype,
+)
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
 
-__all__ = ["TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table", "require_columns",
-    "source_labels", "target_classes"]
+__all__ = ["TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table", "require_64_bits",
+    "require_columns", "require_sources", "source_labels", "target_classes"]
 
 TABLES = ".csv, .parquet, .feather or .arrow"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
@@ -71,6 +78,8 @@ def _csv(path: Path) -> pandas.DataFrame:
         raise
     except pandas.errors.EmptyDataError as cause:
         raise DataError(expected, f"{path}, which is empty", "Check the file.") from cause
+    except UnicodeDecodeError as cause:
+        raise _other_encoding(path, cause) from cause
     except (pandas.errors.ParserWarning, ValueError, OSError, EOFError) as cause:
         raise DataError(expected, f"{path} ({first_line(cause)})", "Check the file.") from cause
     if names.isna().any():
@@ -91,6 +100,16 @@ def _require_commas(names: pandas.Series, path: Path, expected: str) -> None:
         copy = str(path.with_name(f"{path.name.partition('.')[0]}_commas.csv"))
         line = f"pandas.read_csv({str(path)!r}, sep={mark!r}{decimal}).to_csv({copy!r}, index=False)"
         raise DataError(expected, f"{path} with {mark!r} between them", f"Convert it in Python: {line}.")
+
+
+def _other_encoding(path: Path, cause: UnicodeDecodeError) -> DataError:
+    """The error for a text that is not in UTF-8, with the line that converts it."""
+    marked = cause.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if marked else "cp1252"
+    copy = str(path.with_name(f"{path.name.partition('.')[0]}_utf8.csv"))
+    line = f"pandas.read_csv({str(path)!r}, encoding={encoding!r}).to_csv({copy!r}, index=False)"
+    other = "" if marked else ", if it is a text of Windows in western languages; else name its encoding"
+    return DataError("a table in UTF-8", f"{path} ({first_line(cause)})", f"Convert it in Python: {line}{other}.")
 
 
 def _columnar(read: Callable[[Path], pandas.DataFrame], what: str) -> Callable[[Path], pandas.DataFrame]:
@@ -213,6 +232,7 @@ def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: 
         if not missing:
             _require_present(column, path)
         if not is_numeric_dtype(column.dtype):
+            require_64_bits(column, path)
             other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
             row = int(np.argmax(other))
             raise DataError(f"numbers in column {name!r} of {path}", f"{str(column.iloc[row])!r}{_row(row)}",
@@ -222,6 +242,25 @@ def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: 
         raise DataError(f"finite numbers in column {names[index]!r} of {path}", f"{found[row, index]:g}{_row(row)}",
                         "Correct the value, or remove the row.")  # fmt: skip
     return found
+
+
+def require_64_bits(column: pandas.Series, path: Path, remedy: str = "") -> None:
+    """Refuse whole numbers without a type of their size, which pandas keeps as text or as objects.
+
+    Raises
+    ------
+    DataError
+        Names the column, and the first row with such a number.
+    """
+    texts = column.dropna().astype(str)
+    if is_numeric_dtype(column.dtype) or not texts.str.fullmatch(r"\s*[+-]?\d+\s*").all():
+        return
+    wide = [number for number, text in zip(np.flatnonzero(column.notna()), texts, strict=True)
+            if not -(2**63) <= int(text) < 2**63]  # fmt: skip
+    if wide:
+        raise DataError(f"numbers of at most 64 bits in column {column.name!r} of {path}",
+                        f"{str(column.iloc[wide[0]])!r}{_row(int(wide[0]))}",
+                        f"Write them with a decimal point, or drop the column.{remedy}")  # fmt: skip
 
 
 def target_classes(
@@ -243,6 +282,7 @@ def target_classes(
         If a value is missing, or is not among the known names.
     """
     _require_present(column, path)
+    _require_names(column, path)
     texts = column.astype(str)
     names = sorted(texts.unique()) if known is None else list(known)
     number = {name: index for index, name in enumerate(names)}
@@ -252,6 +292,20 @@ def target_classes(
         raise DataError(f"classes of the training data ({first_few(names)}) in column {column.name!r} of {path}",
                         f"{texts.iloc[row]!r}{_row(row)}", "Correct the name, or remove the row.")
     return texts.map(number).to_numpy(np.int64, copy=True), names
+
+
+def _require_names(column: pandas.Series, path: Path) -> None:
+    """Refuse values that are no names: lists, bytes and dates."""
+    if is_datetime64_any_dtype(column.dtype) or is_timedelta64_dtype(column.dtype):
+        row, kind = 0, "a date or a time"
+    else:
+        kinds = (str, bool, int, float, np.generic)
+        wrong = [number for number, value in enumerate(column) if not isinstance(value, kinds)]
+        if not wrong:
+            return
+        row, kind = wrong[0], f"a value of type {type(column.iloc[wrong[0]]).__name__}"
+    raise DataError(f"names or numbers in column {column.name!r} of {path}", f"{kind}{_row(row)}",
+                    "Make it text or a number, or name another target.")  # fmt: skip
 
 
 def source_labels(frame: pandas.DataFrame, path: Path, name: str, targets: Sequence[str] | None) -> list[Any]:
@@ -271,6 +325,24 @@ def source_labels(frame: pandas.DataFrame, path: Path, name: str, targets: Seque
     return labels
 
 
+def require_sources(labels: Iterable[Any], path: Path, name: str) -> None:
+    """Refuse one source, and as many sources as rows, before the work; `source_effects` does so after it.
+
+    Raises
+    ------
+    DataError
+        Names the column or array.
+    """
+    names = [str(label) for label in labels]
+    if len(set(names)) == 1:
+        raise DataError(f"at least two sources in {name!r} of {path}", f"{names[0]!r} in each of {len(names):,} "
+                        "training rows", "Name another column, or leave --group out.")  # fmt: skip
+    if len(set(names)) == len(names):
+        raise DataError(f"sources of several rows in {name!r} of {path}", f"another one in each of {len(names):,} "
+                        f"training rows, such as {names[0]!r}", "Name another column, or leave --group out: the page "
+                        "has the effects of single rows.")  # fmt: skip
+
+
 def named_classes(column: pandas.Series) -> bool:
     """Whether values are names: text, categories, or truth values."""
     return is_bool_dtype(column.dtype) or not is_numeric_dtype(column.dtype)
@@ -279,8 +351,20 @@ def named_classes(column: pandas.Series) -> bool:
 def _require_present(column: pandas.Series, path: Path) -> None:
     gaps = column.isna()
     if gaps.any():
-        raise DataError(f"a value in each row of column {column.name!r} of {path}",
-                        f"none{_row(int(np.argmax(gaps)))}", "Fill it in, or remove the row.")
+        row = int(np.argmax(gaps))
+        word = _word(path, str(column.name), row)
+        got = f"{word!r}, which is read as missing," if word else "none"
+        name = " If it is the name of a class, write another one." if word else ""
+        raise DataError(f"a value in each row of column {column.name!r} of {path}", f"{got}{_row(row)}",
+                        f"Fill it in, or remove the row.{name}")  # fmt: skip
+
+
+def _word(path: Path, name: str, row: int) -> str:
+    """What a CSV file has where a value is missing, such as NA, None or null; empty for other tables."""
+    if _ending(path) != ".csv":
+        return ""
+    words = pandas.read_csv(path, index_col=False, dtype=str, keep_default_na=False, usecols=[name], nrows=row + 1)
+    return str(words[name].iloc[row]).strip()
 
 
 def _row(row: int) -> str:

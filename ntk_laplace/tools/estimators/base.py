@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from ntk_laplace.errors import (
     DataError,
     HyperparameterError,
+    NetworkError,
+    NTKLaplaceError,
     NTKLaplaceWarning,
     UnsupportedError,
     is_choice,
@@ -57,7 +59,7 @@ class Standardized:
 
     @classmethod
     def of(cls, table: Array, weight: Array | None, wanted: bool) -> Standardized:
-        """Those of the rows, weighted; a constant column has scale 1. 0 and 1 if not wanted."""
+        """Those of the rows, weighted; a constant column is 0, or 1 at most if it varies by rounding. Else 0 and 1."""
         columns = table.shape[1]
         if not wanted:
             return cls(np.zeros(columns), np.ones(columns))
@@ -67,11 +69,18 @@ class Standardized:
             raise DataError(f"inputs and targets with magnitudes from {_SMALLEST:g} to {1 / _SMALLEST:g}",
                             f"{largest[outside[0]]:g} at most in a column", "Take another unit for it.")  # fmt: skip
         found = StandardScaler().fit(table.astype(np.float64), sample_weight=weight)
-        return cls(found.mean_, found.scale_)
+        low, high = table.min(0).astype(np.float64), table.max(0).astype(np.float64)
+        mean = np.where(low == high, low, found.mean_)  # a sum of large numbers is rounded
+        rounded = (found.scale_ == 1.0) & (found.var_ != 1.0)  # what StandardScaler takes for constant
+        return cls(mean, np.where(rounded, np.maximum(1.0, np.abs([low - mean, high - mean]).max(0)), found.scale_))
 
     def __call__(self, table: Array) -> Array:
         """(table - mean) / scale."""
         return (table - self.mean) / self.scale
+
+    def undone(self, table: Array) -> Array:
+        """The table in its own units."""
+        return table * self.scale + self.mean
 
 
 class LaplaceEstimator(BaseEstimator):
@@ -216,6 +225,7 @@ class LaplaceEstimator(BaseEstimator):
 
     def _read(self, x: Any, y: Any, sample_weight: Any, **checks: Any) -> tuple[Array, Any, Array | None]:
         """Inputs, targets and weights. Equal examples become one, whose weight is the sum of theirs."""
+        _require_numbers(x)
         x, y = validate_data(self, x, y, dtype=(np.float64, np.float32), **checks)
         weight: Array = np.ones(len(x))
         if sample_weight is not None:
@@ -243,6 +253,7 @@ class LaplaceEstimator(BaseEstimator):
             In the network's dtype and on its device.
         """
         check_is_fitted(self)
+        _require_numbers(X)
         x = validate_data(self, X, reset=False, dtype=(np.float64, np.float32))
         return self._tensor(x, self.network_)
 
@@ -346,10 +357,38 @@ def _takes_inputs(spec: StructureSpec | Auto) -> bool:
     return True
 
 
+def _require_numbers(x: Any) -> None:
+    """Refuse columns of a data frame that are names or dates; sklearn's errors do not say which column."""
+    import pandas
+
+    if not isinstance(x, pandas.DataFrame):
+        return
+    for index, (name, dtype) in enumerate(x.dtypes.items()):
+        if dtype.kind in "biufc" or not len(x):
+            continue
+        column = x.iloc[:, index]
+        remedy = "Encode it, by pandas.get_dummies or sklearn's OneHotEncoder, or drop it."
+        if dtype.kind in "mM" or isinstance(dtype, pandas.DatetimeTZDtype):
+            raise DataError(f"numbers in column {name!r} of X", f"dates or times, {dtype}",
+                            "Make it a number, such as days since a date, or drop it.")  # fmt: skip
+        other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
+        if other.any():
+            row = int(np.argmax(other))
+            raise DataError(f"numbers in column {name!r} of X", f"{column.iloc[row]!r} in row {row}", remedy)
+
+
 def _require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:
-    """Refuse a network with another number of outputs, before it is trained."""
+    """Refuse a network that does not take the inputs, or has another number of outputs, before it is trained."""
     with in_mode(module, training=False), torch.no_grad():
-        f = module(x[:2])
+        try:
+            f = module(x[:2])
+        except NTKLaplaceError:
+            raise
+        except Exception as cause:  # of the caller's module, which may raise anything
+            raise NetworkError(f"a network that takes X of shape {tuple(x[:2].shape)} and type {x.dtype}",
+                               f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}",
+                               "An estimator passes X as real numbers: convert token numbers in forward(), x.long(), "
+                               "and reshape other inputs there.") from cause  # fmt: skip
     own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
     if own is not None and own != outputs:
         raise DataError(f"a network with {outputs} outputs, one for each class or target", f"{own}",

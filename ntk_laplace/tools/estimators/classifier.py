@@ -92,15 +92,13 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         LaplaceClassifier
             Itself.
         """
-        kinds = sorted({type(label).__name__ for label in np.asarray(y, dtype=object).flat})
-        if "str" in kinds and len(kinds) > 1:
-            raise DataError("labels of one type, such as strings or integers", " and ".join(kinds),
-                            "Drop the rows without a label, or name their class.")
+        _require_labels(y)
         x, y, weight = self._read(X, y, sample_weight)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise DataError("labels of at least two classes", "1 class", "Add examples of another class.")
+            raise DataError("labels of at least two classes", f"1 class, {self.classes_.tolist()[0]!r}",
+                            "Add examples of another class.")  # fmt: skip
         self._fit(x, torch.as_tensor(labels), len(self.classes_), Categorical(), weight)
         return self
 
@@ -140,3 +138,25 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         response = self.posterior_.predict(x, generator=generator)
         probabilities = response.mean.detach().cpu().double()  # of one-hot labels
         return probabilities / probabilities.sum(1, keepdim=True)
+
+
+def _require_labels(y: Any) -> None:
+    """Refuse missing labels, and labels of types that have no order, which sorting would name without a remedy."""
+    import pandas
+
+    labels = np.asarray(y, dtype=object)
+    if labels.ndim == 0:
+        return  # sklearn's own message
+    gaps = pandas.isna(labels)
+    if gaps.any():
+        row = int(np.argwhere(gaps)[0, 0])
+        raise DataError("a label for each example", f"{labels[gaps][0]!r} in row {row}",
+                        "Drop the rows without a label, or name their class.")  # fmt: skip
+    kinds = sorted({type(label).__name__ for label in labels.flat})
+    try:
+        ordered = len(kinds) < 2 or ("str" not in kinds and sorted(set(labels.flat)) is not None)
+    except TypeError:
+        ordered = False
+    if not ordered:
+        raise DataError("labels of one type, such as strings or integers", " and ".join(kinds),
+                        "Make all of them strings, or all of them integers.")  # fmt: skip

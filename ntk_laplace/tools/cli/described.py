@@ -1,0 +1,122 @@
+"""Predictions of an estimator as columns of a table, with scores where the targets are known."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pandas
+import torch
+from numpy.typing import NDArray
+from torch import distributions
+
+import ntk_laplace as ntkl
+from ntk_laplace import metrics
+from ntk_laplace.tools.cli.predictions import NETWORK, score_table
+
+__all__ = ["Described", "Model", "describe", "tell_first", "tell_scores"]
+
+_POSTERIOR = "posterior"
+_SHOWN = 5  # predictions that are printed
+
+Model = ntkl.LaplaceRegressor | ntkl.LaplaceClassifier
+
+
+@dataclass(frozen=True)
+class Described:
+    """Columns of the predictions; scores by name, if the targets are known; and what else to tell of these."""
+
+    columns: dict[str, Any]
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    note: str = ""
+
+
+def describe(
+    model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
+) -> Described:
+    """Describe the predictions of an estimator.
+
+    Parameters
+    ----------
+    model : LaplaceRegressor or LaplaceClassifier
+    x : DataFrame, (n, features)
+    y : ndarray, (n,) or (n, targets), optional
+    targets : sequence of str
+        Names of the targets; the columns of several are named after them.
+    level : float
+        Of the intervals or sets.
+    """
+    if isinstance(model, ntkl.LaplaceClassifier):
+        return _classes(model, x, y, level)
+    return _numbers(model, x, y, targets, level)
+
+
+def _numbers(
+    model: ntkl.LaplaceRegressor, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
+) -> Described:
+    mean, sd = (_columns(values) for values in model.predict(x, return_std=True))
+    known = {} if y is None else {"target": _columns(y)}
+    noise = np.broadcast_to(np.sqrt(model.noise_), mean.shape)
+    half = NormalDist().inv_cdf(0.5 + level / 2) * sd
+    parts = {"mean": mean, "sd": sd, "lower": mean - half, "upper": mean + half} | known
+    scores, columns = {}, dict[str, Any]()
+    for index, target in enumerate(targets):
+        one = slice(None), index
+        ending, of = ("", "") if len(targets) == 1 else (f"_{target}", f", {target}")
+        columns |= {part + ending: values[one] for part, values in parts.items()}
+        for name, own in {NETWORK: noise[one], _POSTERIOR: sd[one]}.items() if known else ():
+            truth = known["target"][one]
+            response = distributions.Normal(torch.as_tensor(mean[one]), torch.as_tensor(own.copy()))
+            (covered,) = metrics.interval_coverage(mean[one], own**2, truth, [level])
+            scores[name + of] = metrics.held_out_scores(response, torch.as_tensor(truth.copy()))
+            scores[name + of][f"coverage of {level:.0%}"] = covered
+    return Described(columns, scores)
+
+
+def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any] | None, level: float) -> Described:
+    p, inputs = model.predict_proba(x), model.network_inputs(x)
+    with warnings.catch_warnings():  # the reasons of predictive_fit_, which are told, and too few points
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        sets = model.posterior_.predict_set(inputs, level, never_empty=True)
+    names = [str(name) for name in model.classes_]
+    columns = {"predicted": model.classes_[p.argmax(1)]}
+    columns["set"] = ["{" + ", ".join(map(str, one)) + "}" for one in sets.labels(names)]
+    columns |= {f"probability_{name}": p[:, index] for index, name in enumerate(names)}
+    if y is None:
+        return Described(columns)
+    alone = model.posterior_.predict(inputs, "map").mean.detach().cpu().double()
+    labels = model.network_targets(y)
+    scores = {
+        name: metrics.held_out_scores(distributions.Categorical(probs=probs), labels)
+        for name, probs in {NETWORK: alone, _POSTERIOR: torch.as_tensor(p)}.items()
+    }
+    inside = float(sets.mask.cpu()[torch.arange(len(labels)), labels].double().mean())
+    size = float(sets.size.double().mean())
+    note = f"Sets of labels of level {level:.0%}: {inside:.1%} contain the label; {size:.2f} labels on average"
+    return Described({**columns, "target": y}, scores, note)
+
+
+def tell_scores(found: Described, of: str) -> None:
+    """Print the scores, if there are some."""
+    if found.scores:
+        print(f"\nScores of the {of}")
+        print(score_table(found.scores))
+    if found.note:
+        print(f"\n{found.note}")
+
+
+def tell_first(predictions: pandas.DataFrame, level: float) -> None:
+    """Print the first predictions with their intervals or sets."""
+    wanted = ("row", "file", "mean", "lower", "upper", "predicted", "set", "target")
+    shown = [name for name in predictions if name.partition("_")[0] in wanted]
+    what = "sets of labels" if "set" in predictions else "intervals"
+    print(f"\nThe first of them, with {what} of {level:.0%}")
+    print(predictions[shown].head(_SHOWN).to_string(index=False, float_format="{:.4g}".format))
+
+
+def _columns(values: NDArray[Any]) -> NDArray[Any]:
+    return values.reshape(len(values), -1)

@@ -1,0 +1,232 @@
+"""The file ``model.joblib`` that ``ntk-laplace fit`` writes: an estimator, and the data that it takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pandas
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import ntk_laplace as ntkl
+from ntk_laplace.tools.cli.described import Model
+from ntk_laplace.tools.cli.examples import Examples, array_rows, table_labels
+from ntk_laplace.tools.cli.images import ImageFolder, ImageNetwork, read_images
+from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file, run_file
+from ntk_laplace.tools.cli.tables import input_columns, is_table, numbers, read_table
+
+__all__ = ["Estimator", "NewExamples", "load_estimator", "save_estimator"]
+
+_AGAIN = "Pass the model.joblib that ntk-laplace fit wrote, or FILE.py with --checkpoint and --data."
+_TOLD = "_command"  # the attribute with what the command knows beyond the estimator
+
+
+@dataclass(frozen=True)
+class NewExamples:
+    """Inputs of an estimator, and the targets if the file has them.
+
+    Attributes
+    ----------
+    x : DataFrame, (n, features)
+    y : ndarray, (n,) or (n, targets), or None
+        Labels, or real numbers.
+    named : DataFrame, (n, 1)
+        What names an example: its row, or its file.
+    """
+
+    x: pandas.DataFrame
+    y: NDArray[Any] | None
+    named: pandas.DataFrame
+
+    def first(self, most: int) -> NewExamples:
+        """The first examples alone."""
+        return NewExamples(self.x.iloc[:most], None if self.y is None else self.y[:most], self.named.iloc[:most])
+
+
+def save_estimator(model: Model, path: Path, training: Examples, group: str | None) -> None:
+    """Write an estimator, with the names of its targets and the sources of its training points."""
+    sources = None if training.sources is None else training.sources[model.training_index_].tolist()
+    model.__dict__[_TOLD] = {"targets": training.targets, "group": group, "sources": sources}
+    joblib.dump(model, path)
+
+
+def load_estimator(options: argparse.Namespace) -> Estimator:
+    """The estimator of the file that the options name as the network.
+
+    Raises
+    ------
+    DataError
+        If there is no such file, or it contains no fitted estimator.
+    """
+    path: Path = options.network[0]
+    require_file(path, "a model.joblib that ntk-laplace fit wrote")
+    if options.classes_of is not None:
+        run_file(options.classes_of)
+    try:
+        found = joblib.load(path)
+    except (ImportError, AttributeError) as cause:
+        raise ntkl.DataError(f"a model whose classes Python can find, in {path}",
+                             f"{type(cause).__name__}: {first_line(cause).rstrip('.')}",
+                             "Pass the file of its network, --network FILE.py.") from cause  # fmt: skip
+    except Exception as cause:  # damaged bytes may raise anything
+        raise ntkl.DataError("a model.joblib that ntk-laplace fit wrote", f"{path}, which joblib cannot load "
+                             f"({type(cause).__name__}: {first_line(cause).rstrip('.')})", _AGAIN) from cause
+    if not isinstance(found, (ntkl.LaplaceRegressor, ntkl.LaplaceClassifier)) or not hasattr(found, "posterior_"):
+        kind = f"a {type(found).__name__}"
+        got = f"{kind} without a fit" if hasattr(found, "get_params") else kind
+        raise ntkl.DataError("a model.joblib that ntk-laplace fit wrote", f"{got} in {path}", _AGAIN)
+    return Estimator(found, **{"group": None, "sources": None, **vars(found).get(_TOLD, {"targets": _names(found)})})
+
+
+def _names(model: Model) -> list[str]:
+    """Names of the targets of an estimator that the command did not fit."""
+    count = 1 if isinstance(model, ntkl.LaplaceClassifier) else np.size(model.noise_)
+    return ["target"] if count == 1 else [f"target {index}" for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A fitted estimator, and what its data are.
+
+    Attributes
+    ----------
+    model : LaplaceRegressor or LaplaceClassifier
+    targets : list of str
+        Names of the targets.
+    group : str or None
+        The column of the sources, which is no input.
+    sources : list or None
+        The source of each training point.
+    """
+
+    model: Model
+    targets: list[str]
+    group: str | None
+    sources: list[Any] | None
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of inputs that are no rows."""
+        network = self.model.network
+        return network.shape if isinstance(network, ImageNetwork) else None
+
+    @property
+    def features(self) -> list[str] | None:
+        """Names of the input columns; None if the training data were no table."""
+        names = getattr(self.model, "feature_names_in_", None)
+        return None if names is None else list(names)
+
+    @property
+    def data(self) -> tuple[Tensor, ...]:
+        """Inputs and targets of the training points as the posterior takes them, and weights if they have some."""
+        source = self.model.posterior_.fitted.structure.source
+        if source is None:
+            raise ntkl.DataError("a model with its training data", "none", "Fit it again.")
+        x, y = ([torch.as_tensor(part) for part in parts] for parts in zip(*source, strict=True))
+        weights = source.weights
+        return torch.cat(x), torch.cat(y), *(() if weights is None else (weights,))
+
+    @property
+    def rows(self) -> pandas.DataFrame:
+        """Inputs of the training points in their own units."""
+        x = self.model._inputs.undone(self.data[0].detach().cpu().double().numpy())
+        return pandas.DataFrame(x, columns=self.features)
+
+    def read(self, path: Path, what: str) -> NewExamples:
+        """The examples of a file or folder like the training data.
+
+        Raises
+        ------
+        DataError
+            If it cannot be read, or its columns, shapes or classes are others than in the training data.
+        """
+        if is_table(path):
+            return self._table(path, what)
+        if path.is_dir():
+            return self._folder(path)
+        return self._arrays(path, what)
+
+    def _table(self, path: Path, what: str) -> NewExamples:
+        if self.features is None:
+            raise self._another("the table", path)
+        frame = read_table(path, what)
+        ignored = [self.group] if self.group is not None and self.group not in self.features else []
+        frame = frame.drop(columns=ignored, errors="ignore")
+        columns = input_columns(frame, path, self.targets, self.features)
+        x = pandas.DataFrame(numbers(frame, path, columns), columns=columns)
+        return NewExamples(x, self._targets(frame, path), _counted(len(x)))
+
+    def _targets(self, frame: pandas.DataFrame, path: Path) -> NDArray[Any] | None:
+        if not set(self.targets) <= set(frame.columns):
+            return None
+        if isinstance(self.model, ntkl.LaplaceClassifier):
+            return self._known(table_labels(frame[self.targets[0]], path), f"column {self.targets[0]!r} of {path}")
+        y = numbers(frame, path, self.targets)
+        return y[:, 0] if len(self.targets) == 1 else y
+
+    def _arrays(self, path: Path, what: str) -> NewExamples:
+        if self.features is not None:
+            raise self._another("the arrays", path)
+        inputs, y = array_rows(path, what)
+        count = self.model.n_features_in_
+        shape = (count,) if self.shape is None else self.shape
+        if inputs.shape[1:] != shape:
+            raise ntkl.DataError(f"X of shape {_of(shape)}, as in the training data", f"{_of(inputs.shape[1:])} in "
+                                 f"{path}", "Save the inputs as those of the training.")  # fmt: skip
+        x = pandas.DataFrame(inputs.reshape(len(inputs), -1).double().numpy())
+        return NewExamples(x, None if y is None else self._array_targets(y, path), _counted(len(x)))
+
+    def _array_targets(self, y: Tensor, path: Path) -> NDArray[Any]:
+        if isinstance(self.model, ntkl.LaplaceClassifier):
+            return self._known(y.reshape(len(y), -1)[:, 0].numpy(), f"y of {path}")
+        if y.numel() != len(y) * len(self.targets):
+            raise ntkl.DataError(f"y of {len(self.targets)} targets", f"shape {tuple(y.shape)} in {path}",
+                                 "Save the targets as those of the training, or none.")  # fmt: skip
+        found = y.double().numpy().reshape(len(y), -1)
+        return found[:, 0] if len(self.targets) == 1 else found
+
+    def _folder(self, path: Path) -> NewExamples:
+        shape = self.shape
+        if shape is None or len(shape) != 3 or not isinstance(self.model, ntkl.LaplaceClassifier):
+            raise self._another("the folder", path)
+        classes = [str(name) for name in self.model.classes_]
+        found = read_images(path, ImageFolder(np.zeros((1, *shape)), [], classes, None), labeled=False)
+        y = None if found.y is None else self.model.classes_[found.y]
+        x = pandas.DataFrame(found.x.reshape(len(found.x), -1))
+        return NewExamples(x, y, pandas.DataFrame({"file": found.files}))
+
+    def _known(self, labels: NDArray[Any], where: str) -> NDArray[Any]:
+        """The labels, if the model knows all of them."""
+        known = np.asarray(getattr(self.model, "classes_", ())).tolist()
+        unknown = [row for row, label in enumerate(labels.tolist()) if label not in known]
+        if unknown:
+            raise ntkl.DataError(f"classes of the training data ({first_few(known)}) in {where}",
+                                 f"{labels.tolist()[unknown[0]]!r} in row {unknown[0]}, counted from 0",
+                                 "Correct the name, or remove the row.")  # fmt: skip
+        return labels
+
+    def _another(self, what: str, path: Path) -> ntkl.DataError:
+        """The error for data of another kind than the training data."""
+        if self.features is not None:
+            expected = f"a table with the {len(self.features)} input columns {first_few(self.features)}"
+        elif self.shape is None:
+            expected = f"an .npz or .pt file with X of shape {_of((self.model.n_features_in_,))}"
+        else:
+            expected = f"images or X of shape {_of(self.shape)}"
+        return ntkl.DataError(f"{expected}, as the training data were", f"{what} {path}",
+                              "Save the inputs as those of the training.")  # fmt: skip
+
+
+def _of(shape: Sequence[int]) -> str:
+    return f"(N, {', '.join(map(str, shape))})"
+
+
+def _counted(count: int) -> pandas.DataFrame:
+    return pandas.DataFrame({"row": range(count)})

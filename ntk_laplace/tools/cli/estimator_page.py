@@ -1,0 +1,73 @@
+"""The page of explanations of an estimator: features are shown in their own units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas
+from numpy.typing import NDArray
+
+import ntk_laplace as ntkl
+from ntk_laplace.tools.cli.described import Model
+from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
+
+__all__ = ["estimator_page", "source_effects"]
+
+
+def estimator_page(
+    model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, rows: pandas.DataFrame, targets: Sequence[str],
+    shape: Sequence[int] | None, sources: ntkl.SourceEffects | None = None, **options: Any,
+) -> ExplorerPage:  # fmt: skip
+    """Explain predictions by training rows.
+
+    Parameters
+    ----------
+    model : LaplaceRegressor or LaplaceClassifier
+    x, y
+        Inputs to explain, and their targets if they are known.
+    rows : DataFrame
+        Inputs of the training points.
+    targets : sequence of str
+        Names of the targets.
+    shape : sequence of int, optional
+        Of inputs that are images or other arrays.
+    sources : SourceEffects, optional
+    **options
+        Of `explore`.
+    """
+    classes = [str(name) for name in getattr(model, "classes_", ())]
+    target = ", ".join(targets) + ("" if classes else " (standardized)")
+    names = classes or (list(targets) if len(targets) > 1 else None)
+    columns = list(x.columns)
+    features = columns if all(isinstance(name, str) for name in columns) else None
+    truths = None if y is None else model.network_targets(y)
+    page = explore(model.posterior_, model.network_inputs(x), model.network_inputs(rows), truths,
+                   naming=Naming(names, features, _picture(shape), target), sources=sources, **options)  # fmt: skip
+    shown = page.content["rows"]
+    if shown is None:
+        return page
+    own = {str(index): _four_digits(rows.iloc[int(index)]) for index in shown["training"]}
+    points = [_four_digits(row) for _, row in x.iterrows()]
+    return replace(page, content=page.content | {"rows": shown | {"points": points, "training": own}})
+
+
+def source_effects(
+    model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, labels: Sequence[Any] | NDArray[Any] | None
+) -> ntkl.SourceEffects | None:
+    """Effects on these inputs of the sources of the training points, if these have labels."""
+    if labels is None:
+        return None
+    truths = None if y is None else model.network_targets(y)
+    return model.posterior_.source_effects(model.network_inputs(x), labels, y=truths)
+
+
+def _picture(shape: Sequence[int] | None) -> Sequence[int] | None:
+    """The shape of images that the page can show."""
+    return shape if shape is not None and (len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3))) else None
+
+
+def _four_digits(row: pandas.Series) -> list[float]:
+    return [float(f"{value:.4g}") for value in np.asarray(row)]

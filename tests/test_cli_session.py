@@ -1,0 +1,261 @@
+"""A whole session in the shell: what `fit` writes is what `predict`, `explain` and `evidence` read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pandas
+import pytest
+from PIL import Image
+
+import ntk_laplace as ntkl
+from ntk_laplace.tools import cli
+
+QUICK = {"epochs": 2, "hidden_layer_sizes": (2,), "random_state": 0}
+NETWORK = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    pass
+
+
+def make_network():
+    return Net(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with 20 rows of two inputs, two real targets, names, whole numbers and a source."""
+    monkeypatch.chdir(tmp_path)
+    draws = np.random.default_rng(0)
+    table = pandas.DataFrame(draws.normal(size=(20, 2)), columns=["height", "width"])
+    table["price"], table["rent"] = draws.normal(size=(2, 20)) * 1e3
+    table["kind"], table["count"] = np.array(["cat", "ant", "bee"])[np.arange(20) % 3], np.arange(20) % 3 + 5
+    table["month"] = np.array(["May", "June"])[np.arange(20) % 2]
+    table.to_csv("all.csv", index=False)
+    return tmp_path
+
+
+def frame(*columns: str) -> pandas.DataFrame:
+    return pandas.read_csv("all.csv")[["height", "width", *columns]]
+
+
+def fit(targets: Sequence[str], *more: str) -> pandas.DataFrame:
+    """Fit in the shell; the predictions of the held-out rows."""
+    group = ["month"] if "--group" in more else []
+    frame(*targets, *group).to_csv("data.csv", index=False)
+    named = [part for target in targets for part in ("--target", target)]
+    own = [] if "--network" in more else ["--hidden", "2"]
+    assert cli.main(["fit", "data.csv", *named, "--epochs", "2", *own, "--out", "out", *more]) == 0
+    return pandas.read_csv("out/predictions.csv")
+
+
+def predict(data: pandas.DataFrame, *more: str) -> pandas.DataFrame:
+    data.to_csv("new.csv", index=False)
+    assert cli.main(["predict", "out/model.joblib", "--inputs", "new.csv", "--out", "p.csv", *more]) == 0
+    return pandas.read_csv("p.csv")
+
+
+def page(*more: str) -> dict[str, Any]:
+    assert cli.main(["explain", "out/model.joblib", "--inputs", "new.csv", "--out", "page.html", *more]) == 0
+    return content("page.html")
+
+
+def content(path: str) -> dict[str, Any]:
+    return json.loads(Path(path).read_text().partition('id="data">')[2].partition("</script>")[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [["price"], ["price", "rent"], ["kind"], ["count"]])
+def test_a_session_in_the_shell(targets: list[str], folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Predictions, scores, explanations and evidence of the model's file are those that `fit` showed."""
+    expected = fit(targets, "--level", "0.5")
+    told = capsys.readouterr().out
+    held_out = frame(*targets).iloc[expected["row"]]
+    found = predict(held_out[[*targets, "width", "height"]], "--level", "0.5")  # in another order
+    again = capsys.readouterr().out
+    assert found["row"].tolist() == list(range(4))
+    pandas.testing.assert_frame_equal(found.drop(columns="row"), expected.drop(columns="row"), check_exact=True)
+    scores = told[told.index("Scores of") : told.index("\n\nLog marginal")].partition("\n")[2]
+    assert scores in again and "Scores of the 4 inputs" in again
+    one, other = page(), content("out/explanations.html")
+    assert one["points"] == other["points"] and one["training"] == other["training"] and one["rows"] == other["rows"]
+    assert one["names"] == other["names"]
+    assert cli.main(["evidence", "out/model.joblib", "--structures", "full", "--json", "e.json"]) == 0
+    (row,) = json.loads(Path("e.json").read_text())["rows"]
+    model = joblib.load("out/model.joblib")
+    assert row["evidence"] == pytest.approx(model.log_marginal_likelihood_value_, rel=1e-9)
+    assert ("of standardized targets" in capsys.readouterr().out) == (targets[0] in ("price", "rent"))
+
+
+@pytest.mark.slow
+def test_inputs_without_targets(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    expected = fit(["price"])
+    capsys.readouterr()
+    found = predict(frame().iloc[expected["row"]])
+    pandas.testing.assert_frame_equal(found.drop(columns="row"), expected.drop(columns=["row", "target"]))
+    assert "Scores" not in capsys.readouterr().out
+    assert len(page("--most", "3")["points"]) == 3 and "target" not in page()["points"][0]
+    assert page("--k", "1")["points"][0]["for"] is not None
+
+
+@pytest.mark.slow
+def test_sources_are_no_input_and_are_explained(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    fit(["price"], "--group", "month")
+    predict(frame("price", "month").iloc[:4])
+    predict(frame().iloc[:4])
+    capsys.readouterr()
+    assert "sources" in page() and "June" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_arrays_and_images(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    draws = np.random.default_rng(0)
+    np.savez("d.npz", X=frame().to_numpy(), y=frame("price")["price"])
+    quick = ["--epochs", "2", "--hidden", "2", "--out", "out"]
+    assert cli.main(["fit", "d.npz", *quick]) == 0
+    expected = pandas.read_csv("out/predictions.csv")
+    rows = expected["row"]
+    np.savez("n.npz", X=frame().to_numpy()[rows], y=frame("price")["price"].to_numpy()[rows])
+    assert cli.main(["predict", "out/model.joblib", "--inputs", "n.npz", "--out", "p.csv"]) == 0
+    np.testing.assert_array_equal(pandas.read_csv("p.csv").iloc[:, 1:], expected.iloc[:, 1:])
+    for number in range(20):
+        Path("images", "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        pixels = draws.integers(0, 255, (4, 4), dtype=np.uint8)
+        Image.fromarray(pixels).save(Path("images", "ab"[number % 2], f"{number}.png"))
+    assert cli.main(["fit", "images", *quick]) == 0
+    expected = pandas.read_csv("out/predictions.csv")
+    assert cli.main(["predict", "out/model.joblib", "--inputs", "images", "--out", "p.csv"]) == 0
+    found = pandas.read_csv("p.csv").set_index("file").loc[expected["file"]].reset_index()
+    pandas.testing.assert_frame_equal(found, expected)
+    assert cli.main(["explain", "out/model.joblib", "--inputs", "images/a", "--out", "page.html"]) == 0
+    assert content("page.html")["pictures"] is not None
+
+
+@pytest.mark.slow
+def test_a_network_of_ones_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:  # fmt: skip
+    """In another process its classes are not there; `--network` gives them."""
+    Path("net.py").write_text(NETWORK)
+    expected = fit(["price"], "--network", "net.py")
+    monkeypatch.delitem(sys.modules, "_ntk_laplace_network_net")
+    frame().iloc[expected["row"]].to_csv("new.csv", index=False)
+    line = ["predict", "out/model.joblib", "--inputs", "new.csv", "--out", "p.csv"]
+    capsys.readouterr()
+    assert cli.main(line) == 1
+    assert capsys.readouterr().err == (
+        "ntk-laplace: expected a model whose classes Python can find, in out/model.joblib; got ModuleNotFoundError: "
+        "No module named '_ntk_laplace_network_net'. Pass the file of its network, --network FILE.py.\n"
+    )
+    assert cli.main([*line, "--network", "net.py"]) == 0
+    found = pandas.read_csv("p.csv")
+    pandas.testing.assert_frame_equal(found.iloc[:, 1:], expected.drop(columns="target").iloc[:, 1:])
+
+
+@pytest.fixture
+def models(folder: Path) -> Path:
+    """Estimators that Python wrote: of a table, of arrays, of names, of whole numbers; and other pickles."""
+    data = frame("price", "kind", "count")
+    x = data[["height", "width"]]
+    regressor = ntkl.LaplaceRegressor(**QUICK, predictive=None, precision=1.0)
+    classifier = ntkl.LaplaceClassifier(**QUICK, predictive=None)
+    joblib.dump(regressor, "unfitted.joblib")
+    joblib.dump(regressor.fit(x, data["price"]), "table.joblib")
+    joblib.dump(regressor.fit(x.to_numpy(), data["price"]), "array.joblib")
+    joblib.dump(classifier.fit(x.to_numpy(), data["count"]), "count.joblib")
+    joblib.dump({"weights": 3}, "dict.joblib")
+    Path("text.joblib").write_text("no pickle")
+    Path("net.py").write_text(NETWORK)
+    Path("empty").mkdir()
+    data.drop(columns=["price", "kind", "count", "width"]).to_csv("less.csv", index=False)
+    data.drop(columns=["price", "kind"]).to_csv("more.csv", index=False)
+    data[["height"]].assign(width="wide").to_csv("text.csv", index=False)
+    x.to_csv("new.csv", index=False)
+    np.savez("d.npz", X=x.to_numpy(), y=np.arange(20))
+    np.savez("wide.npz", X=np.ones((3, 3)))
+    np.savez("gaps.npz", X=np.full((3, 2), np.nan))
+    np.savez("pairs.npz", X=np.ones((3, 2)), y=np.ones((3, 2)))
+    return folder
+
+
+AGAIN = "Pass the model.joblib that ntk-laplace fit wrote, or FILE.py with --checkpoint and --data."
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_a_model_is_one_line(models: Path, capsys: pytest.CaptureFixture) -> None:
+    """One test of all, since training the models takes longer than the rest."""
+    for network, inputs, words in [
+        ("nowhere.joblib", "new.csv", "a model.joblib that ntk-laplace fit wrote; got nowhere.joblib, where there is "
+         "no file. Check the path."),
+        ("text.joblib", "new.csv", "a model.joblib that ntk-laplace fit wrote; got text.joblib, which joblib cannot "
+         "load ("),
+        ("dict.joblib", "new.csv", f"that ntk-laplace fit wrote; got a dict in dict.joblib. {AGAIN}"),
+        ("unfitted.joblib", "new.csv", "got a LaplaceRegressor without a fit in unfitted.joblib."),
+        ("table.joblib", "nowhere.csv", "a table of inputs to predict; got nowhere.csv, where there is no file."),
+        ("table.joblib", "less.csv", "expected the 2 input columns of the training data in less.csv; got no 'width'. "
+         "Give both tables the same columns; their order does not matter."),
+        ("table.joblib", "more.csv", "expected the 2 input columns of the training data in more.csv; got 'count' too."),
+        ("table.joblib", "text.csv", "expected numbers in column 'width' of text.csv; got 'wide' in row 0"),
+        ("table.joblib", "d.npz", "expected a table with the 2 input columns 'height', 'width', as the training data "
+         "were; got the arrays d.npz. Save the inputs as those of the training."),
+        ("table.joblib", "empty", "as the training data were; got the folder empty."),
+        ("array.joblib", "new.csv", "an .npz or .pt file with X of shape (N, 2), as the training data were; got the "
+         "table new.csv."),
+        ("array.joblib", "wide.npz", "X of shape (N, 2), as in the training data; got (N, 3) in wide.npz."),
+        ("array.joblib", "gaps.npz", "finite numbers in X of gaps.npz; got none in row 0, counted from 0."),
+        ("array.joblib", "pairs.npz", "y of 1 targets; got shape (3, 2) in pairs.npz."),
+        ("count.joblib", "d.npz", "classes of the training data (5, 6, 7) in y of d.npz; got 0 in row 0, counted"),
+    ]:  # fmt: skip
+        assert cli.main(["predict", network, "--inputs", inputs, "--out", "p.csv"]) == 1
+        printed = capsys.readouterr()
+        assert printed.err.startswith("ntk-laplace: expected ") and words in printed.err, printed.err
+        assert printed.err.count("\n") == 1 and printed.out == "" and not Path("p.csv").exists()
+    assert cli.main(["predict", "table.joblib", "--inputs", "new.csv", "--out", "new.csv"]) == 1
+    assert "got new.csv, which is an input." in capsys.readouterr().err
+
+
+FILE = ["predict", "model.joblib", "--inputs", "new.csv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*FILE, "--checkpoint", "w.pt"], "expected a Python file for --checkpoint; got model.joblib, which has its "
+         "own. Leave --checkpoint out."),
+        ([*FILE, "--data", "d.csv", "--target", "price"], "expected a Python file for --data"),
+        ([*FILE, "--target", "price"], "expected a Python file for --target"),
+        ([*FILE, "--group", "month"], "expected a Python file for --group"),
+        ([*FILE, "--held-out", "d.csv"], "expected a Python file for --held-out"),
+        ([*FILE, "--structure", "kfac"], "expected a Python file for --structure"),
+        ([*FILE, "--memory", "1"], "expected a Python file for --memory"),
+        (["evidence", "model.joblib", "--precision", "2"], "expected a Python file for --precision"),
+        (["plan", "model.joblib"], "expected FILE.py[:FACTORY] for plan; got model.joblib. Pass the network's Python"),
+        (["predict", "model.py", "--inputs", "new.csv"], "the following arguments are required: --checkpoint, --data, "
+         "--likelihood"),
+        (["predict", "model.py", "--inputs", "new.csv", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood",
+          "gaussian", "--network", "model.py"], "expected --network with a model.joblib alone"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_leave_with_two(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_help_says_that_a_pickle_can_run_code(capsys: pytest.CaptureFixture) -> None:
+    for command in ("predict", "explain", "evidence"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        words = " ".join(capsys.readouterr().out.split())
+        assert "a pickle, which can run code: load only your own" in words
