@@ -40,6 +40,7 @@ with warnings.catch_warnings():  # what they say of other packages when they are
     from botorch.optim import optimize_acqf
     from botorch.posteriors.transformed import TransformedPosterior
     from botorch.sampling.normal import SobolQMCNormalSampler
+    from botorch.utils.datasets import SupervisedDataset
 
 D, N = 2, 9
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/bayesian_optimization"
@@ -320,6 +321,34 @@ def test_fit() -> None:
     seen: list[tuple] = []
     own = ntkl.botorch.LaplaceModel.fit(module, x, y, noise=0.1, rounds=1, trainer=lambda *given: seen.append(given))
     assert torch.equal(own.laplace.network.theta, torch.cat([p.flatten() for p in before])) and len(seen) == 1
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_dataset_is_a_fit(known: bool) -> None:
+    """The class is made of what `construct_inputs` returns, and is the model of `fit`; it goes on like any other."""
+    x, y = data(2)
+    variances = torch.linspace(0.01, 0.1, 2 * N).view(N, 2).double() if known else None
+    dataset = SupervisedDataset(x, y, feature_names=["a", "b"], outcome_names=["y", "z"], Yvar=variances)
+
+    def options() -> dict[str, Any]:
+        bounds = torch.tensor([[0.0] * D, [2.0] * D]).double()
+        return {"noise": None if known else 0.01, "steps": 5, "rounds": 1, "input_shape": (D,),
+                "input_transform": Normalize(D, bounds=bounds), "outcome_transform": Standardize(2)}  # fmt: skip
+
+    model = ntkl.botorch.LaplaceModel(**ntkl.botorch.LaplaceModel.construct_inputs(dataset, network(2), **options()))
+    wanted, at = ntkl.botorch.LaplaceModel.fit(network(2), x, y, variances, **options()), draws(4, D, seed=3)
+    for noise in (False, True):
+        found, other = (one.posterior(at, observation_noise=noise) for one in (model, wanted))
+        assert torch.equal(found.mean, other.mean) and torch.equal(joint(found), joint(other))
+    assert torch.equal(model.train_inputs[0], wanted.train_inputs[0])
+    assert torch.equal(model.train_targets, wanted.train_targets)
+    assert model.condition_on_observations(at, y[:4]).train_inputs[0].shape == (N + 4, D)
+    with refused(ntkl.DataError, "SupervisedDataset", "tuple", "LaplaceModel.fit"):
+        ntkl.botorch.LaplaceModel.construct_inputs((x, y), network=network(2))
+    with refused(ntkl.UnsupportedError, "one network", "members=3", "LaplaceEnsemble"):
+        ntkl.botorch.LaplaceModel.construct_inputs(dataset, network=network(2), members=3)
+    with refused(ntkl.UnsupportedError, "LaplaceModel.fit", "construct_inputs", "LaplaceModel"):
+        ntkl.botorch.LaplaceEnsemble.construct_inputs(dataset, network=network(2))
 
 
 def test_the_prior_variance_of_the_default_network_is_about_the_same_everywhere() -> None:

@@ -12,7 +12,6 @@ from torch import Size, Tensor
 
 from ntk_laplace.errors import HyperparameterError, NetworkError, TargetError, UnsupportedError, is_whole
 from ntk_laplace.model.data import Batches
-
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
 from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
@@ -172,7 +171,7 @@ class Everywhere(Likelihood):
         if y.shape[1 : 1 + axes] != self.positions or y.dim() > axes + 2:
             raise TargetError(f"targets of shape ({num_examples}, {', '.join(map(str, shape))}), with an axis of "
                               "responses if a position has several", f"shape {tuple(y.shape)}",
-                              "Pass one target for each position; pad examples of other shapes with ignore_index.")  # fmt: skip
+                              "Pass one target for each position; pad examples of other shapes.")  # fmt: skip
         flat = self._flat_targets(y)
         if not flat.is_floating_point() and bool((missing := flat == self.ignore_index).any()):
             per_output = own.event_shape(self._per_position(num_outputs)) != Size()

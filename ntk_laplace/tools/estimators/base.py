@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -278,6 +278,20 @@ class LaplaceEstimator(BaseEstimator):
         values = [parameter.detach().flatten().double() for parameter in _hyperparameters(self.posterior_)]
         found: Array = torch.cat(values).cpu().numpy()
         return found
+
+    @overload
+    def log_marginal_likelihood(self, theta: Any = ..., eval_gradient: Literal[False] = ...) -> float: ...
+
+    @overload
+    def log_marginal_likelihood(self, theta: Any = ..., *, eval_gradient: Literal[True]) -> tuple[float, Array]: ...
+
+    @overload
+    def log_marginal_likelihood(self, theta: Any, eval_gradient: Literal[True]) -> tuple[float, Array]: ...
+
+    @overload
+    def log_marginal_likelihood(
+        self, theta: Any = ..., eval_gradient: bool = ...
+    ) -> float | tuple[float, Array]: ...  # fmt: skip
 
     def log_marginal_likelihood(
         self, theta: Any = None, eval_gradient: bool = False

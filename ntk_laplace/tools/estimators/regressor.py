@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -174,6 +174,26 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         if not isinstance(likelihood, Gaussian):
             raise UnsupportedError("a Gaussian likelihood", f"a {type(likelihood).__name__}", "Fit again.")
         return likelihood.noise.detach().cpu().double().expand(len(self._targets.scale))
+
+    @overload
+    def predict(
+        self, X: Any, return_std: Literal[False] = ..., return_cov: Literal[False] = ...
+    ) -> Array: ...  # fmt: skip
+
+    @overload
+    def predict(
+        self, X: Any, return_std: Literal[True], return_cov: bool = ...
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+
+    @overload
+    def predict(
+        self, X: Any, return_std: bool = ..., *, return_cov: Literal[True]
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+
+    @overload
+    def predict(
+        self, X: Any, return_std: bool = ..., return_cov: bool = ...
+    ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 
     def predict(
         self, X: Any, return_std: bool = False, return_cov: bool = False
