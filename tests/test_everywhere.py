@@ -16,6 +16,7 @@ from ntk_laplace.model.likelihoods import likelihood_from_record as from_record
 from ntk_laplace.model.likelihoods import likelihood_record
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.meter import PeakMemory
 from ntk_laplace.structures import evidence as evidence_module
 from reference import relative_error
 from refusals import refused
@@ -272,6 +273,18 @@ def test_memory_of_leave_one_out_is_known() -> None:
     vars(posterior.fitted.settings)["memory_budget"] = 1000  # the class is frozen
     with refused(ntkl.MemoryBudgetError, "36 outputs", "need of", "calibrate"):
         posterior.leave_one_out()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the meter reads /proc")
+def test_memory_of_a_segmentation() -> None:
+    """50 images of 64 x 64 pixels and 5 classes, fitted and predicted from draws. Time is on the page."""
+    torch.manual_seed(0)
+    network, x, y = UNet(5, 8), images(50, (64, 64)).float(), labels(50, 5, (64, 64))
+    with PeakMemory(torch.device("cpu")) as memory:
+        posterior = ntkl.laplace(network, (x, y), ntkl.Everywhere(ntkl.Categorical()), structure="kfac", curvature="mc")
+        assert posterior.predict(x, samples=3).probs.shape == (50, 64, 64, 5)
+    assert memory.bytes is not None and 50 * 64 * 64 * 5 * 8 < memory.bytes < 2e9
 
 
 def test_images_as_targets() -> None:

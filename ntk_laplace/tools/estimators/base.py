@@ -100,6 +100,7 @@ class LaplaceEstimator(BaseEstimator):
     history_: EvidenceHistory | None
     predictive_fit_: PredictiveFit | None
     training_index_: NDArray[np.intp]
+    y_train_: NDArray[Any]
     n_iter_: int
     n_features_in_: int
 
@@ -226,7 +227,8 @@ class LaplaceEstimator(BaseEstimator):
         total: Array = np.bincount(member.ravel(), weights=weight).astype(np.float64)
         order = [group for group in np.argsort(first) if total[group] > 0]
         self.training_index_, total = first[order], total[order]
-        return x[self.training_index_], y[self.training_index_], None if (total == 1.0).all() else total
+        self.y_train_ = y[self.training_index_]
+        return x[self.training_index_], self.y_train_, None if (total == 1.0).all() else total
 
     # --- prediction
 

@@ -75,6 +75,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     training_index_ : ndarray
         Row in the data of `fit` of each training point of the posterior. Equal examples are one training point, whose
         weight is the sum of theirs: leave-one-out predicts none from its copy.
+    y_train_ : ndarray
+        Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
         Prior standard deviation of the first layer's weights of each feature, for ``groups="input"``.
     noise_ : float or ndarray, (targets,)
