@@ -12,6 +12,7 @@ import json
 import pickle
 import re
 import runpy
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ with warnings.catch_warnings():  # what they say of other packages when they are
     from botorch.acquisition.knowledge_gradient import qKnowledgeGradient
     from botorch.acquisition.logei import qLogExpectedImprovement, qLogNoisyExpectedImprovement
     from botorch.acquisition.max_value_entropy_search import qMaxValueEntropy
+    from botorch.acquisition.multi_objective.logei import qLogNoisyExpectedHypervolumeImprovement
     from botorch.acquisition.multi_objective.monte_carlo import qNoisyExpectedHypervolumeImprovement
     from botorch.acquisition.multi_step_lookahead import qMultiStepLookahead
     from botorch.acquisition.objective import ScalarizedPosteriorTransform
@@ -40,6 +42,7 @@ with warnings.catch_warnings():  # what they say of other packages when they are
     from botorch.optim import optimize_acqf
     from botorch.posteriors.transformed import TransformedPosterior
     from botorch.sampling.normal import SobolQMCNormalSampler
+    from botorch.utils.datasets import SupervisedDataset
 
 D, N = 2, 9
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/bayesian_optimization"
@@ -322,6 +325,34 @@ def test_fit() -> None:
     assert torch.equal(own.laplace.network.theta, torch.cat([p.flatten() for p in before])) and len(seen) == 1
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_dataset_is_a_fit(known: bool) -> None:
+    """The class is made of what `construct_inputs` returns, and is the model of `fit`; it goes on like any other."""
+    x, y = data(2)
+    variances = torch.linspace(0.01, 0.1, 2 * N).view(N, 2).double() if known else None
+    dataset = SupervisedDataset(x, y, feature_names=["a", "b"], outcome_names=["y", "z"], Yvar=variances)
+
+    def options() -> dict[str, Any]:
+        bounds = torch.tensor([[0.0] * D, [2.0] * D]).double()
+        return {"noise": None if known else 0.01, "steps": 5, "rounds": 1, "input_shape": (D,),
+                "input_transform": Normalize(D, bounds=bounds), "outcome_transform": Standardize(2)}  # fmt: skip
+
+    model = ntkl.botorch.LaplaceModel(**ntkl.botorch.LaplaceModel.construct_inputs(dataset, network(2), **options()))
+    wanted, at = ntkl.botorch.LaplaceModel.fit(network(2), x, y, variances, **options()), draws(4, D, seed=3)
+    for noise in (False, True):
+        found, other = (one.posterior(at, observation_noise=noise) for one in (model, wanted))
+        assert torch.equal(found.mean, other.mean) and torch.equal(joint(found), joint(other))
+    assert torch.equal(model.train_inputs[0], wanted.train_inputs[0])
+    assert torch.equal(model.train_targets, wanted.train_targets)
+    assert model.condition_on_observations(at, y[:4]).train_inputs[0].shape == (N + 4, D)
+    with refused(ntkl.DataError, "SupervisedDataset", "tuple", "LaplaceModel.fit"):
+        ntkl.botorch.LaplaceModel.construct_inputs((x, y), network=network(2))
+    with refused(ntkl.UnsupportedError, "one network", "members=3", "LaplaceEnsemble"):
+        ntkl.botorch.LaplaceModel.construct_inputs(dataset, network=network(2), members=3)
+    with refused(ntkl.UnsupportedError, "LaplaceModel.fit", "construct_inputs", "LaplaceModel"):
+        ntkl.botorch.LaplaceEnsemble.construct_inputs(dataset, network=network(2))
+
+
 def test_the_prior_variance_of_the_default_network_is_about_the_same_everywhere() -> None:
     """A perceptron of the inputs themselves has three times the variance in the corners of a cube."""
     x = draws(4, 5)
@@ -434,18 +465,25 @@ def test_clients(name: str) -> None:
     assert float(value) > float(before.max())
 
 
-@pytest.mark.filterwarnings("ignore:qNoisyExpectedHypervolumeImprovement has known")
-def test_several_objectives() -> None:
-    """The form without a logarithm: the other compiles C++ when it is first used."""
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [qNoisyExpectedHypervolumeImprovement, qLogNoisyExpectedHypervolumeImprovement])
+@pytest.mark.filterwarnings("ignore:qNoisyExpectedHypervolumeImprovement has known", "ignore:Optimization failed",
+                            "ignore:Failed to compile")
+def test_several_objectives(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maximized like the others. The logarithm is computed in Python: its C++ would be compiled on first use."""
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
     x, y = data(2)
     model = ntkl.botorch.LaplaceModel.fit("mlp", x, y, noise=1e-3, steps=30)
     with torch.random.fork_rng(devices=[]):
-        acquisition = qNoisyExpectedHypervolumeImprovement(
-            model, ref_point=[0.0, 0.0], X_baseline=x, prune_baseline=True,
-            sampler=SobolQMCNormalSampler(torch.Size([8]), seed=0))  # fmt: skip
-    point = draws(2, 1, D, seed=1).requires_grad_()
-    acquisition(point).sum().backward()
-    assert point.grad.isfinite().all() and float(point.grad.abs().max()) > 0
+        torch.manual_seed(0)
+        acquisition = kind(model, ref_point=[0.0, 0.0], X_baseline=x, prune_baseline=True,
+                           sampler=SobolQMCNormalSampler(torch.Size([8]), seed=0))  # fmt: skip
+        start = draws(2, 1, D, seed=1)
+        with torch.no_grad():
+            before = acquisition(start)
+        found, value = optimize_acqf(acquisition, torch.tensor([[0.0] * D, [1.0] * D]).double(), q=1, num_restarts=2,
+                                     batch_initial_conditions=start, options={"maxiter": 8})  # fmt: skip
+    assert found.shape == (1, D) and float(value) > float(before.max())
 
 
 @pytest.mark.parametrize("shape", [(0, D), (0, 3, D), (2, 0, D)])

@@ -31,7 +31,7 @@ QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "random_state
 
 
 @pytest.mark.slow
-@parametrize_with_checks([ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(8,)),
+@parametrize_with_checks([ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(8,), precision=1.0),
                           ntkl.LaplaceClassifier(epochs=1, hidden_layer_sizes=(8,))])  # fmt: skip
 def test_conformance(estimator: Any, check: Any) -> None:
     check(estimator)
@@ -76,6 +76,32 @@ def test_a_regressor_is_the_training_by_hand() -> None:
     assert np.allclose(draws.mean(1), mean[:3], atol=4 * std[:3].max() / 141)
     with refused(ntkl.HyperparameterError, "n_samples", "-1", "Leave it out"):
         model.sample_y(x[:3], -1)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_classifier_is_the_training_by_hand(classes: int) -> None:
+    """Probabilities of names of classes, evidence, and hyperparameters."""
+    x, y = sine()
+    labels = np.digitize(y, np.quantile(y, np.arange(1, classes) / classes))
+    names = np.array(["b", "c", "d"])[labels]
+    model = ntkl.LaplaceClassifier(**QUICK).fit(x, names)
+    xs = torch.as_tensor((x - x.mean(0)) / x.std(0))
+    torch.manual_seed(int(np.random.RandomState(0).randint(2**31 - 1)))
+    network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, classes)).double()
+    found = ntkl.train_with_evidence(
+        network, (xs, torch.as_tensor(labels)), ntkl.Categorical(), ntkl.GaussianPrior(groups="input"),
+        structure="kfac", optimizer=lambda p: torch.optim.Adam(p, lr=0.02), predictive="loo", epochs=10,
+        batch_size=128, settings=ntkl.Settings(progress=False),
+    )  # fmt: skip
+    assert found.predictive is not None and found.predictive.trusted
+    probabilities = found.posterior.predict(xs[:7], generator=torch.Generator().manual_seed(0)).probs
+    assert relative_error(torch.as_tensor(model.predict_proba(x[:7])), probabilities) < 1e-12
+    assert np.array_equal(model.predict(x[:7]), model.classes_[probabilities.argmax(1)])
+    evidence = float(found.posterior.log_marginal_likelihood())
+    assert model.log_marginal_likelihood_value_ == pytest.approx(evidence, rel=1e-12)
+    own = [*found.posterior.prior.parameters(), *found.posterior.likelihood.parameters()]
+    assert relative_error(torch.as_tensor(model.theta_), nn.utils.parameters_to_vector(own).detach()) < 1e-12
+    assert np.array_equal(model.y_train_, names)
 
 
 def test_the_evidence_at_other_hyperparameters() -> None:
@@ -195,6 +221,7 @@ def test_equal_examples_are_one() -> None:
     assert np.allclose(weighted.predict(x, return_std=True), copied.predict(x, return_std=True), rtol=1e-9)
     assert weighted.log_marginal_likelihood() == pytest.approx(copied.log_marginal_likelihood(), rel=1e-9)
     assert np.array_equal(weighted.training_index_, np.flatnonzero(weight))
+    assert np.array_equal(weighted.y_train_, y[weight > 0]) and np.array_equal(copied.y_train_, weighted.y_train_)
     assert np.array_equal(np.repeat(np.arange(20), weight)[copied.training_index_], weighted.training_index_)
     plain = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
     assert not np.allclose(plain.predict(x), weighted.predict(x), rtol=1e-3)

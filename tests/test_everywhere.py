@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
+from ntk_laplace.model.likelihoods import likelihood_from_record as from_record
+from ntk_laplace.model.likelihoods import likelihood_record
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.meter import PeakMemory
 from ntk_laplace.structures import evidence as evidence_module
 from reference import relative_error
 from refusals import refused
@@ -271,6 +275,18 @@ def test_memory_of_leave_one_out_is_known() -> None:
         posterior.leave_one_out()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the meter reads /proc")
+def test_memory_of_a_segmentation() -> None:
+    """50 images of 64 x 64 pixels and 5 classes, fitted and predicted from draws. Time is on the page."""
+    torch.manual_seed(0)
+    network, x, y = UNet(5, 8), images(50, (64, 64)).float(), labels(50, 5, (64, 64))
+    with PeakMemory(torch.device("cpu")) as memory:
+        posterior = ntkl.laplace(network, (x, y), ntkl.Everywhere(ntkl.Categorical()), structure="kfac", curvature="mc")
+        assert posterior.predict(x, samples=3).probs.shape == (50, 64, 64, 5)
+    assert memory.bytes is not None and 50 * 64 * 64 * 5 * 8 < memory.bytes < 2e9
+
+
 def test_images_as_targets() -> None:
     """Gaussian responses at each position, channels first in outputs and targets, equal one Gaussian of all outputs."""
     x = images(5)
@@ -337,10 +353,49 @@ def test_curvature_from_labels(curvature: str) -> None:
     assert 0.8 < ratio < 1.25 if curvature == "ef" else abs(ratio - 1) < 0.05
 
 
+def test_positions_are_those_of_the_first_targets(tmp_path: Path) -> None:
+    """In every way to fit, from a pair or a loader; the caller's likelihood stays free for other data."""
+    x, y, free = images(4), labels(4), ntkl.Everywhere(ntkl.Categorical())
+    posterior = ntkl.laplace(convolutional(), (x, y), free)
+    value = float(ntkl.laplace(convolutional(), (x, y), everywhere()).log_marginal_likelihood())
+    assert float(posterior.log_marginal_likelihood()) == value and posterior.likelihood.positions == SHAPE
+    assert not free.positions and "positions=None" in repr(free)
+    posterior.save(tmp_path / "p.pt", include_data=True)
+    loaded = ntkl.load(tmp_path / "p.pt", convolutional())
+    assert torch.equal(loaded.predict(x).probs, posterior.predict(x).probs)
+    loader = DataLoader(TensorDataset(images(4, (2, 5)), labels(4, 3, (2, 5))), batch_size=2)
+    assert ntkl.laplace(convolutional(), loader, free, structure="kfac").likelihood.positions == (2, 5)
+    tempered = ntkl.laplace(convolutional(), (x, y), ntkl.Tempered(free, 2.0))
+    assert tempered.likelihood.positions == SHAPE
+    assert ntkl.compare_evidence(convolutional(), (x, y), free, structures=["gp"]).rows[0].evidence == value
+    noisy = ntkl.Everywhere(ntkl.Gaussian(0.1))
+    assert ntkl.laplace(convolutional(1), (x, y.double()), noisy).likelihood.scaled_noise(2.0).positions == SHAPE
+    again = from_record(likelihood_record(noisy))
+    assert isinstance(again, ntkl.Everywhere) and not again.positions
+    assert torch.equal(again.targets(y.double(), 4, LENGTH).squeeze(-1), y.double()) and again.positions == SHAPE
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+@pytest.mark.parametrize("positions", [SHAPE, None])
+def test_examples_of_another_shape_are_refused(structure: str, positions: tuple[int, int] | None) -> None:
+    """In a later batch, in its targets alone, and in what is predicted: both shapes, and to pad."""
+    likelihood, other = ntkl.Everywhere(ntkl.Categorical(), positions), images(2, (5, 3))
+    first, words = (images(4), labels(4)), ("4, 3", "5, 3", "one shape in all batches|pad .* of other shapes")
+    batches = DataLoader([first, (other, labels(2, 3, (5, 3)))], batch_size=None)
+    with refused(ntkl.NTKLaplaceError, *words):
+        ntkl.laplace(convolutional(), batches, likelihood, structure=structure)
+    batches = DataLoader([first, (images(2), labels(2, 3, (5, 3)))], batch_size=None)
+    with refused(ntkl.DataError, *words):
+        ntkl.laplace(convolutional(), batches, likelihood, structure=structure)
+    with refused(ntkl.NetworkError, *words):
+        ntkl.laplace(convolutional(), first, likelihood, structure=structure).predict(other)
+
+
 def test_training_sees_the_positions() -> None:
     network = convolutional()
     before = nn.functional.cross_entropy(network(images(4)), labels(4)).item()
-    found = ntkl.train_with_evidence(network, (images(4), labels(4)), everywhere(), epochs=30, structure="diag")
+    likelihood = ntkl.Everywhere(ntkl.Categorical())
+    found = ntkl.train_with_evidence(network, (images(4), labels(4)), likelihood, epochs=30, structure="diag")
     assert nn.functional.cross_entropy(network(images(4)), labels(4)).item() < before
     assert found.posterior.predict(images(4)).probs.shape == (4, *SHAPE, 3)
 
@@ -381,6 +436,11 @@ def test_refusals() -> None:
     for wrong in (0, (), "ab", (2.5, 2), (3, 0)):
         with refused(ntkl.HyperparameterError, "positions", repr(wrong), "shape"):
             ntkl.Everywhere(ntkl.Categorical(), wrong)  # type: ignore[arg-type]
+    free = ntkl.Everywhere(ntkl.Categorical())
+    with refused(ntkl.TargetError, r"N, \*positions", "(4,)", "likelihood, positions"):
+        ntkl.laplace(network, (x, y[:, 0, 0]), free)
+    with refused(ntkl.UnsupportedError, "positions are known", "positions=None", "first"):
+        free.bind(4, 36)
     with refused(ntkl.HyperparameterError, "ignore_index", "0.5", "-100"):
         ntkl.Everywhere(ntkl.Categorical(), 2, 0.5)  # type: ignore[arg-type]
     for inner in (ntkl.Everywhere(ntkl.Categorical(), 2), ntkl.Tempered(ntkl.Categorical(), 2.0)):

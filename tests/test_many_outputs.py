@@ -16,11 +16,13 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace.curvature import FunctionSpacePrecision, LastLayerPrecision
 from ntk_laplace.errors import MemoryBudgetError
+from ntk_laplace.runtime.meter import PeakMemory
 from ntk_laplace.structures import function_space
 from reference import relative_error
 from scripts import run_script
 
 C, N = 10, 24
+on_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the meter reads /proc")
 
 
 def network(inputs: int = 40, outputs: int = C, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -297,6 +299,17 @@ def test_a_thousand_classes():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     reference = _rasmussen_williams(network(16, 1000), x)
     assert relative_error(posterior.posterior_precision.log_det(), reference) < 1e-10
+
+
+@pytest.mark.slow
+@on_linux
+@pytest.mark.parametrize(("structure", "most"), [("gp", 1.5e9), ("kfac", 0.5e9)])
+def test_the_memory_of_a_thousand_classes(structure, most):
+    """N = 200, a layer of D = 128 inputs: B in one piece would take 149 GiB. Time is on the page."""
+    with PeakMemory(torch.device("cpu")) as memory:
+        ntkl.laplace(network(128, 1000), data(1000, 200), ntkl.Categorical(), structure=structure,
+                     parameters="last_layer")  # fmt: skip
+    assert 8 * 129_000 < memory.bytes < most
 
 
 def _rasmussen_williams(net: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,13 @@ RIGHT = '''
 # mypy: disallow-any-generics, disallow-subclassing-any, disallow-untyped-calls, disallow-untyped-defs
 # mypy: disallow-untyped-decorators, warn-return-any, strict-equality, extra-checks
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import assert_type
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import Inputs
@@ -76,7 +79,17 @@ value: float = float(posterior.evidence().value)
 labels: list[list[str]] = posterior.predict_set(x).labels(["a", "b", "c"])
 model = ntkl.LaplaceClassifier(epochs=2).fit(x.numpy(), y.numpy())
 of_model: Tensor = model.posterior_.predict(model.network_inputs(x.numpy())).probs
+regressor = ntkl.LaplaceRegressor(epochs=2).fit(x.numpy(), y.numpy())
+means: NDArray[Any] = regressor.predict(x.numpy())
+mean, std = regressor.predict(x.numpy(), return_std=True)
+joint: NDArray[Any] = std + regressor.predict(x.numpy(), return_cov=True)[1].diagonal() + mean
+of_the_regressor: float = regressor.log_marginal_likelihood()
+of_the_model, gradient = model.log_marginal_likelihood(model.theta_, eval_gradient=True)
+steps: NDArray[Any] = gradient + model.log_marginal_likelihood(eval_gradient=True)[1] * of_the_model
+assert_type(ntkl.botorch.LaplaceModel.fit("fourier", x, x), ntkl.botorch.LaplaceModel)
+assert_type(ntkl.botorch.LaplaceModel.fit("mlp", x, x, members=4), ntkl.botorch.LaplaceEnsemble)
 chosen: list[int] = ntkl.active.select(posterior, x, 3).indices.tolist()
+segments = ntkl.laplace(network, (x, y), ntkl.Everywhere(ntkl.Categorical(), ignore_index=255))
 ntkl.laplace(network, (x, y), ntkl.CustomLikelihood(lambda f, y: -(y - f).square().sum(1), mean=lambda f: f))
 '''
 
@@ -99,6 +112,8 @@ WRONG = {
     "posterior.remove(0).probs": "attr-defined",
     "numbers: list[list[str]] = posterior.predict_set(x).labels()": "assignment",
     'wrong: list[list[int]] = posterior.predict_set(x).labels(["a", "b", "c"])': "list-item",
+    "regressor.predict(x, return_std=True).mean()": "attr-defined",
+    "both: float = regressor.log_marginal_likelihood(eval_gradient=True)": "assignment",
 }
 
 
@@ -107,7 +122,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Errors of one run over the library, the outside files and a user's two files, as ``file:line: error: ...``."""
     folder = tmp_path_factory.mktemp("types")
     (folder / "right.py").write_text(RIGHT)
-    head = "from right import network, posterior, x, y\nimport ntk_laplace as ntkl\n"
+    head = "from right import network, posterior, regressor, x, y\nimport ntk_laplace as ntkl\n"
     (folder / "wrong.py").write_text(head + "\n".join(WRONG) + "\n")
     files = ["ntk_laplace", *(str(ROOT / "tests" / name) for name in OUTSIDE)]
     command = [sys.executable, "-m", "mypy", "--cache-dir", os.devnull, "--no-error-summary", *files,

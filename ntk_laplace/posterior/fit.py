@@ -16,7 +16,7 @@ from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError, is_choice
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.data import Batches, Inputs, take
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import Likelihood, positions_of
 from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
@@ -189,7 +189,7 @@ def linearized(
     settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
 ) -> tuple[LinearizedModel, Batches]:  # fmt: skip
     """The model that `laplace` fits a structure to, and its data; the prior is bound to the network."""
-    frozen = Network(network, parameters, output, targets, likelihood.positions)
+    frozen = Network(network, parameters, output, targets)
     with torch.inference_mode(False):
         prior.bind(frozen.shapes)
     curvature_type = CurvatureType.of(curvature)
@@ -201,6 +201,7 @@ def linearized(
     for module in (prior, likelihood):
         module.to(frozen.device)  # hyperparameters are on the network's device
     batches = settings.own(Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets))
+    frozen.caller.positions = positions_of(likelihood, batches)
     jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec.factored_rows)
     return LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings), batches
 

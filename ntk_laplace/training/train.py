@@ -22,7 +22,7 @@ from ntk_laplace.errors import (
     is_whole,
 )
 from ntk_laplace.model.data import Batches, Inputs, take
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import Likelihood, positions_of
 from ntk_laplace.model.network import Caller, Network
 from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.model.priors import GaussianPrior
@@ -166,13 +166,14 @@ def train_with_evidence(
         require_writable(settings.checkpoint)
     likelihood = copy.deepcopy(Likelihood.of(likelihood))
     spec_of(structure)
-    frozen = Network(network, None, output, targets, likelihood.positions)
+    frozen = Network(network, None, output, targets)
     device, dtype_of_inputs = frozen.device, frozen.input_dtype
     prior = copy.deepcopy(GaussianPrior.of(prior, groups="layer")).bind(frozen.shapes)
     for module in (prior, likelihood):
         module.to(device)
     read = data if evidence_data is None else evidence_data
     batches = Batches(read, settings.batch_size, device, dtype_of_inputs, targets)
+    frozen.caller.positions = positions_of(likelihood, batches)
     minibatches = Minibatches(data, batch_size, device, dtype_of_inputs, targets)
     n = count_examples(read, batches)
     strategy = step_evidence(evidence, examples, n, epochs, schedule.left(0, epochs),

@@ -11,7 +11,7 @@ from ntk_laplace.model.likelihoods.bernoulli import Bernoulli
 from ntk_laplace.model.likelihoods.categorical import Categorical
 from ntk_laplace.model.likelihoods.custom import CustomLikelihood, from_log_prob
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
-from ntk_laplace.model.likelihoods.everywhere import Everywhere
+from ntk_laplace.model.likelihoods.everywhere import Everywhere, positions_of
 from ntk_laplace.model.likelihoods.gaussian import Gaussian
 from ntk_laplace.model.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from ntk_laplace.model.likelihoods.poisson import Poisson
@@ -39,6 +39,7 @@ __all__ = [
     "from_log_prob",
     "likelihood_from_record",
     "likelihood_record",
+    "positions_of",
     "register_likelihood",
     "registered_likelihoods",
 ]

@@ -45,7 +45,10 @@ class Likelihood(nn.Module):
     """How many times each example counts; see `Tempered`."""
 
     positions: Size | None = None
-    """Shape of the positions of one example, each with a response of its own; None for one. See `Everywhere`."""
+    """Shape of the positions of one example, each with a response of its own; None for one. See `Everywhere`.
+
+    Empty if the first targets are to give it: see `place`.
+    """
 
     # --- validation -----------------------------------------------------------------------------------
 
@@ -65,6 +68,15 @@ class Likelihood(nn.Module):
                                        f"Pass the data as one pair, (X, y), and then the likelihood. {remedy}")
             raise UnsupportedError("a likelihood object", f"{likelihood!r}", remedy)
         return likelihood
+
+    def place(self, y: Any) -> None:
+        """Take the positions from the first targets `y`, if they were not given.
+
+        Raises
+        ------
+        TargetError
+            If targets of this shape have none.
+        """
 
     def bind(self, num_examples: int, num_outputs: int) -> None:
         """Check that hyperparameters fit the training data's size.

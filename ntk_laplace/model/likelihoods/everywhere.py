@@ -11,6 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from ntk_laplace.errors import HyperparameterError, NetworkError, TargetError, UnsupportedError, is_whole
+from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
 from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
@@ -20,7 +21,15 @@ from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Everywhere", "EverywhereResponse"]
+__all__ = ["Everywhere", "EverywhereResponse", "positions_of"]
+
+
+def positions_of(likelihood: Likelihood, batches: Batches) -> Size | None:
+    """Positions of a likelihood, which takes them from the first batch if it was given none."""
+    if likelihood.positions == Size():
+        with torch.inference_mode(False):
+            likelihood.place(batches.first()[1])
+    return likelihood.positions
 
 
 @register_likelihood
@@ -39,9 +48,10 @@ class Everywhere(Likelihood):
     ----------
     likelihood : Likelihood
         Of one position. Its hyperparameters are those of this likelihood, the same at all positions.
-    positions : int or sequence of int
-        Shape of the positions, such as (height, width), or the length of a sequence. All examples have it: pad shorter
-        ones, with `ignore_index` as their targets.
+    positions : int or sequence of int, optional
+        Shape of the positions, such as (height, width), or the length of a sequence. By default that of one example's
+        targets in the first batch of a fit, with one number at each position. All examples have it: pad shorter ones,
+        with `ignore_index` as their targets.
     ignore_index : int
         Whole-numbered targets with this value are missing and contribute nothing; as in torch.nn.CrossEntropyLoss.
 
@@ -56,18 +66,20 @@ class Everywhere(Likelihood):
     --------
     >>> import ntk_laplace as ntkl
     >>> likelihood = ntkl.Everywhere(ntkl.Categorical(), positions=(16, 16), ignore_index=255)
+    >>> of_the_data = ntkl.Everywhere(ntkl.Categorical())
     """
 
     positions: Size
+    """Empty until the first targets, if they were not given."""
 
     def __init__(
-        self, likelihood: Likelihood, positions: int | Sequence[int], ignore_index: int = MISSING_LABEL
+        self, likelihood: Likelihood, positions: int | Sequence[int] | None = None, ignore_index: int = MISSING_LABEL
     ) -> None:
         super().__init__()
-        shape = positions if isinstance(positions, Sequence) else [positions]
-        if not shape or not all(is_whole(length, 1) for length in shape):
+        shape = () if positions is None else positions if isinstance(positions, Sequence) else [positions]
+        if not (shape or positions is None) or not all(is_whole(length, 1) for length in shape):
             raise HyperparameterError("positions as a whole number, or a shape such as (height, width)",
-                                      repr(positions)[:80], "Pass the shape of one example's targets.")
+                                      repr(positions)[:80], "Leave it out for the shape of one example's targets.")
         if not is_whole(ignore_index, -sys.maxsize):
             raise HyperparameterError("ignore_index as a whole number", repr(ignore_index)[:80],
                                       "Leave it out for -100.")
@@ -84,12 +96,25 @@ class Everywhere(Likelihood):
 
     def extra_repr(self) -> str:
         """The shape of the positions."""
-        return f"positions={tuple(self.positions)}"
+        return f"positions={tuple(self.positions) or None}"
 
     # --- positions
 
+    def place(self, y: Any) -> None:
+        """Take the shape of one example's targets, if none was given."""
+        if self.positions:
+            return
+        shape = torch.as_tensor(y).shape[1:]
+        if not shape.numel() or not shape:
+            raise TargetError("targets (N, *positions), one number for each position", f"shape {(len(y), *shape)}",
+                              "Pass the shape of the positions, Everywhere(likelihood, positions).")
+        self.positions = shape
+
     def num_positions(self, num_outputs: int) -> int:
         """L."""
+        if not self.positions:
+            raise UnsupportedError("a likelihood whose positions are known", f"{self!r} before the first targets",
+                                   "Fit with it first, or pass Everywhere(likelihood, positions).")
         count = math.prod(self.positions)
         if num_outputs % count:
             raise NetworkError(f"a multiple of {count} outputs, the same number at each of {tuple(self.positions)}",
@@ -139,13 +164,14 @@ class Everywhere(Likelihood):
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check targets, ``(N, *positions)`` or ``(N, *positions, D)``; ``(N, D, *positions)`` becomes the latter."""
         y = read(y, num_examples, missing=True)
+        self.place(y)
         own, axes, shape = self.likelihood, len(self.positions), tuple(self.positions)
         if y.shape[1:] != self.positions and y.shape[1:-1] != self.positions and y.shape[2:] == self.positions:
             y = y.movedim(1, -1)
         if y.shape[1 : 1 + axes] != self.positions or y.dim() > axes + 2:
             raise TargetError(f"targets of shape ({num_examples}, {', '.join(map(str, shape))}), with an axis of "
                               "responses if a position has several", f"shape {tuple(y.shape)}",
-                              "Pass one target for each position.")  # fmt: skip
+                              "Pass one target for each position; pad examples of other shapes.")  # fmt: skip
         flat = self._flat_targets(y)
         if not flat.is_floating_point() and bool((missing := flat == self.ignore_index).any()):
             per_output = own.event_shape(self._per_position(num_outputs)) != Size()
@@ -164,7 +190,7 @@ class Everywhere(Likelihood):
 
     def scaled_noise(self, factor: float) -> Likelihood:
         """A copy with the noise at each position multiplied by `factor`."""
-        return Everywhere(self.likelihood.scaled_noise(factor), self.positions, self.ignore_index)
+        return Everywhere(self.likelihood.scaled_noise(factor), self.positions or None, self.ignore_index)
 
     def log_curvature_scale(self) -> Tensor | None:
         """The likelihood's."""
@@ -286,7 +312,7 @@ class Everywhere(Likelihood):
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Likelihood:
         """Build the likelihood of one position, and this one."""
-        return cls(built(**record["likelihood"]), record["positions"], record["ignore_index"])
+        return cls(built(**record["likelihood"]), record["positions"] or None, record["ignore_index"])
 
 
 class EverywhereResponse(Response):

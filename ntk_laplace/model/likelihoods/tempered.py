@@ -60,6 +60,11 @@ class Tempered(Likelihood):
 
     # --- validation
 
+    def place(self, y: Any) -> None:
+        """As the likelihood does."""
+        self.likelihood.place(y)
+        self.positions = self.likelihood.positions
+
     def bind(self, num_examples: int, num_outputs: int) -> None:
         """As the likelihood does."""
         self.likelihood.bind(num_examples, num_outputs)

@@ -152,7 +152,8 @@ def _rows(found: Tensor, positions: Size) -> Tensor:
         got = f"shape {tuple(found.shape)}" + (", which fits both" if first else "")
         raise NetworkError(f"network outputs of shape (N, C, {shape}) or (N, {shape}, C), for Everywhere()", got,
                            "Wrap the network in a module that returns rows (N, L * C), position by position."
-                           if first else "Pass the positions of the network's outputs.")
+                           if first else "Pass the positions of the network's outputs; pad inputs of other shapes to "
+                           "those of the fit.")
     return (found.movedim(1, -1) if first else found).flatten(1)
 
 

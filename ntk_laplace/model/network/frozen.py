@@ -481,7 +481,7 @@ class Network:
         if self._input_format is None or same_input_format(x, self._input_format):
             return NetworkError(f"network outputs of shape {expected}", got,
                                 "Wrap the network in a module that returns one row of outputs per example; for outputs "
-                                "at pixels or tokens, use the likelihood Everywhere(likelihood, positions).")
+                                "at pixels or tokens, use the likelihood Everywhere(likelihood).")
         known = describe_inputs(self._input_format, "n")
         return DataError(f"network outputs of shape {expected}, from inputs such as {known}",
                          f"{got} from {describe_inputs(x)}", input_remedy(x, self._input_format))

@@ -68,6 +68,12 @@ class LaplaceEnsemble(GaussianModel):
         self.members = nn.ModuleList(members)
         self.eval()
 
+    @classmethod
+    def construct_inputs(cls, training_data: Any, **options: Any) -> dict[str, Any]:
+        """Refused: an ensemble comes from `LaplaceModel.fit`."""
+        raise UnsupportedError("LaplaceModel.fit(..., members=M) to train an ensemble", "construct_inputs of the class",
+                               "Call it with the X and Y of the dataset, or construct a LaplaceModel.")
+
     @property
     def num_outputs(self) -> int:
         """m."""

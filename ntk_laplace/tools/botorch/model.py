@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
+from botorch.utils.datasets import SupervisedDataset
 from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
@@ -24,6 +25,8 @@ from ntk_laplace.tools.botorch.observations import ROUNDING, Observations
 from ntk_laplace.tools.botorch.surrogate import Surrogate
 
 __all__ = ["LaplaceModel"]
+
+_Several: TypeAlias = Literal[2, 3, 4, 5, 6, 7, 8, 9, 10]  # of which a type checker knows that they are not 1
 
 
 class LaplaceModel(GaussianModel):
@@ -88,6 +91,42 @@ class LaplaceModel(GaussianModel):
         self._outputs = tuple(range(posterior.num_outputs))
         self._given: Observations | None = None
         self.eval()
+
+    @overload
+    @classmethod
+    def fit(
+        cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
+        train_Yvar: Tensor | None = ..., *, hidden_layer_sizes: Sequence[int] = ..., activation: str = ...,
+        noise: float | None = ..., groups: Any = ..., prior_mean: str = ..., rounds: int = ..., steps: int = ...,
+        trainer: Callable[..., Any] | str | None = ..., warm_start: LaplaceModel | LaplaceEnsemble | None = ...,
+        input_transform: InputTransform | None = ..., outcome_transform: OutcomeTransform | None = ...,
+        input_shape: Sequence[int] | None = ..., input_dtype: torch.dtype | None = ..., members: Literal[1] = ...,
+        seed: int = ..., **laplace: Any,
+    ) -> LaplaceModel: ...  # fmt: skip
+
+    @overload
+    @classmethod
+    def fit(
+        cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
+        train_Yvar: Tensor | None = ..., *, hidden_layer_sizes: Sequence[int] = ..., activation: str = ...,
+        noise: float | None = ..., groups: Any = ..., prior_mean: str = ..., rounds: int = ..., steps: int = ...,
+        trainer: Callable[..., Any] | str | None = ..., warm_start: LaplaceModel | LaplaceEnsemble | None = ...,
+        input_transform: InputTransform | None = ..., outcome_transform: OutcomeTransform | None = ...,
+        input_shape: Sequence[int] | None = ..., input_dtype: torch.dtype | None = ..., members: _Several,
+        seed: int = ..., **laplace: Any,
+    ) -> LaplaceEnsemble: ...  # fmt: skip
+
+    @overload
+    @classmethod
+    def fit(
+        cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
+        train_Yvar: Tensor | None = ..., *, hidden_layer_sizes: Sequence[int] = ..., activation: str = ...,
+        noise: float | None = ..., groups: Any = ..., prior_mean: str = ..., rounds: int = ..., steps: int = ...,
+        trainer: Callable[..., Any] | str | None = ..., warm_start: LaplaceModel | LaplaceEnsemble | None = ...,
+        input_transform: InputTransform | None = ..., outcome_transform: OutcomeTransform | None = ...,
+        input_shape: Sequence[int] | None = ..., input_dtype: torch.dtype | None = ..., members: int = ...,
+        seed: int = ..., **laplace: Any,
+    ) -> LaplaceModel | LaplaceEnsemble: ...  # fmt: skip
 
     @classmethod
     def fit(
@@ -191,6 +230,47 @@ class LaplaceModel(GaussianModel):
         if len(found) == 1:
             return cls(found[0], **format_of, **outside)
         return LaplaceEnsemble([cls(one, **format_of) for one in found], **outside)
+
+    @classmethod
+    def construct_inputs(
+        cls, training_data: SupervisedDataset, network: nn.Module | Callable[[int, int], nn.Module] | str,
+        **options: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Train a network on a dataset of BoTorch, and return the arguments with which its model is made.
+
+        ``LaplaceModel(**LaplaceModel.construct_inputs(dataset, network))`` is `fit` of the dataset's X, Y and Yvar.
+
+        Parameters
+        ----------
+        training_data : SupervisedDataset
+        network, **options
+            As in `fit`, for one network.
+
+        Returns
+        -------
+        dict
+
+        Raises
+        ------
+        DataError
+            If it is no such dataset.
+        UnsupportedError
+            If `members` are several.
+        NTKLaplaceError
+            As `fit`.
+        """
+        if not isinstance(training_data, SupervisedDataset):
+            raise DataError("training_data as a SupervisedDataset of BoTorch", f"a {type(training_data).__name__}",
+                            "Pass tensors to LaplaceModel.fit(network, train_X, train_Y).")
+        if options.get("members", 1) != 1:
+            raise UnsupportedError("one network, for the arguments of a LaplaceModel",
+                                   f"members={options['members']!r}",
+                                   "Use LaplaceModel.fit(..., members=M), which returns a LaplaceEnsemble.")
+        x, y, variances = training_data.X, training_data.Y, training_data.Yvar
+        names = "input_transform", "outcome_transform", "input_shape", "input_dtype"
+        found: LaplaceModel = cls.fit(network, x, y, variances, **options)
+        given = {name: options[name] for name in names if options.get(name) is not None}
+        return {"posterior": found.laplace, "train_X": x} | given
 
     @staticmethod
     def _starts(warm_start: LaplaceModel | LaplaceEnsemble | None, members: int) -> list[Posterior | None]:

@@ -28,7 +28,7 @@ from ntk_laplace.errors import (
     require_flags,
 )
 from ntk_laplace.model.data import Batches
-from ntk_laplace.model.likelihoods import Gaussian, Likelihood
+from ntk_laplace.model.likelihoods import Gaussian, Likelihood, positions_of
 from ntk_laplace.model.network import Network, seeded_rng
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
@@ -118,7 +118,8 @@ def compare_evidence(
     structures = structure_names() if structures is None else structures
     labels = labels_of(structures)
     parameters, output, targets = (options.get(name) for name in ("parameters", "output", "targets"))
-    frozen = Network(network, parameters, output, targets, Likelihood.of(likelihood).positions)
+    likelihood = copy.deepcopy(Likelihood.of(likelihood))
+    frozen = Network(network, parameters, output, targets)
     found, batches = _examine(frozen, data, likelihood, prior, curvature_type, settings)
     device = batches.device
     outcomes: list[_Outcome] = []
@@ -177,6 +178,7 @@ def _examine(
     """
     bound = copy.deepcopy(prior).bind(frozen.shapes)
     batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
+    frozen.caller.positions = positions_of(likelihood, batches)
     with torch.inference_mode(False):
         frozen.probe(batches.first()[0])
         count = batches.length if batches.length is not None else sum(len(y) for _, y in batches)

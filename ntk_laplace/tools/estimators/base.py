@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -109,6 +109,7 @@ class LaplaceEstimator(BaseEstimator):
     history_: EvidenceHistory | None
     predictive_fit_: PredictiveFit | None
     training_index_: NDArray[np.intp]
+    y_train_: NDArray[Any]
     n_iter_: int
     n_features_in_: int
 
@@ -236,7 +237,8 @@ class LaplaceEstimator(BaseEstimator):
         total: Array = np.bincount(member.ravel(), weights=weight).astype(np.float64)
         order = [group for group in np.argsort(first) if total[group] > 0]
         self.training_index_, total = first[order], total[order]
-        return x[self.training_index_], y[self.training_index_], None if (total == 1.0).all() else total
+        self.y_train_ = y[self.training_index_]
+        return x[self.training_index_], self.y_train_, None if (total == 1.0).all() else total
 
     # --- prediction
 
@@ -289,6 +291,20 @@ class LaplaceEstimator(BaseEstimator):
         values = [parameter.detach().flatten().double() for parameter in _hyperparameters(self.posterior_)]
         found: Array = torch.cat(values).cpu().numpy()
         return found
+
+    @overload
+    def log_marginal_likelihood(self, theta: Any = ..., eval_gradient: Literal[False] = ...) -> float: ...
+
+    @overload
+    def log_marginal_likelihood(self, theta: Any = ..., *, eval_gradient: Literal[True]) -> tuple[float, Array]: ...
+
+    @overload
+    def log_marginal_likelihood(self, theta: Any, eval_gradient: Literal[True]) -> tuple[float, Array]: ...
+
+    @overload
+    def log_marginal_likelihood(
+        self, theta: Any = ..., eval_gradient: bool = ...
+    ) -> float | tuple[float, Array]: ...  # fmt: skip
 
     def log_marginal_likelihood(
         self, theta: Any = None, eval_gradient: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -75,6 +75,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     training_index_ : ndarray
         Row in the data of `fit` of each training point of the posterior. Equal examples are one training point, whose
         weight is the sum of theirs: leave-one-out predicts none from its copy.
+    y_train_ : ndarray
+        Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
         Prior standard deviation of the first layer's weights of each feature, for ``groups="input"``.
     noise_ : float or ndarray, (targets,)
@@ -174,6 +176,26 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         if not isinstance(likelihood, Gaussian):
             raise UnsupportedError("a Gaussian likelihood", f"a {type(likelihood).__name__}", "Fit again.")
         return likelihood.noise.detach().cpu().double().expand(len(self._targets.scale))
+
+    @overload
+    def predict(
+        self, X: Any, return_std: Literal[False] = ..., return_cov: Literal[False] = ...
+    ) -> Array: ...  # fmt: skip
+
+    @overload
+    def predict(
+        self, X: Any, return_std: Literal[True], return_cov: bool = ...
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+
+    @overload
+    def predict(
+        self, X: Any, return_std: bool = ..., *, return_cov: Literal[True]
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+
+    @overload
+    def predict(
+        self, X: Any, return_std: bool = ..., return_cov: bool = ...
+    ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 
     def predict(
         self, X: Any, return_std: bool = False, return_cov: bool = False
