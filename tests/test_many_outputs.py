@@ -93,9 +93,10 @@ def test_one_matrix_per_output_is_the_posterior_of_b_in_one_piece(likelihood, in
     chosen = rows.weighted(torch.randn(len(X_NEW), C, 2, dtype=torch.float64))
     verbs = {
         "log det": lambda h: h.log_det(), "other precisions": lambda h: h.log_det_curve(torch.tensor([0.1, 7.0])),
-        "effective": lambda h: h.effective_parameters(), "solve": lambda h: h.solve(vectors),
-        "multiply": lambda h: h.multiply(vectors), "blocks": lambda h: h.covariance_blocks(rows),
-        "joint": lambda h: h.covariance(rows), "variances": lambda h: h.variances_of_outputs(rows),
+        "effective": lambda h: h.effective_parameters(), "gained": lambda h: h.information_gained(),
+        "solve": lambda h: h.solve(vectors), "multiply": lambda h: h.multiply(vectors),
+        "blocks": lambda h: h.covariance_blocks(rows), "joint": lambda h: h.covariance(rows),
+        "variances": lambda h: h.variances_of_outputs(rows),
         "directions": lambda h: h.covariance_blocks(chosen), "leave-one-out": lambda h: h.inverse_blocks,
         "cross": lambda h: h.cross_covariance(rows.weighted(rows.f.unsqueeze(-1))).products(rows),
         "samples": lambda h: h.sample(4, torch.Generator().manual_seed(3)), "spectrum": lambda h: h.spectrum(),

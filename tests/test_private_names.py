@@ -42,6 +42,7 @@ PRIVATE = {
     "_baselines": "a module of examples/predictions",
     "_scores": "a module of examples/predictions",
     "_summary": "a module of examples/predictions",
+    "_samplers": "a module of examples/selection",
     "_summary_l22": "a module of examples/selection",
     "_in_sets": "a function of examples/predictions, beside its definition",
 }

@@ -61,6 +61,15 @@ def test_docstrings_and_comments() -> None:
     assert found == []
 
 
+def test_every_claim_of_l22_begins_with_a_verdict() -> None:
+    """The words that the page defines above its table; details follow a colon."""
+    page, _ = (ROOT / "docs" / "reproduction" / "l22.md").read_text().split("\n## ")
+    rows = [line.strip("| ").split(" | ") for line in page.split("\n") if line.startswith("| ")][1:]
+    assert len(rows) > 35 and all(len(row) == 4 for row in rows)
+    verdicts = {row[1].split(":")[0] for row in rows}
+    assert verdicts == {"holds", "holds on average", "does not hold"} and all(f"*{word}*" in page for word in verdicts)
+
+
 def test_the_checks_find_what_they_look_for() -> None:
     page = "# A house\n\n```python\ndoor = 1\n```\n\n$$\n\\text{house}\n$$\n\nThe linearised model.\n"
     assert [line for _, line in prose_of_page(page) if line] == ["The linearised model."]

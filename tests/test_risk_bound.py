@@ -60,6 +60,32 @@ def test_seeger_is_the_root_of_the_divergence(risk: float, kl: float, n: int) ->
     assert pac_bayes.seeger(risk, kl, n, DELTA) <= max(1.0, pac_bayes.mcallester(risk, kl, n, DELTA))
 
 
+def halved(risk: float, most: float, tolerance: float) -> float:
+    """kl⁻¹(risk, most) as pacbb's `inv_kl` finds it: a midpoint, once the interval is short beside its upper end."""
+    low, high = risk, 1 - 1e-10
+    while True:
+        middle = 0.5 * (low + high)
+        divergence = float(rel_entr(risk, middle) + rel_entr(1 - risk, 1 - middle))
+        low, high = (low, middle) if divergence > most else (middle, high)
+        if (high - low) / high < tolerance:
+            return middle
+
+
+def test_seegers_bound_is_that_of_pacbb_up_to_its_tolerance() -> None:
+    """`KLBound`: the risk of K draws is bounded first. It stops at a relative 1e-5, and the page has these figures."""
+    random, gaps = np.random.default_rng(0), {1e-5: [], 1e-13: []}
+    for _ in range(2000):
+        risk, kl, n, draws = random.uniform(), 10 ** random.uniform(-1, 4), int(10 ** random.uniform(1.5, 5)), \
+            int(10 ** random.uniform(2, 4))  # fmt: skip
+        sampled, room = math.log(2 / 0.01) / draws, (kl + math.log(2 * math.sqrt(n) / 0.04)) / n
+        own = pac_bayes.seeger(pac_bayes.inverse_divergence(risk, sampled), kl, n, 0.04)
+        for tolerance, found in gaps.items():
+            found.append(abs(own - halved(halved(risk, sampled, tolerance), room, tolerance)))
+    published, tight = (np.array(found) for found in gaps.values())
+    assert published.max() == pytest.approx(1.36e-5, rel=0.01) and (published <= 1e-6).sum() == 443
+    assert tight.max() == pytest.approx(1.0e-10, rel=0.01)  # of bounds at 1: its search ends at 1 - 1e-10
+
+
 def test_two_roots_of_n_bound_the_moment_of_seegers_bound() -> None:
     """E exp(n kl(R̂ ‖ R)) over binomial R̂ is at most 2 √n (Maurer 2004, who proves it from n = 8 on)."""
     for n in range(1, 40):

@@ -95,6 +95,8 @@ def test_density(tmp_path: Path, exact: Any) -> None:
     assert models["M_1"]["left_out"] > models["M_2, μ = 2"]["left_out"]
     best, closed = found["best_variance"]
     assert best == pytest.approx(closed, abs=0.01) and "paper 0.6" in printed
+    assert found["vague"] == ["M_1"]  # the page says so
+    assert "leave-one-out is not to be trusted" not in printed  # it is exact here
 
 
 def test_fourier(tmp_path: Path, exact: Any) -> None:
@@ -116,6 +118,8 @@ def test_fourier(tmp_path: Path, exact: Any) -> None:
     assert one["order 9"]["conditional"] > one["order 3"]["conditional"] and one["order 9"]["conditional"] < 20
     assert one["order 9"]["test"] > one["order 3"]["test"]
     assert found["bound"] == pytest.approx(13.25, abs=0.01) and "paper 296 or 297" in printed
+    assert found["vague"] == ["order 3", "order 9", "order 9c, 1/d²"]  # the page says so: not the prior of the data
+    assert "leave-one-out" not in found["warning"]
     assert found["uniform on [0, 1], as printed"]["counts"]["evidence"] == 0.0
 
 
@@ -129,6 +133,33 @@ def test_multimodal(tmp_path: Path) -> None:
     assert second["ELBO"] < second["AIS, posterior"] < second["truth"] - 2 < second["AIS, prior"]
     assert not second["trusted"]["importance"] or second["importance"] < second["truth"] - 2
     assert "nats a decade" in printed
+
+
+def test_cautions(tmp_path: Path, exact: Any) -> None:
+    """Counts of the density model against the closed forms; leave-one-out of linear networks has no star."""
+    printed, found = run("exact/cautions.py", tmp_path)
+    density = exact("density")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, density.N + density.TEST, generator=generator, dtype=torch.float64) + 1.0
+    train, test = x[:, : density.N], x[:, density.N :]
+    for mean in (-0.4, 2.0):
+        scores = {}
+        for name, (variance, at) in {"M_1": (1e6, 1.0), "M_2": (0.07, mean)}.items():
+            covariance = torch.eye(density.N).double() + variance
+            ahead, spread = density.predictions(train, variance, at)
+            scores[name] = (density.log_density(covariance.expand(12, -1, -1), train - at),
+                            density.left_out(covariance.expand(12, -1, -1), train - at),
+                            density.normal(test, ahead[:, -1:], spread[-1:]).mean(1))  # fmt: skip
+        case = found["cases"][f"density: M_1, M_2 with μ = {mean:g}"]
+        better = scores["M_2"][2] > scores["M_1"][2]
+        for score, index in (("evidence", 0), ("loo", 1)):
+            misled = (scores["M_2"][index] > scores["M_1"][index]) != better
+            assert case[score]["misled"] == int(misled.sum()) and case["data sets"] == 12
+    assert all(case["loo"]["warned"] == case["loo"]["false"] == 0 for case in found["cases"].values())
+    assert found["paper"]["Fourier"]["order 3, order 9"]["evidence"]["warned"]
+    modes = found["modes"]
+    assert modes["evidence"][0] > modes["evidence"][1] + 2 and abs(modes["truth"][0] - modes["truth"][1]) < 0.1
+    assert modes["vague"] == [] and modes["starred"] == ["α = 10", "α = 100"] and "Fig. 3" in printed
 
 
 def test_mean_function(tmp_path: Path, exact: Any) -> None:

@@ -84,14 +84,18 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
         if self._num_groups == 1:
-            # SᵀKS = B - I
-            blocks = self.inverse_blocks
-            return (blocks.shape[0] * blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum()).reshape(1)
+            return self.information_gained().to(self.weighted.f).reshape(1)
         total = self._effective_by_tensor.clone() if self._of_group else self.weighted.f.new_zeros(self._num_groups)
         for name, groups in self._group_of.items():
             if isinstance(groups, Tensor):
                 total.index_add_(0, groups.to(total.device), self._effective_by_entry(name))
         return total
+
+    def information_gained(self) -> Tensor:
+        """tr(B⁻¹SᵀKS) = N R - tr B⁻¹."""
+        blocks = self.inverse_blocks
+        left = blocks.diagonal(dim1=1, dim2=2).sum(dtype=torch.float64)
+        return blocks.shape[0] * blocks.shape[1] - left
 
     @cached_property
     def _of_group(self) -> dict[int, list[str]]:

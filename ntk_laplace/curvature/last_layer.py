@@ -193,8 +193,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,)."""
-        c, r = self.marginals.shape[:2]
-        used = c * torch.eye(r, dtype=self.marginals.dtype, device=self.marginals.device) - self.marginals.sum(0)
+        used = self._used()
         by_input = used.diagonal() if self._turn is None else ((self._turn @ used) * self._turn).sum(1)
         total = by_input.new_zeros(self._num_groups)
         weight, *bias = self._layer.names
@@ -202,6 +201,15 @@ class LastLayerPrecision(FunctionSpacePrecision):
         for name in bias:
             total[self._group_of[name]] += by_input[-1]
         return total
+
+    def information_gained(self) -> Tensor:
+        """Σ_g γ_g."""
+        return self._used().diagonal().sum(dtype=torch.float64)
+
+    def _used(self) -> Tensor:
+        """I - P0^½ H⁻¹ P0^½ summed over the outputs, between the directions of the layer's inputs, (r, r)."""
+        c, r = self.marginals.shape[:2]
+        return c * torch.eye(r, dtype=self.marginals.dtype, device=self.marginals.device) - self.marginals.sum(0)
 
     def form_sensitivity(self) -> Tensor:
         """∂ log det B in the numbers of the `DiagonalForm`: V_nn's diagonal, and -2 V_nn u_n."""

@@ -224,7 +224,8 @@ def risk_bound(
     return RiskBound(
         value=bounded.low + span * min(value, 1.0), risk=risk, sampled_risk=bounded.low + span * sampled, kl=kl, n=n,
         draws=draws, delta=delta, models=models, kind=kind, loss=bounded.name, low=bounded.low, high=bounded.high,
-        chance=bounded.chance, prior_points=0 if prior_posterior is None else prior_posterior.num_examples, repeated=repeated,
+        chance=bounded.chance, prior_points=0 if prior_posterior is None else prior_posterior.num_examples,
+        repeated=repeated,
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def one_data_set(options: argparse.Namespace) -> dict[str, Any]:
     """The paper's data set: every score, from the library."""
     train, test = paper_data()
     found, models = {}, {}
-    warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # leave-one-out of a linear model is exact for any prior
+    warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # the vague priors, which are printed
     for name, (variance, given) in MODELS.items():
         mean = float(train.mean()) if given is None else given
         model = models[name] = posterior(train, variance, mean)

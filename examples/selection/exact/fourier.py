@@ -209,7 +209,7 @@ def main() -> None:
     orders, curves, long = (4, 2, 120) if options.small else (200, 200, 500)
     options.sets = min(options.sets, 2) if options.small else options.sets
     torch.set_num_threads(options.threads)
-    warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # leave-one-out of a linear model is exact for any prior
+    warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # the vague priors, which are printed
     problem = Problem.of_paper()
     found, summed = problem.scores(orders, curves, long), marginals(problem, 1 if options.small else 20)
     rows = []
@@ -229,7 +229,7 @@ def main() -> None:
     print(f"the evidence prefers order 3 up to n = {up_to} (paper 296 or 297); terms cross at n = {cross} (paper 50)")
     kept: dict[str, Any] = {
         "machine": machine(options.threads), "paper": PAPER, "bound": bound, "one": found, "marginals": summed,
-        "up_to": up_to, "cross": cross, "warning": compared.warning,
+        "up_to": up_to, "cross": cross, "warning": compared.warning, "vague": list(compared.vague),
     }  # fmt: skip
     if options.data:
         kept["authors"] = theirs = compare(problem, found, options)

@@ -80,22 +80,27 @@ def laplace_in_w(alpha: float, x: Tensor) -> float:
     return float(log_likelihood(w, x) - math.log(2 * alpha) + 0.5 * LOG_2PI - 0.5 * hessian.log())
 
 
-def estimates(alpha: float, x: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """All estimates at one α; None where the library does not trust one."""
-    data, prior = (torch.zeros(len(x), 1).double(), x[:, None]), ntkl.GaussianPrior(1.0)
-    fit = partial(ntkl.laplace, likelihood=ntkl.Gaussian(1.0), prior=prior, structure="full")
+def at_mode(alpha: float, x: Tensor) -> tuple[Wave, ntkl.Posterior]:
+    """The network at the mode next to zero, and Laplace's Gaussian there."""
     network = Wave(alpha, mode(x))
     optimizer = torch.optim.LBFGS(network.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+    inputs, targets = torch.zeros(len(x), 1).double(), x[:, None]
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        loss = -ntkl.Gaussian(1.0).log_prob(network(data[0]), data[1]).sum() + 0.5 * network.z.square().sum()
+        loss = -ntkl.Gaussian(1.0).log_prob(network(inputs), targets).sum() + 0.5 * network.z.square().sum()
         loss.backward()
         return loss
 
     optimizer.step(objective)
     optimizer.zero_grad()
-    model = fit(network, data)
+    return network, ntkl.laplace(network, (inputs, targets), ntkl.Gaussian(1.0), ntkl.GaussianPrior(1.0), "full")
+
+
+def estimates(alpha: float, x: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """All estimates at one α; None where the library does not trust one."""
+    data, prior = (torch.zeros(len(x), 1).double(), x[:, None]), ntkl.GaussianPrior(1.0)
+    network, model = at_mode(alpha, x)
     best = ntkl.variational(network, data, ntkl.Gaussian(1.0), prior, steps=options.steps, samples=8,
                             step_size=0.1, settings=ntkl.Settings(progress=False))  # fmt: skip
     generator = torch.Generator().manual_seed(0)

@@ -324,6 +324,23 @@ class Network:
 
         return outputs
 
+    def linear_at(self, x: Inputs) -> bool:
+        """Whether the outputs at `x` are linear in all parameters, f(θ* + d) = f + J d, tried at one random d.
+
+        False if parameters of the module were not chosen: what depends on them may be nonlinear in them.
+        """
+        if self.num_parameters < sum(parameter.numel() for parameter in self.module.parameters()):
+            return False
+        own = self.theta
+        draw = torch.randn(len(own), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(own)
+        moved = own + (1.0 + own.abs()) * draw
+        try:
+            with preserved_rng(self.device), torch.inference_mode(False):
+                found, linear = self.with_parameters(moved, x), self.linearized(x)(moved)
+        except NTKLaplaceError:  # no forward-mode derivative, or outputs that overflow
+            return False
+        return _gap(found, linear) <= self._tolerance(found)
+
     def _values(self, theta: Tensor) -> dict[str, Tensor]:
         """Values (P,) of the chosen parameters, by name and in their dtype."""
         return {name: value.to(self.dtype) for name, value in self.unflatten(theta).items()}

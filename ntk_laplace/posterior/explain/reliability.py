@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import NTKLaplaceError
+from ntk_laplace.model.network import preserved_rng
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
@@ -37,8 +39,6 @@ class Reliability:
     prior_ratio : float
         ρ = Σ_g δ_g‖θ_g-μ0‖²/Σ_g γ_g, 1 at MacKay's fixed point. Far below 1 the prior hardly determines the weights,
         and one Newton step without a point overshoots.
-    group_ratios : Tensor, (G,)
-        The same ratio for each prior group.
     high_leverage : float
         Fraction of the points with a leverage above 0.9.
     largest_leverage : float
@@ -58,11 +58,13 @@ class Reliability:
     unfinished : float, optional
         If the structure was fitted without the points, so that none is subtracted from an approximation: the share of
         the Newton steps without them that their last passes over the data still added.
+    linear : bool
+        Whether the network is linear in its weights, the noise Gaussian and the curvature exact: one Newton step from
+        the optimum is then exact under every prior. Looked at only where the prior is vague.
     """
 
     decrement: float
     prior_ratio: float
-    group_ratios: Tensor
     high_leverage: float
     largest_leverage: float
     precision_spread: float
@@ -72,6 +74,7 @@ class Reliability:
     additive: bool
     refitted: bool
     unfinished: float | None = None
+    linear: bool = False
 
     @property
     def trusted(self) -> bool:
@@ -98,7 +101,7 @@ class Reliability:
                 f"{self.decrement:.2g} nats a point (at most {MOST_DECREMENT:g}), and each point keeps part of what "
                 "its own label did"
             )
-        if self.prior_ratio < LEAST_RATIO:
+        if self.prior_ratio < LEAST_RATIO and not self.linear:
             found.append(
                 f"the prior is vague, with δ‖θ-μ0‖²/γ of {self.prior_ratio:.2g} (at least {LEAST_RATIO:g}): one Newton "
                 "step without a point goes too far"
@@ -138,17 +141,17 @@ def reliability(fitted: FittedModel, leverage: Tensor, unfinished: float | None 
     prior, precision = fitted.prior, fitted.precision
     with torch.inference_mode(False), torch.no_grad():
         by_group = prior.precision.flatten().double()
-        energy = by_group * prior.group_distances(fitted.theta).double()
-        used = precision.effective_parameters().double().to(energy)
-    tiny = torch.finfo(torch.float64).tiny
+        energy = float((by_group * prior.group_distances(fitted.theta).double()).sum())
+        used = max(float(precision.information_gained()), torch.finfo(torch.float64).tiny)
+    ratio, additive = energy / used, fitted.likelihood.additive_noise(fitted.points.f) is not None
     return Reliability(
-        decrement=newton_decrement(fitted),
-        prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
-        group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
+        decrement=newton_decrement(fitted), prior_ratio=ratio,
+        high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
         moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
-        effective_share=float(used.sum()) / (float(fitted.points.counts.sum()) * fitted.points.num_outputs),
-        additive=fitted.likelihood.additive_noise(fitted.points.f) is not None, refitted=fitted.model.refitted,
+        effective_share=used / (float(fitted.points.counts.sum()) * fitted.points.num_outputs),
+        additive=additive, refitted=fitted.model.refitted,
+        linear=ratio < LEAST_RATIO and additive and fitted.exact and _linear(fitted),
     )  # fmt: skip
 
 
@@ -158,6 +161,19 @@ def newton_decrement(fitted: FittedModel) -> float:
         gradient = fitted.joint_gradient()
         decrement = 0.5 * float(gradient @ fitted.precision.solve(gradient))
     return decrement / float(fitted.points.counts.sum())
+
+
+def _linear(fitted: FittedModel) -> bool:
+    """Whether the network is linear in its weights, as far as the first batch of the data shows; False without data."""
+    source, network = fitted.structure.source, fitted.network
+    if source is None:
+        return False
+    try:
+        with preserved_rng(network.device):
+            x, _ = next(iter(source))
+    except (NTKLaplaceError, StopIteration):
+        return False
+    return network.linear_at(x)
 
 
 def _moved(model: LinearizedModel) -> bool:
