@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cards", "picture_of", "scripts", "title_of"]
+__all__ = ["cards", "names_of", "picture_of", "scripts", "title_of"]
 
 # folders of examples/; others come at the end, under their own names
 SECTIONS = {
@@ -31,6 +32,19 @@ def title_of(script: Path) -> str:
     """The first paragraph of the docstring."""
     text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
+
+
+def names_of(script: Path) -> str:
+    """A digest of the strings in the code, which name its methods, columns and data.
+
+    A picture holds that of the script that made it, so that a test sees an older one. Comments, docstrings and numbers
+    may change: otherwise each correction would ask for a new picture.
+    """
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    remarks = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = [node.value for node in ast.walk(tree)
+             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in remarks]  # fmt: skip
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16]
 
 
 def cards(examples: Path, pictures: Path) -> str:

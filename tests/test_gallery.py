@@ -55,23 +55,59 @@ def test_every_script_has_a_card_and_a_picture(cards: Any) -> None:
         assert path.stat().st_size < 60_000
 
 
-def test_pictures_are_kept_from_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was drawn, else what was printed; nothing without the variable."""
-    script = gallery.EXAMPLES / "short" / "01_fit.py"
-    monkeypatch.delenv("GALLERY", raising=False)
-    gallery.keep(script, tmp_path, "nothing")
-    monkeypatch.setenv("GALLERY", str(tmp_path / "kept"))
-    gallery.keep(script, tmp_path / "none", " \n")
-    assert not (tmp_path / "kept").exists()
-    kept = tmp_path / "kept" / "short_01_fit.png"
-    gallery.keep(script, tmp_path / "none", "a table\n| 1 | 2 |\n")
-    text = kept.read_bytes()
-    (tmp_path / "out").mkdir()
-    Image.new("RGB", (2000, 1000), "red").save(tmp_path / "out" / "figure.png")
-    gallery.keep(script, tmp_path / "out", "a table\n")
-    with Image.open(kept) as image:
-        assert kept.read_bytes() != text and image.size == (560, 280)
-        assert image.convert("RGB").getpixel((5, 5)) == (255, 0, 0)
+def test_pictures_are_of_the_scripts_as_they_are(cards: Any) -> None:
+    """Each holds the text on it and the names in its script; docs/gallery.md has the command for new ones."""
+    for script in cards.scripts(gallery.EXAMPLES):
+        with Image.open(gallery.PICTURES / cards.picture_of(script, gallery.EXAMPLES)) as image:
+            assert not re.search(r"Error|Traceback|Warning", image.info["text"]), script
+            assert image.info["names"] == cards.names_of(script), f"{script} names other things than its picture"
+
+
+def test_other_names_are_seen(cards: Any, tmp_path: Path) -> None:
+    found = []
+    for number, text in enumerate((
+        '"""Of three."""\nWAYS = ["random", "bald"]\n', '"""Of two."""\nWAYS = [\n    "random", "bald",  # ways\n]\n',
+        '"""Of three."""\nWAYS = ["random", "bald", "epig"]\n',
+    )):  # fmt: skip
+        script = tmp_path / f"{number}.py"
+        script.write_text(text)
+        found.append(cards.names_of(script))
+    assert found[0] == found[1] != found[2]
+
+
+WIDE = f"""\
+progress: {{'seconds': 0.123}}
+
+| a peer | time |
+|--------|------|
+| ours   | -    |
+
+digits, {"a long title " * 3}
+| {"work " * 30} | {"time it takes " * 9} | same | peer | {"w" * 60} | {"w" * 60} |
+|---|---|---|---|---|---|
+| {"one of many long names " * 3} | 1.25 ± 0.01 | 7 | | 1 | 3 |
+| peer of another package | ModuleNotFoundError | | | | |
+| another | 3.50 ± 0.02 | 7 | | 2 | 4 |
+"""
+
+
+def test_the_figures_of_a_printed_table_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first table with figures; cells are wrapped and never cut; neither failures nor what all rows share."""
+    monkeypatch.setenv("GALLERY", str(tmp_path))
+    script, long = gallery.EXAMPLES / "short" / "01_fit.py", "w" * 60
+    wide = [f"digits, {'a long title ' * 3}", f"{'work ' * 30}|{'time it takes ' * 9}|{long}",
+            f"{'one of many long names ' * 3}|1.25±0.01|1", "another|3.50±0.02|2"]  # fmt: skip
+    for printed, lines in (
+        (WIDE, wide),
+        ("| a | b |\n|---|---|\n| x | 1 |\n", ["a|x", "b|1"]),
+        (f"loss {'9' * 100}\n", [f"loss {'9' * 100}"]),
+    ):
+        gallery.keep(script, tmp_path / "none", printed)
+        with Image.open(tmp_path / "short_01_fit.png") as image:
+            shown = ["".join(line.split()) for line in image.info["text"].splitlines()]
+            assert shown == ["".join(line.split()) for line in lines]
+            edge = image.convert("L").crop((image.width - gallery.MARGIN + 1, 0, image.width, image.height))
+            assert edge.getextrema()[0] > 200  # nothing is written to the edge
 
 
 class Result:
@@ -119,15 +155,23 @@ def test_cells_of_a_notebook_are_the_blocks_of_the_page(notebooks: Any, tmp_path
         assert "{doc}" not in words and "```{" not in words and words.startswith("# ")
 
 
+# what the cells of a page print; of the pages that take seconds
+EXECUTED = {
+    "from_laplace_torch": r"^-\d+\.\d+ tensor\(\[\[", "quickstart": r"structure +evidence", "active_learning": r"gain",
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_a_notebook_runs(notebooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", EXECUTED)
+def test_a_notebook_runs(page: str, notebooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    found = nbformat.reads(notebooks.notebook(DOCS / "from_laplace_torch.md"), 4)
+    found = nbformat.reads(notebooks.notebook(DOCS / f"{page}.md"), 4)
     nbclient.NotebookClient(found, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = [output.text for cell in found.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert re.search(r"^-\d+\.\d+ tensor\(\[\[", "".join(printed))
+    outputs = [output for cell in found.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert re.search(EXECUTED[page], printed, re.MULTILINE), printed
 
 
 # -------------------------------------------------------------------------------------------------- from laplace-torch

@@ -52,7 +52,7 @@ def main() -> None:
                       dtype=torch.float32)  # fmt: skip
     print(found)
     for row in found.rows:
-        print(row.structure, {name: f"{size / 2**20:,.0f} MiB" for name, size in row.stored.items()})
+        print(f"{row.structure}: " + ", ".join(f"{name} {size / 2**20:,.2f} MiB" for name, size in row.stored.items()))
     write(options.out, {"machine": machine(options.threads), "plan": found.to_dataframe().to_dict("records")})
 
 

@@ -216,7 +216,7 @@ def _families(columns: list[Column]) -> str:
 
 def heat_map(columns: list[Column], results: list[dict[str, Any]], test: str) -> Figure:
     """Above: mean ρ with the test log likelihood. Below: the regret in nats, and in accuracy points beneath it."""
-    figure = Figure(figsize=(2.6 + 0.52 * len(columns), 8.4), layout="constrained")
+    figure = Figure(figsize=(max(7.0, 2.6 + 0.52 * len(columns)), 8.4), layout="constrained")  # room for the title
     figure.suptitle(f"Which score chooses the network? Test scores of {TESTS[test]}", fontsize=11)
     panels = figure.subplots(2, 1)
     rho, nats, points = (np.full((len(SCORES), len(columns)), np.nan) for _ in range(3))

@@ -115,7 +115,7 @@ def report(name: str, n: int, runs: dict[str, Any], options: argparse.Namespace)
 
 def picture(found: list[dict[str, Any]], sizes: list[int], names: list[str]) -> Figure:
     """The LML, the CLML in new orders and in one, and the LML of new subsets: both scores against steps."""
-    figure = Figure(figsize=(3.2 * len(names), 5.0), layout="constrained")
+    figure = Figure(figsize=(max(6.4, 3.2 * len(names)), 5.0), layout="constrained")  # room for the legend
     axes = figure.subplots(2, len(names), squeeze=False, sharex=True)
     shown = dict(zip(("LML", "CLML", "CLML, one order"), SERIES, strict=True))
     shown["LML, new subset"] = ("#CC79A7", "d", "-.")
