@@ -714,6 +714,18 @@ def test_channels_last_only_if_the_network_supports_it(by_view):
     assert relative_error(found.dense(shapes), exact.dense(shapes)) < 1e-5
 
 
+@pytest.mark.parametrize(("kernel", "stride", "last"), [(1, 2, False), (1, 1, True), (3, 2, True)])
+def test_no_channels_last_where_torch_corrupts_memory(kernel: int, stride: int, last: bool) -> None:
+    """The weight gradient of a strided 1 x 1 convolution in channels last aborts the process on some CPUs."""
+    shortcut = nn.Conv2d(2, 4, kernel, stride, bias=False)
+    module = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), shortcut, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    network, x = Network(module), torch.randn(6, 3, 18, 18)
+    found = JacobianPass(network, torch.float64).rows(x)
+    assert (not network.module[0].weight.is_contiguous()) == last
+    exact = JacobianPass(Network(module.double()), torch.float64).rows(x.double())
+    assert relative_error(found.dense(network.shapes), exact.dense(network.shapes)) < 1e-5
+
+
 class Gated(nn.Module):
     """Positions first inside, and silent for inputs whose mean is negative."""
 
