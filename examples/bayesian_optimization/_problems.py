@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
 LENGTH, LETTERS, MOTIF = 24, 4, 7
-CHOICES, PARENTS, CHANGED = 1000, 10, 0.1  # sequences a step chooses among, mutants of the best so far
+# sequences of each generation of a step: mutants of the best found, then three times of the best by the acquisition
+GENERATIONS = (1000, 400, 400, 400)
+PARENTS, CHANGED = 10, 0.1
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,13 @@ class Problem:
         Its maximum, or an upper bound of it.
     value : callable
     choices : callable, optional
-        The inputs among which the next is chosen, given those evaluated and their values; None: the unit cube.
+        As many new inputs near given parents, without known ones, which are given too; None: the unit cube.
     """
 
     dimension: int
     best: float
     value: Callable[[Tensor], Tensor]
-    choices: Callable[[Tensor, Tensor], Tensor] | None = None
+    choices: Callable[[Tensor, Tensor, int], Tensor] | None = None
 
     def start(self, count: int, seed: int) -> Tensor:
         """Inputs of the first evaluations, (count, d)."""
@@ -66,13 +68,12 @@ def one_hot(letters: Tensor) -> Tensor:
     return nn.functional.one_hot(letters, LETTERS).mT.double().flatten(-2)
 
 
-def mutants(x: Tensor, y: Tensor) -> Tensor:
-    """New sequences: copies of the ten best so far in which each letter is drawn anew with probability 0.1."""
-    best = x[y.squeeze(1).topk(PARENTS).indices].view(PARENTS, LETTERS, LENGTH).argmax(1)
-    letters = best[torch.randint(PARENTS, (CHOICES,))]
+def mutants(parents: Tensor, known: Tensor, count: int) -> Tensor:
+    """New sequences: copies of parents in which each letter is drawn anew with probability 0.1."""
+    letters = parents.view(-1, LETTERS, LENGTH).argmax(1)[torch.randint(len(parents), (count,))]
     letters = torch.where(torch.rand(letters.shape) < CHANGED, torch.randint(LETTERS, letters.shape), letters)
     made = one_hot(letters).unique(dim=0)
-    return made[~(made.unsqueeze(1) == x).all(-1).any(1)]
+    return made[~(made.unsqueeze(1) == known).all(-1).any(1)]
 
 
 def bound(motifs: Tensor) -> float:
