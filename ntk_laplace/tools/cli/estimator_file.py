@@ -136,8 +136,7 @@ class Estimator:
     @property
     def rows(self) -> pandas.DataFrame:
         """Inputs of the training points in their own units."""
-        x = self.model._inputs.undone(self.data[0].detach().cpu().double().numpy())
-        return pandas.DataFrame(x, columns=self.features)
+        return pandas.DataFrame(self.model.original_inputs(self.data[0]), columns=self.features)
 
     def read(self, path: Path, what: str) -> NewExamples:
         """The examples of a file or folder like the training data.

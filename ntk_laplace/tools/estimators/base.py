@@ -263,6 +263,10 @@ class LaplaceEstimator(BaseEstimator):
         like = next(module.parameters(), torch.zeros((), dtype=torch.float64))
         return torch.as_tensor(self._inputs(x)).to(like)
 
+    def original_inputs(self, inputs: Tensor) -> Array:
+        """The inverse of `network_inputs`: X (N, d) in the units of the data."""
+        return self._inputs.undone(inputs.detach().cpu().double().numpy())
+
     def explain(self, X: Any, k: int = 8, **options: Any) -> Explanation | Ranking:
         """Which training points determine the predictions at X: `Posterior.explain`.
 
