@@ -161,7 +161,8 @@ def test_a_wrong_group_is_one_line(folder: Path, capsys: pytest.CaptureFixture) 
     Path("model.py").write_text(Path("model.py").read_text().replace("nn.Linear(2, 3)", "nn.Linear(1, 3)"))
     torch.save(nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).state_dict(), "w.pt")
     assert explained("train.csv", "new.csv", "--group", "width") == 1
-    assert "expected sources of several training points; got a label of its own" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "expected sources of several rows in 'width' of train.csv; got another one in each of 30" in error
     assert cli.main(["fit", "images", "--group", "who"]) == 1
     assert "expected a table or arrays, for --group; got the folder images" in capsys.readouterr().err
 
