@@ -184,7 +184,7 @@ def train_with_evidence(
                   targets)
     by_batch = scheduler is not None and scheduler_interval == "batch"
     annealed = optimizer is None and scheduler is None
-    optimizer = _optimizer(_adam if optimizer is None else optimizer, network)
+    optimizer = _optimizer(partial(torch.optim.Adam, lr=_RATE) if optimizer is None else optimizer, network)
     if annealed:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     scheduler = _scheduler(scheduler, optimizer, by_batch)
@@ -320,13 +320,6 @@ def _require_length(run: Run, epochs: int) -> None:
     if steps > total:
         raise UnsupportedError(f"a scheduler of at least {steps:,} steps, as many as it is given", f"one of {total:,}",
                                f"Pass total_steps={steps}, or fewer epochs.")
-
-
-def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer; in one kernel where torch has one: a loop takes a third of a small gradient's time."""
-    own = list(parameters)
-    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in own)
-    return torch.optim.Adam(own, lr=_RATE, fused=fused)
 
 
 def _optimizer(given: Any, network: nn.Module) -> torch.optim.Optimizer:
