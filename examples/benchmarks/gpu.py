@@ -16,12 +16,10 @@ that is cut short leaves what it found:
 * b1: n = 90,000 rows (N=10,000, C=10, MLP 3072-2048-1600-10): evidence, and its gradients for a precision per layer.
 * b2: n = 170,000 rows, the same network: a square of which does not fit.
 * b4: ResNet-18 on 32 x 32 inputs, N = 10,000: one product with JᵀΛJ without kept rows, by torch.func, beside two
-  forwards and two backwards of a training step, and the library's.
+  forwards and two backwards of a training step; and 1 and 16 products of the library for 500 examples.
 * eigenvalues: `eigvalsh` at sizes around cuSOLVER's limit.
 * b3: 1,000,000 rows (N=111,112, C=10) of the MLP by products: evidence, standard error, gradients per layer; and the
   same structure on a small network against the exact weight space.
-
-b3 and the library's part of b4 need structure "iterative", and say so where it is not registered.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_by_torch_
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.meter import PeakMemory, Stopwatch
-from ntk_laplace.structures import structure_names
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,10 @@ class Sizes:
 
 SMALL = Sizes(orders=(60,), heights=(20, 60), solved=60, eigenvalues=(30,), widths=(12, 8, 6, 3), tiled=12,
               b1=20, b2=24, b3=40, compared_widths=(12, 4, 3), b4=6, channels=2, batch=3, steps=4)  # fmt: skip
+
+
+Found = dict[str, Any]
+"""The figures of a part, which stay where it is cut short."""
 
 
 class OutOfTimeError(Exception):
@@ -119,9 +120,8 @@ def positive_triangle(n: int, height: int, device: torch.device) -> LowerTriangl
     return LowerTriangle(panels).add_to_diagonal_(float(n))
 
 
-def potrf(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def potrf(sizes: Sizes, device: torch.device, found: Found) -> None:
     """In place or not, how fast, and which panels suit."""
-    found: dict[str, Any] = {}
     cholesky_by_torch_(positive(16, device))  # the library's handle, and its workspace
     for n in sizes.orders:
         matrix = positive(n, device)
@@ -139,12 +139,10 @@ def potrf(sizes: Sizes, device: torch.device) -> dict[str, Any]:
         for name, own in found.items():
             if name.endswith(f"n={n}"):
                 own["teraflops"] = n**3 / 3 / own["seconds"] / 1e12
-    return found
 
 
-def solves(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def solves(sizes: Sizes, device: torch.device, found: Found) -> None:
     """Whether torch copies a view, and what panels take."""
-    found: dict[str, Any] = {}
     n, columns = sizes.solved, 256
     matrix = cholesky_by_torch_(positive(n, device))
     right, view = torch.rand(n, columns, dtype=torch.float64, device=device), matrix[n // 10 :, n // 10 :]
@@ -158,7 +156,6 @@ def solves(sizes: Sizes, device: torch.device) -> dict[str, Any]:
         LowerTriangle.of(matrix).inverse_diagonal(10)
     for each in found.values():
         each["peak_of_matrix"] = _ratio(each["peak_bytes"], matrix.nbytes)
-    return found
 
 
 def problem(
@@ -171,21 +168,19 @@ def problem(
     return train(mlp(widths).to(device), x, y, steps=steps), x, y
 
 
-def tiles(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def tiles(sizes: Sizes, device: torch.device, found: Found) -> None:
     """The Gram matrix of the MLP in tiles and panels of several heights."""
     network, x, _ = problem(sizes.tiled, sizes.widths, 1, device)
     rows = JacobianPass(Network(network), torch.float64).rows(x)
     variances = {name: torch.ones(1, dtype=torch.float64, device=device) for name, _ in network.named_parameters()}
     tile, panel = ("TILE_ROWS", "PANEL_ROWS") if device.type == "cpu" else ("TILE_DEVICE_ROWS", "PANEL_DEVICE_ROWS")
-    found: dict[str, Any] = {}
     gram_lower(rows.subset(slice(0, 2)), variances)
     for height in (1024, *sizes.heights):
         with set_to(tuning, tile, height), set_to(tuning, panel, height), measured(device, found, f"tiles of {height}"):
             gram_lower(rows, variances)
-    return found
 
 
-def digits(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def digits(sizes: Sizes, device: torch.device, found: Found) -> None:
     """B from float32 rows, with all digits and with few, against float64."""
     network, x, _ = problem(min(sizes.tiled, 300), sizes.widths, sizes.steps, device)
     rows = JacobianPass(Network(network), torch.float32).rows(x)
@@ -194,7 +189,7 @@ def digits(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     some = rows.subset(slice(0, 100))
     exact = some.to(torch.float64).dense(shapes).transpose(0, 1).flatten(0, 1)
     whole = exact @ exact.T
-    found: dict[str, Any] = {"largest eigenvalue": float(torch.linalg.eigvalsh(whole)[-1])}
+    found["largest eigenvalue"] = float(torch.linalg.eigvalsh(whole)[-1])
     for setting in ("ieee", "tf32", "bf16"):
         if setting == "bf16" and device.type == "cuda":
             continue  # no such setting there
@@ -208,14 +203,13 @@ def digits(sizes: Sizes, device: torch.device) -> dict[str, Any]:
         values = torch.linalg.eigvalsh(own.double() + torch.eye(len(own), dtype=torch.float64, device=device))
         error = float((own.double() - whole).abs().max() / whole.abs().max())
         found[setting] = {"error": error, "smallest eigenvalue of B": float(values[0]), "refused": refused}
-    return found
 
 
-def exact(num_examples: int, sizes: Sizes, device: torch.device, gradients: bool) -> dict[str, Any]:
+def exact(num_examples: int, sizes: Sizes, device: torch.device, found: Found, gradients: bool) -> None:
     """Fit and evidence in function space, then the gradients of a precision per layer."""
     network, x, y = problem(num_examples, sizes.widths, sizes.steps, device)
     prior = ntkl.GaussianPrior(precision=1.0, groups="layer")
-    found: dict[str, Any] = {"P": sum(p.numel() for p in network.parameters())}
+    found["P"] = sum(p.numel() for p in network.parameters())
     with measured(device, found, "fit + evidence"):
         posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), prior, structure="gp")
         value = posterior.log_marginal_likelihood()
@@ -226,24 +220,20 @@ def exact(num_examples: int, sizes: Sizes, device: torch.device, gradients: bool
         with measured(device, found, "gradients"):
             value.backward()
         found["slopes"] = posterior.prior.log_precision.grad.tolist()
-    return found
 
 
-def b1(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def b1(sizes: Sizes, device: torch.device, found: Found) -> None:
     """Exact evidence with gradients."""
-    return exact(sizes.b1, sizes, device, gradients=True)
+    exact(sizes.b1, sizes, device, found, gradients=True)
 
 
-def b2(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def b2(sizes: Sizes, device: torch.device, found: Found) -> None:
     """Exact evidence where no square fits."""
-    return exact(sizes.b2, sizes, device, gradients=False)
+    exact(sizes.b2, sizes, device, found, gradients=False)
 
 
-def b3(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def b3(sizes: Sizes, device: torch.device, found: Found) -> None:
     """Evidence by products, and the same on a small network beside weight space."""
-    if "iterative" not in structure_names():
-        return {"skipped": 'structure "iterative" is not registered'}
-    found: dict[str, Any] = {}
     cases = {"small network": sizes.compared_widths, "large network": sizes.widths}
     for name, widths in cases.items():
         network, x, y = problem(sizes.b3, widths, sizes.steps // 4, device)
@@ -262,7 +252,6 @@ def b3(sizes: Sizes, device: torch.device) -> dict[str, Any]:
                 result.value.backward()
             own[f"{structure}, gradients"]["slopes"] = posterior.prior.log_precision.grad.tolist()
             del posterior, result
-    return found
 
 
 class Block(nn.Module):
@@ -292,7 +281,7 @@ def resnet18(channels: int) -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
 
 
-def b4(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def b4(sizes: Sizes, device: torch.device, found: Found) -> None:
     """One product with JᵀΛJ, streamed, over all examples, beside what training takes for as many."""
     torch.manual_seed(0)
     network = resnet18(sizes.channels).to(device).eval()
@@ -323,25 +312,25 @@ def b4(sizes: Sizes, device: torch.device) -> dict[str, Any]:
         for part in batches:
             jvp(lambda w, part=part: functional_call(network, w, (part,)), (weights,), (vector,))
 
-    found: dict[str, Any] = {"P": sum(p.numel() for p in weights.values())}
+    found["P"] = sum(p.numel() for p in weights.values())
     for name, work in {"two training steps": training, "jvp": push, "product": product}.items():
         work()
         with measured(device, found, name):
             work()
     found["ratio"] = found["product"]["seconds"] / found["two training steps"]["seconds"]
-    if "iterative" not in structure_names():
-        return found | {"library": {"skipped": 'structure "iterative" is not registered'}}
-    own = found["library"] = {}
-    with measured(device, own, "evidence, rank 8, 2 probes"):
-        posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(precision=1.0),
-                                 ntkl.Iterative(rank=8, probes=2), dtype=torch.float32)  # fmt: skip
-        result = posterior.evidence()
-    return found | {"evidence": float(result), "standard_error": result.standard_error}
+    some, rows = batches[0], JacobianPass(Network(network), torch.float32)
+    with torch.no_grad():
+        root = ntkl.Categorical().root(network(some), y[: sizes.batch])
+    for count in (1, 16):
+        vectors = rows.network.shapes.parts(torch.randn(count, found["P"], device=device))
+        for _ in range(2):
+            with measured(device, found, f"library, {sizes.batch} examples, {count} products"):
+                for batch in rows.batches(some, root, None):
+                    batch.transposed_products(batch.products(vectors), rows.network.shapes)
 
 
-def eigenvalues(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def eigenvalues(sizes: Sizes, device: torch.device, found: Found) -> None:
     """Seconds, or the error, of `eigvalsh` in float32, where the limit is the same."""
-    found: dict[str, Any] = {}
     for n in sizes.eigenvalues:
         matrix = torch.rand(n, n, device=device)
         try:
@@ -349,10 +338,9 @@ def eigenvalues(sizes: Sizes, device: torch.device) -> dict[str, Any]:
                 torch.linalg.eigvalsh(matrix, UPLO="L")
         except RuntimeError as error:
             found[f"n={n}"] = {"error": str(error).splitlines()[0][:300]}
-    return found
 
 
-PARTS: dict[str, Callable[[Sizes, torch.device], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Sizes, torch.device, Found], None]] = {
     "potrf": potrf, "solves": solves, "tiles": tiles, "digits": digits, "b1": b1, "b2": b2, "b4": b4,
     "eigenvalues": eigenvalues, "b3": b3,
 }  # fmt: skip
@@ -386,13 +374,14 @@ def run(name: str, sizes: Sizes, device: torch.device, end: float) -> dict[str, 
     left, begin = end - time.monotonic(), time.monotonic()
     if left <= 0:
         return {"skipped": "no time was left"}
+    found: Found = {}
     try:
         with at_most(left):
-            found = PARTS[name](sizes, device)
+            PARTS[name](sizes, device, found)
     except OutOfTimeError:
-        found = {"stopped": f"after {time.monotonic() - begin:.0f} s, when the run's time was over"}
+        found["stopped"] = f"after {time.monotonic() - begin:.0f} s, when the run's time was over"
     except Exception as error:  # a part that fails is a finding, and the others go on
-        found = {"error": f"{type(error).__name__}: {error}"[:1000]}
+        found["error"] = f"{type(error).__name__}: {error}"[:1000]
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

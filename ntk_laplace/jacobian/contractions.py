@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks import Block, Cluster, Dense, Factored, Outer, clusters, written_out
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import buffer_bytes
 
 __all__ = ["Contraction", "Tile", "Variances", "contractions", "read_once", "tile_rows"]
 
@@ -222,7 +223,7 @@ class Written(Contraction[Block]):
         if all(isinstance(block, Dense) for block in (*self.left, *self.right)):
             return super().largest_tile()
         each = sum(sum(block.sizes().values()) for block in self.left) * self.left[0].values.element_size()
-        return tuning.TILE_BYTES // (self.cotangents * each)
+        return buffer_bytes(tuning.TILE_BYTES, self.left[0].values.device) // (self.cotangents * each)
 
 
 class Panels(Contraction[Outer]):
@@ -349,7 +350,8 @@ class Positions(Contraction[Factored]):
     def largest_tile(self) -> float:
         both = [block.grouped_b() for block in (*self.left, *self.right)]
         t, g = max(b.shape[3] for b in both), max(b.shape[2] for b in both)
-        return int((tuning.TILE_BYTES / (both[0].element_size() * g * t * t)) ** 0.5)
+        room = buffer_bytes(tuning.TILE_BYTES, both[0].device)
+        return int((room / (both[0].element_size() * g * t * t)) ** 0.5)
 
     def tile_shape(self, n: int, step: int) -> tuple[int, int]:
         few = min(step, -(-n // 16))

@@ -29,6 +29,7 @@ from ntk_laplace.jacobian.blocks import Block, Dense, Outer
 from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
+from ntk_laplace.runtime.resources import buffer_bytes
 
 __all__ = [
     "NO_FUSED_LAYERS", "FusedAccumulation", "FusedLayer", "FusedLayers", "FusedSums", "Products",
@@ -180,7 +181,7 @@ class FusedSums:
         """Σ_nk (b_o a_i)² from the sums of squares, (1, o, i); `ones` appends an input of 1."""
         (n, o), i = self.sums.shape, self.a.shape[1]
         total = self.sums.new_zeros(1, o, i + ones)
-        step = max(1, tuning.SQUARED_INPUT_BYTES // max(1, i * self.a.element_size()))
+        step = max(1, buffer_bytes(tuning.SQUARED_INPUT_BYTES, self.a.device) // max(1, i * self.a.element_size()))
         for start in range(0, n, step):
             part = slice(start, start + step)
             total[0, :, :i].addmm_(self.sums[part].T, self.a[part].square())

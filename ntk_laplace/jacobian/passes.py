@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ntk_laplace.errors import DataError, NTKLaplaceWarning
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
@@ -26,8 +26,9 @@ from ntk_laplace.jacobian.search import Search, make_plan
 from ntk_laplace.jacobian.storage import apart_from, compacted
 from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
 from ntk_laplace.model.likelihoods import DiagonalForm
-from ntk_laplace.model.network import Network, outside_autocast, preserved_rng
+from ntk_laplace.model.network import Network, outside_autocast, preserved_rng, unrolled
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import buffer_bytes
 
 __all__ = ["JacobianPass", "RootFunction", "passing"]
 
@@ -140,7 +141,7 @@ class JacobianPass:
         edges = self._prepared(x)
         if cotangents is None:
             cotangents = 1 if self.last_layer(x) else self.network.num_outputs
-        return _examples_at_once(edges, cotangents, fused_layers)
+        return _examples_at_once(edges, cotangents, fused_layers, self.network.device)
 
     def last_layer(self, x: Inputs, fused_layers: FusedLayers | None = None) -> bool:
         """Whether the rows are those of one last layer, whose output gradients are the cotangents.
@@ -158,7 +159,7 @@ class JacobianPass:
         """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
         if self._edges is None:
             return None
-        return tuning.FORWARD_FACTOR * _examples_at_once(self._edges, 1, NO_FUSED_LAYERS)
+        return tuning.FORWARD_FACTOR * _examples_at_once(self._edges, 1, NO_FUSED_LAYERS, self.network.device)
 
     def prepare(self, x: Inputs) -> None:
         """Probe the network and plan its rows on a few examples; later calls return at once.
@@ -329,9 +330,10 @@ class _Edge:
         return self.size * cotangents if self.kept and self.plain not in fused_layers.weights else self.size
 
 
-def _examples_at_once(edges: list[_Edge], cotangents: int, fused_layers: FusedLayers) -> int:
+def _examples_at_once(edges: list[_Edge], cotangents: int, fused_layers: FusedLayers, device: torch.device) -> int:
     held = [edge.held(cotangents, fused_layers) for edge in edges]
-    return max(1, min(tuning.WORKING_SET_BYTES // max(1, sum(held)), tuning.GRADIENT_BYTES // max(held, default=1)))
+    room, each = (buffer_bytes(size, device) for size in (tuning.WORKING_SET_BYTES, tuning.GRADIENT_BYTES))
+    return max(1, min(room // max(1, sum(held)), each // max(held, default=1)))
 
 
 def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:
@@ -354,19 +356,7 @@ def _columns(root: Tensor | RootFunction | None) -> int | None:
 def passing(network: Network) -> Iterator[None]:
     """Context of the forward and backward passes."""
     with (
-        torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module),
+        torch.inference_mode(False), preserved_rng(network.device), unrolled(network.module),
         outside_autocast(), network.arithmetic(),
     ):  # fmt: skip
         yield
-
-
-@contextlib.contextmanager
-def _plain_kernels(module: nn.Module) -> Iterator[None]:
-    """Run recurrent layers as matrix products instead of one fused kernel, so that rules can find their weights."""
-    if not any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
-        yield
-        return
-    with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=False):
-        warnings.filterwarnings("ignore", message="TF32 acceleration")  # torch's flag context itself warns
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield

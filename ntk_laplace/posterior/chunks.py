@@ -9,6 +9,7 @@ from ntk_laplace.errors import require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import InputBatches, InputData, Inputs, num_examples, take
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import buffer_bytes
 from ntk_laplace.structures import LinearizedModel, merged_batches
 from ntk_laplace.structures.data_passes import shown
 
@@ -91,7 +92,7 @@ class Chunks:
 
     def _fitting(self, size: int, each: int, fewest: int = 1) -> int:
         """Examples that fit, if each takes `size` bytes of rows and `each` bytes of results."""
-        room = tuning.CHUNK_BYTES
+        room = buffer_bytes(tuning.CHUNK_BYTES, self._model.network.device)
         return max(1, min(self._batches.batch_size, max(fewest, room // max(1, size)), room // max(1, each)))
 
     def _read(self) -> Iterator[Inputs]:

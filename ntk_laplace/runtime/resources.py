@@ -10,7 +10,7 @@ import torch
 from ntk_laplace.errors import MemoryBudgetError
 from ntk_laplace.runtime import tuning
 
-__all__ = ["available_memory", "format_bytes", "is_about_memory", "require_memory"]
+__all__ = ["available_memory", "buffer_bytes", "format_bytes", "is_about_memory", "require_memory"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -45,6 +45,14 @@ def available_memory(device: torch.device) -> int:
         # memory that torch's caching allocator reserves but does not use is also available
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return _free_host_memory()
+
+
+def buffer_bytes(size: int, device: torch.device) -> int:
+    """A size of `tuning` on this device: more on a GPU, which takes longer to start work than to do a little of it."""
+    if device.type != "cuda":
+        return size
+    multiple = torch.cuda.get_device_properties(device).total_memory // tuning.BUFFERED_BYTES
+    return size * min(max(1, multiple), tuning.MOST_BUFFERS)
 
 
 def format_bytes(count: float) -> str:

@@ -11,6 +11,8 @@ MIB = 2**20
 
 ASSUMED_FREE_BYTES = MIB // 4  # needs that are not compared with the free memory: reading that takes 0.2 ms
 
+BUFFERED_BYTES, MOST_BUFFERS = 2048 * MIB, 16  # a GPU's buffers are larger: once more for so much of its memory
+
 # --- Jacobian pass
 
 WORKING_SET_BYTES = 128 * MIB  # output gradients of a batch

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.blocks import Factored
-from ntk_laplace.runtime.resources import available_memory, require_memory
+from ntk_laplace.runtime.resources import available_memory, buffer_bytes, require_memory
 from ntk_laplace.structures.model import LinearizedModel
 
 __all__ = ["Forecast", "Problem", "Work", "memory_of"]
@@ -43,6 +43,10 @@ class Problem:
     spectrum: Tensor | None = None
     log_joint: float | None = None
     root: Tensor | None = None
+
+    def buffer(self, size: int) -> int:
+        """A size of `tuning` on the network's device."""
+        return buffer_bytes(size, self.model.network.device)
 
     @property
     def num_columns(self) -> int:

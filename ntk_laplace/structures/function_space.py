@@ -100,11 +100,12 @@ class FunctionSpace(StructureSpec):
         # rows are held twice while the batches are joined
         temporary = max(0, 2 * rows - sum(stored.values()))
         seen = size * problem.num_outputs * e  # cross-covariances of one test point
-        chunk = max(1, tuning.CHUNK_BYTES // max(1, problem.row_bytes(1)))
+        chunk = max(1, problem.buffer(tuning.CHUNK_BYTES) // max(1, problem.row_bytes(1)))
         seen = min(chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
-        tiles = min(size, tuning.TILE_ROWS) ** 2 * e
-        buffers = max(3 * tiles, 4 * seen // 3) + problem.batch_bytes(tuning.CHUNK_BYTES)
-        buffers += problem.shares_positions * tuning.TILE_BYTES
+        rows_of_tile = tuning.TILE_ROWS if model.network.device.type == "cpu" else tuning.TILE_DEVICE_ROWS
+        tiles = min(size, rows_of_tile) ** 2 * e
+        buffers = max(3 * tiles, 4 * seen // 3) + problem.batch_bytes(problem.buffer(tuning.CHUNK_BYTES))
+        buffers += problem.shares_positions * problem.buffer(tuning.TILE_BYTES)
         sent = 0 if share == 1 else size * size // 2 * e + rows
         work = Work(passes=problem.share, matmul=problem.pair_flops * n**2 / share, cholesky=size**3 / 3 / share)
         return Forecast(stored, temporary, buffers, work, sent)

@@ -347,7 +347,7 @@ class NetworkLikelihood(WeightLikelihood):
         for some, part, x in self._passes(thetas, 1 if kept else _SECOND, tuning.GRAPH_GROUPS):
             own = thetas[some].detach().requires_grad_()
             counts, chosen, numbers = _counting(weights[some, part], part)
-            with torch.enable_grad(), twice_differentiable():
+            with torch.enable_grad(), twice_differentiable(self._network.network.module):
                 value = self._share.log_prob(self._network(own, x, numbers).to(self._dtype), chosen, counts).sum()
                 yield _Graph(some, own, _differentiated(value, own, None))
 

@@ -147,7 +147,7 @@ class SketchSpec(StructureSpec):
         together = min(product_vectors(p * e), max(rank, *probes, 1))
         pushed = together * (2 * p + min(problem.share, WEIGHTED_EXAMPLES) * problem.num_columns) * e
         pushed += _LAYER_PRODUCTS * min(problem.share, WEIGHTED_EXAMPLES) * tuning.PRODUCT_COLUMNS * e
-        pushed += problem.shares_positions * tuning.WRITTEN_BYTES
+        pushed += problem.shares_positions * problem.buffer(tuning.WRITTEN_BYTES)
         # vectors of Lanczos, while the sketch is kept
         basis = min(tuning.LANCZOS_PROBES, max(probes, default=0)) * LANCZOS_VECTORS * p * e
         growth = int((self.copies - (self.images if kept else 0.0)) * rank * p * e) - stored["sketch"]

@@ -164,7 +164,8 @@ class SummedStructure(StreamedStructure):
         """
         if model.settings.reducer.world_size > 1:
             return None
-        root, before = (points.root(model.curvature_type, model.likelihood) for points in (other.points, self.points))
+        root, before = (points.root(model.curvature_type, model.likelihood).detach()
+                        for points in (other.points, self.points))  # fmt: skip
         own = torch.cat([before, before.new_zeros(len(root) - len(before), *before.shape[1:])])
         moved = (root != own).flatten(1).any(1).nonzero().squeeze(1)
         if 2 * len(moved) > len(root):

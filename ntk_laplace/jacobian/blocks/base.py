@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reflections import Reflections
+from ntk_laplace.runtime.resources import buffer_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -100,7 +101,7 @@ class Block(ABC):
 
     def _dense_panels(self) -> Iterator[slice]:
         k, n = self.shape
-        yield from steps(n, k * sum(self.sizes().values()) * self.values.element_size())
+        yield from steps(n, k * sum(self.sizes().values()) * self.values.element_size(), self.values.device)
 
     @abstractmethod
     def joined(self, other: Self) -> Self:
@@ -172,7 +173,7 @@ class Block(ABC):
 
     def _panels(self) -> Iterator[tuple[slice, Tensor]]:
         (k, n), (g, o, i) = self.shape, self.entries
-        for part in steps(n, k * g * o * i * self.values.element_size()):
+        for part in steps(n, k * g * o * i * self.values.element_size(), self.values.device):
             yield part, self.written(part)
 
 
@@ -226,9 +227,9 @@ class Factored(Block):
         """The block in the memory layout that the contraction of positions reads."""
 
 
-def steps(n: int, per_example: int) -> Iterator[slice]:
+def steps(n: int, per_example: int, device: torch.device) -> Iterator[slice]:
     """Slices of n examples whose written-out rows, of so many bytes each, fit in a panel."""
-    step = max(1, tuning.WRITTEN_BYTES // max(1, per_example))
+    step = max(1, buffer_bytes(tuning.WRITTEN_BYTES, device) // max(1, per_example))
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
 

@@ -208,7 +208,7 @@ class Outer(Factored):
 
     def _example_panels(self, vectors: int) -> Iterator[slice]:
         t, o = self.b.shape[3:]
-        return steps(self.shape[1], vectors * t * o * self.b.element_size())
+        return steps(self.shape[1], vectors * t * o * self.b.element_size(), self.b.device)
 
     def joined(self, other: Outer) -> Outer:
         b, a = torch.cat([self.full_b(), other.full_b()], 3), torch.cat([self.a, other.a], 2)
@@ -307,7 +307,7 @@ class Outer(Factored):
         """`inner` for all pairs of examples, (N*K, N*K), a few outputs of the layer at a time."""
         (k, n), (g, o, i) = self.shape, self.entries
         out, weights, b = self.b.new_zeros(n * k, n * k), weights.expand(self.entries), self.full_b()
-        for part in steps(o, n * k * g * i * self.b.element_size()):
+        for part in steps(o, n * k * g * i * self.b.element_size(), self.b.device):
             rows = _position_product(b[..., part], self.inputs).transpose(0, 1).flatten(0, 1)
             out.addmm_(rows * weights[:, part].flatten(), rows.T)
         return out
@@ -325,7 +325,7 @@ class Outer(Factored):
         """Σ_r (b_nkᵀ l_mr)(a_nᵀ h_mr), one group and position, for l (m, r, o) and h (m, r, i): (K, N, m)."""
         out = self.b.new_empty(*self.shape, len(left))
         outputs, inner = left.flatten(0, 1).T, right.flatten(0, 1).T
-        for part in steps(self.shape[1], 2 * inner.shape[1] * self.b.element_size()):
+        for part in steps(self.shape[1], 2 * inner.shape[1] * self.b.element_size(), self.b.device):
             inputs = self.inputs[part, 0, 0] @ inner
             for k, b in enumerate(self.full_b()[:, part, 0, 0]):
                 out[k, part] = (b @ outputs).mul_(inputs).view(-1, *left.shape[:2]).sum(2)
@@ -337,7 +337,7 @@ class Outer(Factored):
         (k, n), (g, o, i), p, q = self.shape, self.entries, left.shape[2], right.shape[2]
         out, weights = self.b.new_empty(n, k, g, p, q), weights.expand(self.entries)
         numbers = g * (k * o * p + q * (o + i) + k * p * q)  # per example
-        for part in steps(n, numbers * self.b.element_size()):
+        for part in steps(n, numbers * self.b.element_size(), self.b.device):
             inner = weights @ (self.inputs[part, :, 0].unsqueeze(-1) * right)  # (n, G, o, q)
             b = self.full_b()[:, part, :, 0].permute(1, 2, 3, 0).contiguous()  # small, unlike a copy of its products
             own = (b.unsqueeze(-1) * left.unsqueeze(2)).flatten(3)  # (n, G, o, K p)

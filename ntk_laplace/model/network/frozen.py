@@ -26,7 +26,7 @@ from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.model.network.choice import ParameterChoice, choose
 from ntk_laplace.model.network.copying import private_copy, require_module
 from ntk_laplace.model.network.head import Head
-from ntk_laplace.model.network.precision import DtypesSeen, Products, computation_dtype
+from ntk_laplace.model.network.precision import DtypesSeen, Products, computation_dtype, whole_convolutions
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import is_about_memory
@@ -231,7 +231,9 @@ class Network:
         return self.shapes.named(vector)
 
     def arithmetic(self) -> AbstractContextManager:
-        """Context of a forward or backward pass, in which 16-bit matrix products are fast on every processor."""
+        """Context of a forward or backward pass: fast 16-bit products everywhere, and all digits of float32 ones."""
+        if self.device.type == "cuda":
+            return whole_convolutions()
         return Products() if Products.helps(self.device, self.precision) else nullcontext()
 
     def evaluate(self, x: Inputs, offset: int = 0) -> Tensor:

@@ -8,21 +8,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ntk_laplace.errors import NTKLaplaceError, NTKLaplaceWarning
 from ntk_laplace.model.data import Inputs, num_examples, take
 from ntk_laplace.model.network.frozen import Network
+from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 
 __all__ = ["ManyWeights", "twice_differentiable"]
 
 
 @contextmanager
-def twice_differentiable() -> Iterator[None]:
-    """Run a block with kernels that have second derivatives: fused attention and cuDNN's recurrent layers do not."""
-    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+def twice_differentiable(module: nn.Module) -> Iterator[None]:
+    """Run a block with kernels that have second derivatives: fused attention and recurrent layers do not."""
+    with sdpa_kernel(SDPBackend.MATH), unrolled(module):
         yield
 
 

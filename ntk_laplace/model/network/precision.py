@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Autocast", "DtypesSeen", "Products", "computation_dtype", "outside_autocast"]
+__all__ = ["Autocast", "DtypesSeen", "Products", "computation_dtype", "outside_autocast", "whole_convolutions"]
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 _PRODUCTS = {
@@ -119,6 +119,31 @@ class Products(_Mode):
         if isinstance(found, Tensor):
             return found.to(dtype)
         return tuple(value if value is None else value.to(dtype) for value in found)
+
+
+@contextmanager
+def whole_convolutions() -> Iterator[None]:
+    """Run a block in which cuDNN convolves float32 numbers with all their digits; torch rounds them to TF32 by default.
+
+    Three digits differ between algorithms, and so between batches: rows would not be those that are checked.
+    """
+    cudnn: Any = torch.backends.cudnn
+    parts = cudnn.conv, cudnn.rnn
+    before = [part.fp32_precision for part in parts]
+    if "tf32" not in before:
+        yield
+        return
+    cudnn.allow_tf32 = False  # sets both: torch refuses to read it where only these are set
+    try:
+        for part in parts:
+            if part.fp32_precision == "tf32":  # which it has from the setting for all operations
+                part.fp32_precision = "ieee"
+        yield
+    finally:
+        cudnn.allow_tf32 = True
+        for part, own in zip(parts, before, strict=True):
+            if part.fp32_precision != own:
+                part.fp32_precision = own
 
 
 def computation_dtype(module: nn.Module, out: Tensor, seen: Iterable[torch.dtype]) -> torch.dtype:
