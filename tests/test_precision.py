@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.errors import MixedExamplesError
 from ntk_laplace.jacobian import JacobianPass, Lookup, Outer, rules
 from ntk_laplace.model.network import Network
-from ntk_laplace.model.network.precision import Products
+from ntk_laplace.model.network.precision import Products, whole_convolutions
 from pairwise import pairwise
 from reference import jacobian, relative_error
 
@@ -390,3 +391,35 @@ class Cast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)
+
+
+@pytest.mark.parametrize("conv", ["tf32", "ieee"])
+@pytest.mark.parametrize("legacy", [True, False])
+def test_convolutions_on_cuda_keep_all_digits_and_the_setting_comes_back(legacy: bool, conv: str) -> None:
+    """With torch's older setting, its newer ones, and both mixed, which torch refuses to read."""
+    cudnn = torch.backends.cudnn
+    parts = cudnn.conv, cudnn.rnn
+    try:
+        cudnn.allow_tf32 = legacy
+        if parts[0].fp32_precision != conv:
+            parts[0].fp32_precision = conv
+        before = [part.fp32_precision for part in parts]
+        for raised in (False, True):
+            with contextlib.suppress(ZeroDivisionError), whole_convolutions():
+                assert "tf32" not in [part.fp32_precision for part in parts] and not (legacy and cudnn.allow_tf32)
+                assert not raised or 1 / 0
+            assert [part.fp32_precision for part in parts] == before
+    finally:
+        cudnn.allow_tf32 = True
+
+
+def test_a_setting_for_all_operations_is_no_exception() -> None:
+    cudnn, everywhere = torch.backends.cudnn, torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with whole_convolutions():
+            assert cudnn.conv.fp32_precision == "ieee" and torch.backends.fp32_precision == "tf32"
+        assert cudnn.conv.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = everywhere
+        cudnn.allow_tf32 = True

@@ -13,7 +13,7 @@ from exact_cases import TURNS, fit, ids, trained
 from reference import jacobian, outputs, relative_error, take
 from reference_refit import Linearized
 from refusals import inputs, labels, network, refused
-from registry import LIKELIHOODS, PRIORS, problem, targets
+from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
 from registry_cases import jacobians, tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
@@ -368,3 +368,13 @@ def test_changes_of_the_wrong_type():
     for y in ("a", None):
         with refused(ntkl.TargetError, "number", repr(y), "one target per point"):
             posterior.relabel(0, y)
+
+
+def test_the_sums_of_a_what_if_have_no_graph():
+    """The curvature at the likelihood's present temperature is a number: a graph would double the memory."""
+    case = fresh("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    posterior = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), structure="full")
+    other = posterior.remove([1]).fitted
+    assert posterior.likelihood.log_temperature.requires_grad
+    assert not any(total.requires_grad for total in other.structure.sums(other.model).values())

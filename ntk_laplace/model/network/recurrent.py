@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._decomp import get_decompositions
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["unrolled"]
 
-_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_KERNELS = {getattr(torch, kind): getattr(torch.ops.aten, kind) for kind in _KINDS}
-_STEPS = get_decompositions(list(_KERNELS.values()))
+_LAYERS = {getattr(torch, kind): getattr(torch.ops.aten, kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+_STEPS = get_decompositions(list(_LAYERS.values()))
+
+
+def _lstm_cell(
+    x: Tensor, state: tuple[Tensor, Tensor], w_x: Tensor, w_h: Tensor, b_x: Tensor | None = None,
+    b_h: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    h, c = state
+    i, f, g, o = (linear(x, w_x, b_x) + linear(h, w_h, b_h)).chunk(4, 1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru_cell(
+    x: Tensor, h: Tensor, w_x: Tensor, w_h: Tensor, b_x: Tensor | None = None, b_h: Tensor | None = None
+) -> Tensor:
+    (r, z, n), (r_h, z_h, n_h) = linear(x, w_x, b_x).chunk(3, 1), linear(h, w_h, b_h).chunk(3, 1)
+    n = (n + n_h * (r + r_h).sigmoid()).tanh()
+    return (h - n) * (z + z_h).sigmoid() + n
+
+
+_CELLS = {torch.lstm_cell: _lstm_cell, torch.gru_cell: _gru_cell}  # the others are no fused kernels
 
 
 class _Unrolled(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KERNELS:
+        if func in _LAYERS:
             # weights are the fourth argument of packed sequences, and the third of others
             kind = "data" if isinstance(args[3], (list, tuple)) else "input"
-            func = _STEPS[getattr(_KERNELS[func], kind)]
-        return func(*args, **(kwargs or {}))
+            with _without_onednn():
+                return _STEPS[getattr(_LAYERS[func], kind)](*args, **(kwargs or {}))
+        return _CELLS.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Steps of a float32 LSTM are torch's fused kernel else."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration")  # torch's flag context itself warns
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 @contextmanager
@@ -34,7 +66,7 @@ def unrolled(module: nn.Module) -> Iterator[None]:
     The fused kernels of cuDNN, CUDA and oneDNN take weights and biases apart, each in another way, or have no second
     derivative. Kronecker factors would depend on the device.
     """
-    if not any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
+    if not any(isinstance(layer, (nn.RNNBase, nn.RNNCellBase)) for layer in module.modules()):
         yield
         return
     with _Unrolled():

@@ -1,0 +1,84 @@
+"""Recurrent layers and cells step by step: torch's own values and gradients, for every kind and every option."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from ntk_laplace.model.network import unrolled
+from reference import relative_error
+
+KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN, "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)}
+OPTIONS = {
+    "one layer": {}, "two": {"num_layers": 2}, "both directions": {"bidirectional": True, "num_layers": 2},
+    "batch first": {"batch_first": True}, "no biases": {"bias": False},
+}  # fmt: skip
+CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "tanh": nn.RNNCell}
+
+
+def flat(out: object) -> Tensor:
+    """All tensors of an output in one vector."""
+    if isinstance(out, PackedSequence):
+        return out.data.flatten()
+    return out.flatten() if isinstance(out, Tensor) else torch.cat([flat(part) for part in out])  # type: ignore[attr-defined]
+
+
+def both(module: nn.Module, *inputs: object) -> list[list[Tensor]]:
+    """Outputs and gradients in all parameters, by torch and unrolled."""
+    found = []
+    for own in (False, True):
+        if own:
+            with unrolled(nn.Sequential(module)):
+                out = flat(module(*inputs))
+        else:
+            out = flat(module(*inputs))
+        weights = torch.linspace(1, 2, len(out), dtype=out.dtype)
+        found.append([out, *torch.autograd.grad((out * weights).sum(), list(module.parameters()))])
+    return found
+
+
+def same(module: nn.Module, *inputs: object) -> None:
+    for one, other in zip(*both(module.double(), *inputs), strict=True):
+        assert relative_error(other, one) < 1e-13
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers(kind, options, packed):
+    layer, x = KINDS[kind](3, 4, **options), torch.randn(5, 2, 3).double()
+    if options.get("batch_first"):
+        x = x.transpose(0, 1)
+    same(layer, pack_padded_sequence(x, torch.tensor([5, 3]), options.get("batch_first", False)) if packed else x)
+
+
+def test_a_projected_state_and_a_first_state():
+    same(nn.LSTM(3, 4, proj_size=2), torch.randn(5, 2, 3).double())
+    state = torch.randn(1, 2, 4).double()
+    same(nn.GRU(3, 4), torch.randn(5, 2, 3).double(), state)
+    same(nn.LSTM(3, 4), torch.randn(5, 2, 3).double(), (state, state + 1))
+    same(nn.LSTM(3, 4), torch.randn(5, 3).double())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", CELLS)
+def test_cells(kind, bias):
+    cell, x = CELLS[kind](3, 4, bias=bias), torch.randn(2, 3).double()
+    state = torch.randn(2, 4).double()
+    same(cell, x, (state, state + 1) if kind == "lstm" else state)
+
+
+@pytest.mark.parametrize("module", [nn.LSTM(3, 4), nn.GRU(3, 4), nn.LSTMCell(3, 4), nn.GRUCell(3, 4)])
+def test_no_fused_kernel_is_in_the_graph(module):
+    """Products, sums and functions of entries alone: rules find every weight in a product."""
+    with unrolled(module):
+        out = module(torch.randn(2, 3))
+    kinds, stack = set(), [(out if isinstance(out, Tensor) else out[0]).grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None:
+            kinds.add(node.name().split("Backward")[0])
+            stack += [before for before, _ in node.next_functions]
+    assert "Addmm" in kinds and not {kind for kind in kinds if "nn" in kind.lower()}, kinds  # Rnn, thnn, mkldnn
