@@ -18,6 +18,7 @@ import ntk_laplace as ntkl
 from class_cases import classes, digits_like
 from exact_cases import TURNS, fit, ids
 from ntk_laplace.curvature.iterative import IterativePrecision
+from ntk_laplace.curvature.probed_log_det import ProbedLogDet
 from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, NTKLaplaceWarning, NumericalError
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import conjugate_gradients, lanczos, low_rank
@@ -266,7 +267,7 @@ def test_the_lower_bound_is_the_better_of_two() -> None:
 def test_the_standard_error_is_that_of_the_probes(probes: int, quantile: float) -> None:
     """Quantiles at 97.5 % of Student's t with one and four degrees of freedom, from a table; log det B counts half."""
     posterior = classes(ntkl.Iterative(rank=10, probes=probes))
-    below, above = posterior.posterior_precision.probed.T
+    below, above = posterior.posterior_precision.probing.probed.T
     middle = 0.5 * (below + above)
     deviation = ((middle - middle.mean()).square().sum() / (probes - 1)).sqrt()
     expected = deviation / probes**0.5 * quantile / 1.95996398 + 0.5 * (above - below).mean()
@@ -276,30 +277,28 @@ def test_the_standard_error_is_that_of_the_probes(probes: int, quantile: float) 
     assert float(found) == pytest.approx(float(posterior.log_joint().detach() - 0.5 * low), rel=1e-10)
 
 
+def probing(own: Any, probes: int, wished: float, earlier: ProbedLogDet | None = None) -> ProbedLogDet:
+    return ProbedLogDet(own.curvature, own.sketch, own.base, probes, 0, lambda _: wished, earlier)
+
+
 def test_more_probes_keep_the_earlier_ones() -> None:
-    posterior = classes(ntkl.Iterative(rank=10, probes=4))
-    own = posterior.posterior_precision
-
-    def made(probes: int, earlier: IterativePrecision | None = None) -> IterativePrecision:
-        return IterativePrecision(own.curvature, own.sketch, own.base, probes, 0, lambda _: 1e-6, 10, earlier)
-
-    whole, fewer = made(7), made(4)
-    assert whole.probed.shape == (7, 2) and relative_error(made(7, fewer).probed, whole.probed) < 1e-8
-    assert torch.equal(made(7, fewer).probed[:4], fewer.probed)
+    own = classes(ntkl.Iterative(rank=10, probes=4)).posterior_precision
+    whole, fewer = probing(own, 7, 1e-6), probing(own, 4, 1e-6)
+    more = probing(own, 7, 1e-6, fewer)
+    assert whole.probed.shape == (7, 2) and relative_error(more.probed, whole.probed) < 1e-8
+    assert torch.equal(more.probed[:4], fewer.probed)
 
 
 def test_later_probes_take_fewer_steps_and_their_brackets_say_what_that_costs() -> None:
     own = classes(ntkl.Iterative(rank=5, probes=4)).posterior_precision
-    loose, tight = (
-        IterativePrecision(own.curvature, own.sketch, own.base, 40, 0, lambda _, w=w: w, 5) for w in (4.0, 1e-6)
-    )
-    assert loose._later_steps < loose.estimate.steps < tight.estimate.steps
+    loose, tight = (probing(own, 40, wished) for wished in (4.0, 1e-6))
+    assert loose.later_steps < loose.estimate.steps < tight.estimate.steps
     below, above = loose.probed.T
     exact = tight.probed.mean(1)
     assert bool((below[:8] <= exact[:8]).all()) and bool((exact[:8] <= above[:8]).all())
     shift = (0.5 * (below + above) - exact)[8:].mean()
     assert 0.0 < abs(float(shift)) < 0.5 * float((above - below)[8:].mean())
-    early = lanczos(own._preconditioned, loose._signs(8), 1.0, loose._later_steps, lambda _: False).bracket(torch.log)
+    early = lanczos(loose.preconditioned, loose._signs(8), 1.0, loose.later_steps, lambda _: False).bracket(torch.log)
     uncorrected = 0.5 * (early[0] + early[1]) - exact[8:16]
     assert abs(float(uncorrected.mean())) > 4 * abs(float(shift))
 
@@ -309,9 +308,10 @@ def test_the_seed_sets_all_random_numbers() -> None:
     own, other = (one.refined for one in fits)
     assert not torch.allclose(own.sketch.tests, other.sketch.tests)
     same, moved = (
-        IterativePrecision(own.curvature, own.sketch, own.base, 4, seed, own.wished, 10) for seed in (0, 1)
+        IterativePrecision(own.curvature, own.sketch, own.base, 4, seed, own.probing.wished, 10) for seed in (0, 1)
     )
-    assert relative_error(same.probed, own.probed) < 1e-3 < relative_error(moved.probed, own.probed)
+    near, far = (relative_error(one.probing.probed, own.probing.probed) for one in (same, moved))
+    assert near < 1e-3 < far
     assert torch.equal(same._left, own._left) and not torch.allclose(moved._left, own._left)
     noise = own.curvature.noise(3, torch.Generator().manual_seed(8))
     one, four = (types.SimpleNamespace(noise=lambda *_, size=size: size * noise) for size in (1.0, 2.0))

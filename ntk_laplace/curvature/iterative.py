@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,48 +19,16 @@ from torch import Tensor
 
 from ntk_laplace.curvature.low_rank import LowRankBase, LowRankPrecision
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
+from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, student
 from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch, growing, normal
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos
-from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, log_det_curve
+from ntk_laplace.runtime.krylov import conjugate_gradients
+from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of
 from ntk_laplace.runtime.reduction import collective_property
 
-__all__ = ["IterativePrecision", "LogDet", "grown", "reaching"]
-
-Wished = Callable[[float], float]
-
-
-@dataclass(frozen=True)
-class LogDet:
-    """An estimate of log det B with its errors.
-
-    Attributes
-    ----------
-    value : float
-    standard_error : float
-        Over the probes, times the ratio of Student's and the normal quantile, so that two of it are a 95 % interval for
-        few probes too; plus half the bracket of the quadrature. Half of upper - lower where no probe was needed.
-    lower, upper : float
-        Certain bounds.
-    probes, steps : int
-        Probes, and products with each of the first ones; others take fewer.
-    """
-
-    value: float
-    standard_error: float
-    lower: float
-    upper: float
-    probes: int = 0
-    steps: int = 0
-
-
-def _signs(count: int, size: int, seed: int) -> Tensor:
-    """Probes of random signs, (count, size), int8; the first ones are the same for every count."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8) for _ in range(count)]
-    return torch.stack(drawn) * 2 - 1
+__all__ = ["IterativePrecision", "grown", "reaching"]
 
 
 class IterativePrecision(PosteriorPrecision):
@@ -95,16 +62,18 @@ class IterativePrecision(PosteriorPrecision):
     ) -> None:  # fmt: skip
         super().__init__(curvature.prior, curvature.shapes, curvature.like)
         self.curvature, self.sketch, self.base = curvature, sketch, base
-        self.probes, self.seed, self.wished, self.most = probes, seed, wished, min(most, curvature.rank)
-        self._earlier, self._best = earlier, self
+        self.seed, self.most, self._best = seed, min(most, curvature.rank), self
+        before = None if earlier is None else earlier.probing
+        self.probing: ProbedLogDet = ProbedLogDet(curvature, sketch, base, probes, seed, wished, before)
         self._draws = curvature.like.new_zeros(0, len(curvature.like))
 
     def estimates_record(self) -> dict[str, Any]:
         """The estimates, in plain containers; `restored` takes them with `best_sketch`."""
         effective, fine = self._effective, self.refined
-        own = {"probes": self.probes, "seed": self.seed, "most": self.most}
+        own = {"probes": self.probing.probes, "seed": self.seed, "most": self.most}
+        left = None if fine.probing.complete else fine._left
         return {"own": own, "estimate": asdict(self.estimate), "refined": asdict(fine.estimate),
-                "diagonal": fine._diagonal, "left": None if fine._complete else fine._left, "effective": effective}
+                "diagonal": fine.probing.diagonal, "left": left, "effective": effective}
 
     @classmethod
     def restored(
@@ -114,9 +83,10 @@ class IterativePrecision(PosteriorPrecision):
         sketch, base = sketch.at(curvature)
         found, fine = (cls(curvature, sketch, base, wished=wished, **record["own"]) for _ in range(2))
         effective, error = record["effective"]
-        vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine, _best=fine,
-                           _effective=(effective.to(curvature.like), error))
-        vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _diagonal=tuple(record["diagonal"]))
+        vars(found).update(refined=fine, _best=fine, _effective=(effective.to(curvature.like), error))
+        vars(fine)["refined"] = fine
+        vars(found.probing)["estimate"] = LogDet(**record["estimate"])
+        vars(fine.probing).update(estimate=LogDet(**record["refined"]), diagonal=tuple(record["diagonal"]))
         if record["left"] is not None:
             fine._draws = vars(fine)["_left"] = record["left"].to(curvature.like)
         return found
@@ -137,37 +107,31 @@ class IterativePrecision(PosteriorPrecision):
         found = self
         for sketch, base, larger in growing(self.curvature, (self.sketch, self.base), (0, self.most), self.seed):
             if base is not self.base:
-                found = IterativePrecision(self.curvature, sketch, base, self.probes, self.seed, self.wished, self.most)
+                found = self._with(sketch, base, self.probing.probes)
             error = miss(found)
             if not math.isfinite(error):
                 raise NumericalError("a finite estimate of log det B", "numbers that overflow",
                                      "Take a larger prior precision.")  # fmt: skip
-            needed = _needed(found.probes, error)
-            if needed == found.probes or larger is None:
+            needed, probed = _needed(found.probing.probes, error), found.probing.probes
+            if needed == probed or larger is None:
                 break
-            if needed <= probes[1] and (needed - found.probes) * found._later_steps <= larger:
+            if needed <= probes[1] and (needed - probed) * found.probing.later_steps <= larger:
                 break
         enough = min(max(needed, probes[0]), probes[1])
-        if enough <= found.probes:
-            return found
-        return IterativePrecision(self.curvature, found.sketch, found.base, enough, self.seed, self.wished, self.most,
-                                  found)
+        return found if enough <= probed else self._with(found.sketch, found.base, enough, found)
+
+    def _with(
+        self, sketch: Sketch, base: LowRankBase, probes: int, earlier: IterativePrecision | None = None
+    ) -> IterativePrecision:
+        return IterativePrecision(self.curvature, sketch, base, probes, self.seed, self.probing.wished, self.most,
+                                  earlier)
 
     # --- products in units of the prior
-
-    def _whitened(self, vectors: Tensor) -> Tensor:
-        """P0^-½ H P0^-½ v for vectors (m, P)."""
-        scale = self.base.deviation
-        return self.curvature.products(vectors * scale).mul_(scale).add_(vectors)
-
-    def _preconditioned(self, vectors: Tensor) -> Tensor:
-        """C v for vectors (m, P)."""
-        return self.base.whitened_half(self._whitened(self.base.whitened_half(vectors)), transpose=True)
 
     def _solved_whitened(self, vectors: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor]:
         """Solutions and their residuals, these at most this share of each vector, or 1e-11 in float64."""
         tolerance, base = max(tolerance, torch.finfo(vectors.dtype).eps ** 0.7), self._best.base
-        return conjugate_gradients(self._whitened, vectors, base.whitened_solve, tolerance, 1.0 + base.largest,
+        return conjugate_gradients(self.probing.whitened, vectors, base.whitened_solve, tolerance, 1.0 + base.largest,
                                    tuning.CONJUGATE_GRADIENT_STEPS)  # fmt: skip
 
     @property
@@ -178,99 +142,10 @@ class IterativePrecision(PosteriorPrecision):
 
     # --- evidence
 
-    @collective_property
+    @property
     def estimate(self) -> LogDet:
         """log det B with its errors, from the probes."""
-        low = float(self.base.log_det())
-        upper = low + self._most_left
-        if self._most_left <= tuning.QUADRATURE_SHARE * self.wished(low):
-            return LogDet(0.5 * (low + upper), 0.5 * self._most_left, low, upper)
-        below, above = self.probed.unbind(1)
-        middle, width = 0.5 * (below + above), float((above - below).mean())
-        error = math.inf
-        if self.probes > 1:
-            error = float(middle.std()) / self.probes**0.5 * _student(self.probes - 1) + 0.5 * width
-        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, len(self._quadrature[1]))
-
-    @property
-    def probed(self) -> Tensor:
-        """Lower and upper value of zᵀ log(C) z for each probe, (m, 2)."""
-        return self._quadrature[0]
-
-    @collective_property
-    def _quadrature(self) -> tuple[Tensor, Tensor]:
-        """`probed`, and the middles of the first probes after each step, (k, m').
-
-        The first probes go on until their bracket is narrow. What later steps change is nearly the same for all probes:
-        the others end early, and the mean change of the first is added, with its standard error in their brackets.
-        """
-        values, middles = self._first_probed() if self._earlier is None else self._earlier._quadrature
-        steps, change, error = self._shorter(values, middles)
-        first = values[: middles.shape[1]]
-        half, found = 0.5 * float((first[:, 1] - first[:, 0]).mean()) + error, [values]
-        for start in range(len(values), self.probes, tuning.LANCZOS_PROBES):
-            rule = lanczos(self._preconditioned, self._signs(start), 1.0, steps, lambda _: False)
-            middle = torch.stack(rule.bracket(_log)).mean(0) + change
-            found.append(torch.stack([middle - half, middle + half], 1))
-        return torch.cat(found), middles
-
-    def _first_probed(self) -> tuple[Tensor, Tensor]:
-        low, middles = float(self.base.log_det()), list[Tensor]()
-
-        def enough(found: Quadrature) -> bool:
-            below, above = found.bracket(_log)
-            middles.append(0.5 * (below + above))
-            wished = self.wished(low + float(middles[-1].mean()))
-            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * wished
-
-        rule = lanczos(self._preconditioned, self._signs(0), 1.0, tuning.LANCZOS_STEPS, enough)
-        values = torch.stack(rule.bracket(_log), 1)
-        return values, torch.stack([*middles[: rule.nodes.shape[1] - 1], values.mean(1)])
-
-    def _shorter(self, values: Tensor, middles: Tensor) -> tuple[int, float, float]:
-        """Fewest steps from which the change of the middles is known, its mean and its standard error."""
-        count, wished = middles.shape[1], self.wished(float(self.base.log_det() + values.mean()))
-        for steps in range(1, len(middles) + 1):
-            change = middles[-1] - middles[steps - 1]
-            error = float(change.std()) / count**0.5 * _student(count - 1) if count > 1 else math.inf
-            if error <= tuning.QUADRATURE_SHARE * wished:
-                break
-        return steps, float(change.mean()), error
-
-    @property
-    def _later_steps(self) -> int:
-        """Products with each of the probes that are not among the first."""
-        values, middles = self._quadrature
-        return self._shorter(values, middles)[0]
-
-    def _signs(self, start: int) -> Tensor:
-        """Some probes, from this number on: Lanczos keeps a basis for each."""
-        some = _signs(min(start + tuning.LANCZOS_PROBES, self.probes), self.num_parameters, self.seed)[start:]
-        return some.to(self.curvature.like)
-
-    @collective_property
-    def _diagonal(self) -> tuple[float, float]:
-        return self.curvature.diagonal(self.base.variances) if self._earlier is None else self._earlier._diagonal
-
-    @property
-    def _trace_left(self) -> float:
-        """tr P0⁻¹JᵀΛJ - tr P0⁻¹FᵀF, at least tr (C - I) and every relative error of a variance of the low rank."""
-        return max(0.0, self._diagonal[0] - self.base.trace)
-
-    @property
-    def _most_left(self) -> float:
-        """Upper bound of tr log C, by the smaller of two.
-
-        log det (I + X) <= k log(1 + tr X/k) for X = C - I of rank k; and log det B <= Σ_n log det B_nn (Fischer).
-        """
-        rank = self.sketch.rank_left(self.curvature)
-        by_trace = rank * math.log1p(self._trace_left / rank) if rank > 0 else 0.0
-        return max(0.0, min(by_trace, self._diagonal[1] - float(self.base.log_det())))
-
-    @property
-    def _complete(self) -> bool:
-        """Whether the low rank alone gives all covariances, up to rounding."""
-        return self._trace_left <= tuning.COMPLETE
+        return self.probing.estimate
 
     def log_det(self) -> Tensor:
         """log det B, an estimate: see `estimate`."""
@@ -306,13 +181,13 @@ class IterativePrecision(PosteriorPrecision):
         """`effective_parameters` with its error."""
         informed = self.informed
         each = informed._used
-        error = 0.0 if informed._complete else float(each.sum(1).std() / len(each) ** 0.5)
+        error = 0.0 if informed.probing.complete else float(each.sum(1).std() / len(each) ** 0.5)
         return informed.base.effective_parameters() + each.mean(0).to(self.curvature.like), error
 
     @property
     def _used(self) -> Tensor:
         """γ_g beyond those of the low rank, as each draw finds them, (s, G)."""
-        if self._complete:
+        if self.probing.complete:
             return self._by_group.new_zeros(1, self._num_groups, dtype=torch.float64)
         found = self._draws.new_zeros(len(self._draws), self._num_groups)
         return found.index_add_(1, self.groups, self._draws.square()).double()
@@ -326,12 +201,12 @@ class IterativePrecision(PosteriorPrecision):
         """
         most = tuning.REMAINDER_DRAWS
         for found, larger in self._drawing():
-            if found._complete:
+            if found.probing.complete:
                 break
             found._draw(tuning.LANCZOS_PROBES)
             needed = min(_needed(len(found._draws), found._effective_error / tuning.EFFECTIVE_ERROR), most)
             cheap = (needed - len(found._draws)) * tuning.DRAW_PRODUCTS <= (larger or 0)
-            if cheap or larger is None or found._leaves_little:
+            if cheap or larger is None or found.probing.leaves_little:
                 found._draw(needed)
                 break
         return found
@@ -340,50 +215,25 @@ class IterativePrecision(PosteriorPrecision):
     def _effective_error(self) -> float:
         """The largest relative standard error of a γ_g by the draws so far."""
         used = self._used
-        errors = used.std(0) * (_student(len(used) - 1) / len(used) ** 0.5)
+        errors = used.std(0) * (student(len(used) - 1) / len(used) ** 0.5)
         found = self.base.effective_parameters().to(errors) + used.mean(0)
         return float((errors / found.clamp_min(torch.finfo(errors.dtype).tiny)).max())
 
     def _drawing(self) -> Iterator[tuple[IterativePrecision, float | None]]:
         """Sketches that draws are made from; from the best so far on as `growing`."""
-        found, probes = self._best, min(self.probes, tuning.MEASURING_PROBES)
+        found, probes = self._best, min(self.probing.probes, tuning.MEASURING_PROBES)
         start = found.sketch, found.base
-        if not found._complete:
+        if not found.probing.complete:
             start = found.sketch.drawing(self.curvature, found.base, self.seed)
         for sketch, base, larger in growing(self.curvature, start, (0, self.most), self.seed, True):
             if base is not found.base:
-                found = IterativePrecision(self.curvature, sketch, base, probes, self.seed, self.wished, self.most)
+                found = self._with(sketch, base, probes)
             self._best = found
             yield found, larger
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B with all prior precisions multiplied by each of `factors` (m,), from one Lanczos run; (m,).
-
-        The low rank is exact at every factor. For the rest, each probe's quadrature of the whole is compared with its
-        known value in the low rank: their difference has little variance.
-        """
-        wished = self.wished(self.estimate.value)
-        if self._most_left <= tuning.QUADRATURE_SHARE * wished:
-            return self.base.log_det_curve(factors)
-        hardest, tiny = partial(_shifted_log, factor=float(factors.min())), torch.finfo(self.curvature.like.dtype).tiny
-        found: Tensor | None = None
-
-        def enough(rule: Quadrature) -> bool:
-            below, above = rule.bracket(hardest)
-            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * wished
-
-        for start in range(0, self.probes, tuning.LANCZOS_PROBES):
-            probes = self._signs(start)
-            rule = lanczos(self._whitened, probes, 1.0, 4 * tuning.LANCZOS_STEPS, enough)
-            # of each eigenvector of the low rank in the probes, times its eigenvalue
-            values, shares = self.base.eigenvalues(probes)
-            found = log_det_curve(values, factors) if found is None else found
-            for place, factor in enumerate(factors):
-                below, above = rule.bracket(partial(_shifted_log, factor=float(factor)))
-                known = (torch.log1p(values / factor) / values.clamp_min(tiny)) @ shares
-                found[place] += (0.5 * float((below + above).sum()) - known) / self.probes
-        assert found is not None
-        return found
+        """log det B with all prior precisions multiplied by each of `factors` (m,), from one Lanczos run; (m,)."""
+        return self.probing.curve(factors)
 
     def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
         """log det (I + Σ_g e^(-s_g) F_gF_gᵀ) + k log (1 + Σ_g e^(-s_g) t_g/k) + constant, in changes s_g of log δ_g.
@@ -444,13 +294,14 @@ class IterativePrecision(PosteriorPrecision):
         return self._draws
 
     def _draws_needed(self) -> int:
-        """Draws that leave no block of the measured training points uncertain, by those so far."""
-        return min(int(self.curvature.largest(self._draws_for)), tuning.MOST_DRAWS, self.most)
+        """Draws that leave hardly any block uncertain: more than the measured training points need, by those so far."""
+        needed = math.ceil(tuning.UNMEASURED * self.curvature.largest(self._draws_for))
+        return min(needed, tuning.MOST_DRAWS, self.most)
 
     def _draws_for(self, rows: Jacobian) -> float:
-        """`_draws_needed` of some rows, in steps of a quarter."""
-        count = float(len(self._draws))
-        seen = rows.products(self.shapes.parts(self._draws * self.base.deviation / count**0.5)).transpose(0, 1)
+        """Draws that leave no block of some rows uncertain, in steps of a quarter."""
+        count, scale = float(tuning.LANCZOS_PROBES), self.base.deviation / len(self._draws) ** 0.5
+        seen = rows.products(self.shapes.parts(self._draws * scale)).transpose(0, 1)
         rest = seen @ seen.mT
         blocks = self.base.covariance_blocks(rows) - rest
         while count < tuning.MOST_DRAWS and bool(_uncertain(blocks, rest, int(count)).any()):
@@ -487,18 +338,13 @@ class IterativePrecision(PosteriorPrecision):
         """
         fewest = tuning.REMAINDER_DRAWS * tuning.DRAW_PRODUCTS
         for found, larger in self._drawing():
-            if larger is None or found._complete:
+            if larger is None or found.probing.complete:
                 break
-            if (found._leaves_little and larger >= fewest / 2) or larger > fewest:
+            if (found.probing.leaves_little and larger >= fewest / 2) or larger > fewest:
                 found._draw(tuning.REMAINDER_DRAWS)
                 if (found._draws_needed() - len(found._draws)) * tuning.DRAW_PRODUCTS <= larger:
                     break
         return found
-
-    @property
-    def _leaves_little(self) -> bool:
-        """Whether the low rank leaves at most `tuning.LEFT_SHARE` of log det B."""
-        return self.estimate.value - self.estimate.lower <= tuning.LEFT_SHARE * self.estimate.value
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
@@ -511,7 +357,7 @@ class IterativePrecision(PosteriorPrecision):
     def _blocks(self, rows: Jacobian, root: Tensor | None) -> Tensor:
         fine = self.refined
         low = fine.base.covariance_blocks(rows)
-        if fine._complete:
+        if fine.probing.complete:
             return low
         seen = rows.products(fine._left_directions).transpose(0, 1)  # (n, K, s)
         rest = seen @ seen.mT
@@ -544,7 +390,7 @@ class IterativePrecision(PosteriorPrecision):
         """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
         fine = self.refined
         joint = fine.base.covariance(rows)
-        if fine._complete:
+        if fine.probing.complete:
             return joint
         seen = rows.products(fine._left_directions).transpose(0, 1)
         own = joint.view(rows.num_examples, rows.num_cotangents, rows.num_examples, -1)
@@ -572,8 +418,8 @@ def _needed(count: int, ratio: float) -> int:
     if ratio <= 1.0:
         return count
     # the spread of a few is itself an estimate: a fifth more
-    more = 1.2 * count * min((ratio / _student(count - 1)) ** 2, 1e6)
-    return max(count + 1, math.ceil(more * _student(max(1, int(more) - 1)) ** 2))
+    more = 1.2 * count * min((ratio / student(count - 1)) ** 2, 1e6)
+    return max(count + 1, math.ceil(more * student(max(1, int(more) - 1)) ** 2))
 
 
 def _common_eigenvalue(used: float, log_det: float) -> float:
@@ -584,23 +430,6 @@ def _common_eigenvalue(used: float, log_det: float) -> float:
         u = math.exp(middle)
         low, high = (middle, high) if u * log_det > used * (1.0 + u) * math.log1p(u) else (low, middle)
     return math.exp(low)
-
-
-def _log(nodes: Tensor) -> Tensor:
-    """log t, as no eigenvalue is below 1."""
-    return nodes.clamp_min(1.0).log()
-
-
-def _shifted_log(nodes: Tensor, factor: float) -> Tensor:
-    """log(1 + (t - 1)/c)."""
-    return torch.log1p((nodes - 1.0).clamp_min(0.0) / factor)
-
-
-def _student(freedom: int) -> float:
-    """Ratio of the 97.5 % quantiles of Student's t and the normal distribution."""
-    from scipy import stats  # the import changes warning filters
-
-    return float(stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975))
 
 
 def reaching(
