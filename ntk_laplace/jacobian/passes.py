@@ -26,7 +26,7 @@ from ntk_laplace.jacobian.search import Search, make_plan
 from ntk_laplace.jacobian.storage import apart_from, compacted
 from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
 from ntk_laplace.model.likelihoods import DiagonalForm
-from ntk_laplace.model.network import Network, outside_autocast, preserved_rng, unrolled
+from ntk_laplace.model.network import Network, outside_autocast, preserved_rng
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import buffer_bytes
 
@@ -355,8 +355,5 @@ def _columns(root: Tensor | RootFunction | None) -> int | None:
 @contextlib.contextmanager
 def passing(network: Network) -> Iterator[None]:
     """Context of the forward and backward passes."""
-    with (
-        torch.inference_mode(False), preserved_rng(network.device), unrolled(network.module),
-        outside_autocast(), network.arithmetic(),
-    ):  # fmt: skip
+    with torch.inference_mode(False), preserved_rng(network.device), outside_autocast(), network.arithmetic():
         yield

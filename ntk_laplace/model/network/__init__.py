@@ -9,7 +9,6 @@ from ntk_laplace.model.network.copying import private_copy, require_module
 from ntk_laplace.model.network.frozen import Network, preserved_rng, seeded_rng
 from ntk_laplace.model.network.many import ManyWeights, twice_differentiable
 from ntk_laplace.model.network.precision import outside_autocast
-from ntk_laplace.model.network.recurrent import unrolled
 
 __all__ = [
     "Caller",
@@ -22,5 +21,4 @@ __all__ = [
     "require_module",
     "seeded_rng",
     "twice_differentiable",
-    "unrolled",
 ]

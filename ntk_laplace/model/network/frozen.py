@@ -27,6 +27,7 @@ from ntk_laplace.model.network.choice import ParameterChoice, choose
 from ntk_laplace.model.network.copying import private_copy, require_module
 from ntk_laplace.model.network.head import Head
 from ntk_laplace.model.network.precision import DtypesSeen, Products, computation_dtype, whole_convolutions
+from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import is_about_memory
@@ -249,12 +250,12 @@ class Network:
         NonFiniteError
             If an output is NaN or infinite.
         """
-        with torch.enable_grad():
+        with torch.enable_grad(), unrolled(self.module):
             return self._outputs(self._call, x, offset)
 
     def evaluate_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """Outputs (N, C) with their graph in `x` and in `values` of the chosen parameters, by name; see `evaluate`."""
-        with torch.enable_grad():
+        with torch.enable_grad(), unrolled(self.module):
             return self._outputs(lambda x: self._call_at(values, x), x, 0)
 
     def without_grad(self, x: Inputs, offset: int = 0) -> Tensor:
