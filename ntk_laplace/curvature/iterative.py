@@ -294,13 +294,12 @@ class IterativePrecision(PosteriorPrecision):
         return self._draws
 
     def _draws_needed(self) -> int:
-        """Draws that leave hardly any block uncertain: more than the measured training points need, by those so far."""
-        needed = math.ceil(tuning.UNMEASURED * self.curvature.largest(self._draws_for))
-        return min(needed, tuning.MOST_DRAWS, self.most)
+        """Draws that leave no block of the measured training points uncertain, by those so far."""
+        return min(int(self.curvature.largest(self._draws_for)), tuning.MOST_DRAWS, self.most)
 
     def _draws_for(self, rows: Jacobian) -> float:
         """Draws that leave no block of some rows uncertain, in steps of a quarter."""
-        count, scale = float(tuning.LANCZOS_PROBES), self.base.deviation / len(self._draws) ** 0.5
+        count, scale = float(len(self._draws)), self.base.deviation / len(self._draws) ** 0.5
         seen = rows.products(self.shapes.parts(self._draws * scale)).transpose(0, 1)
         rest = seen @ seen.mT
         blocks = self.base.covariance_blocks(rows) - rest

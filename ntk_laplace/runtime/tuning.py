@@ -117,7 +117,6 @@ QUADRATURE_SHARE = 0.1  # of the wished standard error: where the quadrature's b
 CONJUGATE_GRADIENT_STEPS = 2000  # products of a solve, at most; more raise an error
 REMAINDER_DRAWS, MOST_DRAWS = 64, 800  # draws of what the low rank leaves of H⁻¹; 800 alone give variances to 5 %
 DRAW_PRODUCTS = 8  # of a draw, expected
-UNMEASURED = 1.6  # times the draws that measured training points need: for others, which are solved else
 COMPLETE = 1e-7  # trace left by the low rank, below which covariances are those of the low rank
 LEFT_SHARE = 0.05  # of log det B that the low rank of covariances leaves, at most
 LOCAL_BYTES = 1024 * MIB  # matrices of the prior groups in a local model of log det B
