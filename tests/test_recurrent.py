@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+import ntk_laplace as ntkl
 from ntk_laplace.model.network.recurrent import unrolled
 from reference import relative_error
 
@@ -82,3 +83,25 @@ def test_no_fused_kernel_is_in_the_graph(module):
             kinds.add(node.name().split("Backward")[0])
             stack += [before for before, _ in node.next_functions]
     assert "Addmm" in kinds and not {kind for kind in kinds if "nn" in kind.lower()}, kinds  # Rnn, thnn, mkldnn
+
+
+class Sequence(nn.Module):
+    """A layer, of which the last output counts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("scripted", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 5, 3))])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_torchscript_has_the_same_factors(layer, scripted):
+    """No mode sees its calls; without oneDNN and cuDNN its kernels are products too."""
+    network, x, y = Sequence(layer(3, 4, batch_first=True)), torch.randn(8, 5, 3), torch.arange(8) % 2
+    found = [float(ntkl.laplace(one, (x, y), ntkl.Categorical(), structure="kfac").log_marginal_likelihood())
+             for one in (network, scripted(network))]  # fmt: skip
+    assert found[1] == pytest.approx(found[0], rel=1e-6)

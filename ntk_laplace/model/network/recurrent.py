@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ __all__ = ["unrolled"]
 
 _LAYERS = {getattr(torch, kind): getattr(torch.ops.aten, kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _STEPS = get_decompositions(list(_LAYERS.values()))
+_SCRIPTED = {layer.__name__ for layer in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)}
 
 
 def _lstm_cell(
@@ -45,18 +46,23 @@ class _Unrolled(TorchFunctionMode):
         if func in _LAYERS:
             # weights are the fourth argument of packed sequences, and the third of others
             kind = "data" if isinstance(args[3], (list, tuple)) else "input"
-            with _without_onednn():
+            with _without(torch.backends.mkldnn):  # its steps are torch's fused kernel in float32 else
                 return _STEPS[getattr(_LAYERS[func], kind)](*args, **(kwargs or {}))
         return _CELLS.get(func, func)(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Steps of a float32 LSTM are torch's fused kernel else."""
-    with warnings.catch_warnings():
+def _without(*backends: Any) -> Iterator[None]:
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message="TF32 acceleration")  # torch's flag context itself warns
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
+        for backend in backends:
+            stack.enter_context(backend.flags(enabled=False))
+        yield
+
+
+def _is_scripted(layer: nn.Module) -> bool:
+    """Whether TorchScript runs a recurrent layer, whose calls no mode of torch functions sees."""
+    return getattr(layer, "original_name", None) in _SCRIPTED
 
 
 @contextmanager
@@ -64,10 +70,12 @@ def unrolled(module: nn.Module) -> Iterator[None]:
     """Run recurrent layers step by step, so that rules find their weights and these have second derivatives.
 
     The fused kernels of cuDNN, CUDA and oneDNN take weights and biases apart, each in another way, or have no second
-    derivative. Kronecker factors would depend on the device.
+    derivative. Kronecker factors would depend on the device. In TorchScript the kernels of CUDA stay.
     """
-    if not any(isinstance(layer, (nn.RNNBase, nn.RNNCellBase)) for layer in module.modules()):
+    layers = list(module.modules())
+    scripted = any(map(_is_scripted, layers))
+    if not scripted and not any(isinstance(layer, (nn.RNNBase, nn.RNNCellBase)) for layer in layers):
         yield
         return
-    with _Unrolled():
+    with _Unrolled(), _without(*[torch.backends.cudnn, torch.backends.mkldnn] if scripted else []):
         yield
