@@ -26,8 +26,9 @@ def test_another_device_gives_the_same_answers():
     script = [sys.executable, str(HELPERS / "elsewhere.py"), json.dumps(CASES)]
     ran = subprocess.run(script, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
     assert ran.returncode == 0, ran.stderr[-2000:]
-    found = json.loads(ran.stdout)
+    found, moves = json.loads(ran.stdout).values()
     assert len(found) == len(CASES) and all(len(answers) == 12 for answers in found.values())
     wrong = {f"{case} {verb}": gap for case, answers in found.items() for verb, gap in answers.items()
              if not isinstance(gap, float) or not gap < 1e-9}  # fmt: skip
     assert not wrong
+    assert len(moves) == 2 and max(moves.values()) < 1e-9

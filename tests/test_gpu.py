@@ -21,7 +21,7 @@ from ntk_laplace.structures import structure_named, structure_names
 from reference import relative_error
 from registry import LIKELIHOODS, NETWORKS, fresh, targets
 from registry_cases import offered
-from verbs import MORE, VERBS, answers, gap
+from verbs import MORE, VERBS, answers, gap, moved
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -59,6 +59,12 @@ def test_every_verb_of_every_structure(network, device, structure):
     limits = {verb: SENSITIVE.get((structure, verb), exact) for verb in ASKED}
     limits |= dict.fromkeys(DRAWN, 0.2) | {"float32": 1e-3}
     assert not {verb: own for verb, own in gaps.items() if isinstance(own, str) or not own <= limits[verb]}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("likelihood", ["gaussian", "classes"])
+def test_the_network_moves_to_the_same_optimum(likelihood, device):
+    assert gap(*(moved(likelihood, torch.device(name)) for name in ("cpu", device))) < 1e-7
 
 
 @pytest.mark.parametrize("device", DEVICES)

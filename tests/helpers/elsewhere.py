@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from registry import LIKELIHOODS, fresh, targets
-from verbs import VERBS, answers, gap
+from verbs import VERBS, answers, gap, moved
 
 NAME = "elsewhere"
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 aten = torch.ops.aten
 CROSSING = {aten._to_copy.default, aten.copy_.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -142,6 +143,8 @@ class Making(TorchFunctionMode):
         wanted = kwargs.get("device")
         if function in (torch.tensor, torch.as_tensor) and wanted is not None and torch.device(wanted).type == NAME:
             return function(*args, **(kwargs | {"device": "cpu"})).to(wanted)
+        if function == SET_DATA and isinstance(args[0], Elsewhere):
+            args[0].inner = args[1].inner
         if function is Tensor.new_tensor and isinstance(args[0], Elsewhere):
             return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device)
         return function(*args, **kwargs)
@@ -172,7 +175,10 @@ def main() -> None:
         with Operations(), Making():
             there = answers(case, y, structure, devices[1])
             found[f"{name} {structure}"] = {verb: gap(here[verb], there[verb]) for verb in VERBS}
-    print(json.dumps(found))
+    ends = {likelihood: moved(likelihood, devices[0]) for likelihood in ("gaussian", "classes")}
+    with Operations(), Making():
+        moves = {likelihood: gap(end, moved(likelihood, devices[1])) for likelihood, end in ends.items()}
+    print(json.dumps({"verbs": found, "moves": moves}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from minima import parts, trained
 from ntk_laplace.model.data import to_device
+from refusals import inputs
 from registry import LIKELIHOODS
 
 Verb = Callable[[ntkl.Posterior, Any, Tensor], Any]
@@ -114,6 +116,14 @@ def answers(
         except Exception as error:
             found[verb] = f"{type(error).__name__}: {error}"
     return found
+
+
+def moved(likelihood: str, device: torch.device) -> Tensor:
+    """Means of f on that device at the network's own optimum without two training points."""
+    x, (y, own) = inputs().to(device), parts(likelihood)
+    network = copy.deepcopy(trained(likelihood)).to(device)
+    posterior = ntkl.laplace(network, (x, y.to(device)), own, ntkl.GaussianPrior(3.0))
+    return posterior.remove([1, 2], linearization="moving").latent_moments(x[:4])[0].detach().cpu()
 
 
 def gap(here: Tensor | str, there: Tensor | str) -> float | str:
