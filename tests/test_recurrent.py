@@ -105,3 +105,12 @@ def test_torchscript_has_the_same_factors(layer, scripted):
     found = [float(ntkl.laplace(one, (x, y), ntkl.Categorical(), structure="kfac").log_marginal_likelihood())
              for one in (network, scripted(network))]  # fmt: skip
     assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_dropout_between_layers_is_refused(layer):
+    """The steps have none, but outputs without a graph do: in training mode the two differ."""
+    network, x = Sequence(layer(3, 4, num_layers=2, dropout=0.5, batch_first=True)), torch.randn(8, 5, 3)
+    with pytest.raises(ntkl.NonDeterministicError, match=r"Call network\.eval"):
+        ntkl.laplace(network.train(), (x, torch.arange(8) % 2), ntkl.Categorical())
+    ntkl.laplace(network.eval(), (x, torch.arange(8) % 2), ntkl.Categorical())
