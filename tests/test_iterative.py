@@ -307,8 +307,9 @@ def test_the_seed_sets_all_random_numbers() -> None:
     fits = (classes(ntkl.Iterative(rank=10, probes=4, seed=s)).posterior_precision for s in (0, 1))
     own, other = (one.refined for one in fits)
     assert not torch.allclose(own.sketch.tests, other.sketch.tests)
+    wished = own.probing.wished
     same, moved = (
-        IterativePrecision(own.curvature, own.sketch, own.base, 4, seed, own.probing.wished, 10) for seed in (0, 1)
+        IterativePrecision(ProbedLogDet(own.curvature, own.sketch, own.base, 4, seed, wished), 10) for seed in (0, 1)
     )
     near, far = (relative_error(one.probing.probed, own.probing.probed) for one in (same, moved))
     assert near < 1e-3 < far

@@ -41,30 +41,20 @@ class IterativePrecision(PosteriorPrecision):
 
     Parameters
     ----------
-    curvature : Curvature
-    sketch : Sketch
-    base : LowRankBase
-        P0 + FᵀF.
-    probes, seed : int
-    wished : callable
-        The wished standard error of `log_det`, in nats, at a value of it: the quadrature's bracket ends at a fraction.
+    probing : ProbedLogDet
+        The estimate of log det B, with the low rank that it is made from.
     most : int
         Largest rank of the sketch.
-    earlier : IterativePrecision, optional
-        The same with fewer probes.
     """
 
     solves_covariance = False
 
-    def __init__(
-        self, curvature: Curvature, sketch: Sketch, base: LowRankBase, probes: int, seed: int, wished: Wished,
-        most: int, earlier: IterativePrecision | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, probing: ProbedLogDet, most: int) -> None:
+        curvature = probing.curvature
         super().__init__(curvature.prior, curvature.shapes, curvature.like)
-        self.curvature, self.sketch, self.base = curvature, sketch, base
-        self.seed, self.most, self._best = seed, min(most, curvature.rank), self
-        before = None if earlier is None else earlier.probing
-        self.probing: ProbedLogDet = ProbedLogDet(curvature, sketch, base, probes, seed, wished, before)
+        self.probing: ProbedLogDet = probing
+        self.curvature, self.sketch, self.base, self.seed = curvature, probing.sketch, probing.base, probing.seed
+        self.most, self._best = min(most, curvature.rank), self
         self._draws = curvature.like.new_zeros(0, len(curvature.like))
 
     def estimates_record(self) -> dict[str, Any]:
@@ -81,7 +71,9 @@ class IterativePrecision(PosteriorPrecision):
     ) -> IterativePrecision:
         """The precision with the estimates of a record, at the hyperparameters of the record."""
         sketch, base = sketch.at(curvature)
-        found, fine = (cls(curvature, sketch, base, wished=wished, **record["own"]) for _ in range(2))
+        own = dict(record["own"])
+        most = own.pop("most")
+        found, fine = (cls(ProbedLogDet(curvature, sketch, base, wished=wished, **own), most) for _ in range(2))
         effective, error = record["effective"]
         vars(found).update(refined=fine, _best=fine, _effective=(effective.to(curvature.like), error))
         vars(fine)["refined"] = fine
@@ -118,13 +110,14 @@ class IterativePrecision(PosteriorPrecision):
             if needed <= probes[1] and (needed - probed) * found.probing.later_steps <= larger:
                 break
         enough = min(max(needed, probes[0]), probes[1])
-        return found if enough <= probed else self._with(found.sketch, found.base, enough, found)
+        return found if enough <= probed else self._with(found.sketch, found.base, enough, found.probing)
 
     def _with(
-        self, sketch: Sketch, base: LowRankBase, probes: int, earlier: IterativePrecision | None = None
+        self, sketch: Sketch, base: LowRankBase, probes: int, earlier: ProbedLogDet | None = None
     ) -> IterativePrecision:
-        return IterativePrecision(self.curvature, sketch, base, probes, self.seed, self.probing.wished, self.most,
-                                  earlier)
+        wished = self.probing.wished
+        probing = ProbedLogDet(self.curvature, sketch, base, probes, self.seed, wished, earlier)
+        return IterativePrecision(probing, self.most)
 
     # --- products in units of the prior
 
@@ -440,7 +433,7 @@ def reaching(
     """
     for sketch, base, _ in growing(curvature, None, ranks, seed):
         wished = tolerance(float(base.log_det()))
-        found = IterativePrecision(curvature, sketch, base, tuning.FIRST_PROBES, seed, tolerance, ranks[1]).estimate
+        found = ProbedLogDet(curvature, sketch, base, tuning.FIRST_PROBES, seed, tolerance).estimate
         if found.value - found.lower <= wished:
             break
     assert isinstance(sketch, RandomSketch) and isinstance(base, LowRankPrecision)
@@ -466,5 +459,6 @@ def grown(
     """
     known = None if sketch is None else sketch.at(curvature)
     start = next(growing(curvature, known, ranks, seed))[:2]
-    first = IterativePrecision(curvature, *start, min(tuning.LANCZOS_PROBES, probes[1]), seed, wished, ranks[1])
+    probing = ProbedLogDet(curvature, *start, min(tuning.LANCZOS_PROBES, probes[1]), seed, wished)
+    first = IterativePrecision(probing, ranks[1])
     return first.improved(probes, lambda one: one.estimate.standard_error / wished(one.estimate.value))

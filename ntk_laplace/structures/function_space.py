@@ -16,6 +16,7 @@ from torch import Tensor
 from ntk_laplace.curvature import DistributedFunctionSpacePrecision, FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.contractions import tile_rows
 from ntk_laplace.model.data import Joined, Missing, RowBuffer, Source
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
@@ -102,8 +103,7 @@ class FunctionSpace(StructureSpec):
         seen = size * problem.num_outputs * e  # cross-covariances of one test point
         chunk = max(1, problem.buffer(tuning.CHUNK_BYTES) // max(1, problem.row_bytes(1)))
         seen = min(chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
-        rows_of_tile = tuning.TILE_ROWS if model.network.device.type == "cpu" else tuning.TILE_DEVICE_ROWS
-        tiles = min(size, rows_of_tile) ** 2 * e
+        tiles = min(size, tile_rows(problem.sample.f)) ** 2 * e
         buffers = max(3 * tiles, 4 * seen // 3) + problem.batch_bytes(problem.buffer(tuning.CHUNK_BYTES))
         buffers += problem.shares_positions * problem.buffer(tuning.TILE_BYTES)
         sent = 0 if share == 1 else size * size // 2 * e + rows

@@ -19,6 +19,7 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.curvature.iterative import IterativePrecision, grown, reaching
 from ntk_laplace.curvature.leading_rows import LeadingRows, leading_rows, restored_sketch
 from ntk_laplace.curvature.low_rank import LowRankPrecision
+from ntk_laplace.curvature.probed_log_det import ProbedLogDet
 from ntk_laplace.curvature.sketch import RandomSketch, Sketch, sketched
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_number, require_whole
 from ntk_laplace.jacobian import Jacobian
@@ -520,7 +521,8 @@ class SketchedStructure(StreamedStructure):
         if self.at.sketch is None or not self.spec.exact:
             return super().solve_at(model, points, gradient)
         there, sketch = self.changed(model, points).curvature(model), self.at.sketch
-        return IterativePrecision(there, *sketch.at(there), 2, 0, lambda _: math.inf, 0).solve(gradient)
+        probing = ProbedLogDet(there, *sketch.at(there), 2, 0, lambda _: math.inf)
+        return IterativePrecision(probing, 0).solve(gradient)
 
     # --- storage
 
