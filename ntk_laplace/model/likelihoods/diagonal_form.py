@@ -66,11 +66,12 @@ class DiagonalForm:
         return total if self.vector is None else total.addmm_(self.vector.T, self.vector, alpha=-1.0)
 
     def squares(self, basis: Tensor | None = None) -> Tensor:
-        """Diagonals of UᵀΛ_nU for columns U (C, m), (N, m); without U those of Λ_n."""
-        if basis is None:
-            return self.diagonal if self.vector is None else self.diagonal - self.vector.square()
-        total = self.diagonal @ basis.square()
-        return total if self.vector is None else total - (self.vector @ basis).square()
+        """Diagonals of UᵀΛ_nU for columns U (C, m), (N, m); without U those of Λ_n. At least zero."""
+        total = self.diagonal if basis is None else self.diagonal @ basis.square()
+        if self.vector is None:
+            return total
+        own = self.vector if basis is None else self.vector @ basis
+        return (total - own.square()).clamp_min(0.0)  # in the null space of Λ rounding gives either sign
 
     def pulled(self, blocks: Tensor) -> Tensor:
         """Derivative in `values` of a function with derivative G_n (N, C, C), symmetric, in Λ_n."""
