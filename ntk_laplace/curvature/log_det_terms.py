@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +15,16 @@ __all__ = ["InputTerm", "LogDetTerm", "Spectrum"]
 
 
 class LogDetTerm(ABC):
-    """A term of log det B, as a function of changes of the log precisions."""
+    """A term of log det B, as a function of changes s of the log precisions."""
 
     @abstractmethod
-    def log_det(self, shift: Tensor) -> Tensor:
-        """The term, 0-d, float64.
+    def value_and_slope(self, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """The term, 0-d, and its derivatives in s, (G,), both float64 and without a graph.
 
         Parameters
         ----------
         shift : Tensor, (G,)
-            Changes of the log precisions of the prior groups, less log c if Λ becomes cΛ. Differentiable once.
+            Changes of the log precisions of the prior groups, less log c if Λ becomes cΛ.
         """
 
 
@@ -45,10 +43,24 @@ class Spectrum(LogDetTerm):
     values: Tensor
     group: int | Tensor
 
-    def log_det(self, shift: Tensor) -> Tensor:
-        """One pass over the eigenvalues."""
-        found: Tensor = _OfSpectrum.apply(shift[self.group], self.values.detach().clamp_min(0.0))
-        return found
+    def value_and_slope(self, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass over the eigenvalues, ∂/∂s = -λe^(-s)/(1 + λe^(-s)).
+
+        It goes in pieces that fit in the CPU cache: otherwise a million eigenvalues take half of the time in memory.
+        """
+        total, slope = shift.new_zeros(()), torch.zeros_like(shift)
+        factors = torch.exp(-shift).to(self.values)
+        for start in range(0, len(self.values), tuning.EIGENVALUES):
+            part = slice(start, start + tuning.EIGENVALUES)
+            group = self.group if isinstance(self.group, int) else self.group[part]
+            ratio = self.values[part].clamp_min(0.0).mul_(factors[group])
+            total += torch.log1p(ratio).sum().to(shift)  # each piece in its own dtype, their sum in double
+            used = ratio.div_(ratio + 1)
+            if isinstance(group, int):
+                slope[group] -= used.sum().to(shift)
+            else:
+                slope.index_add_(0, group, used.to(shift), alpha=-1.0)
+        return total, slope
 
 
 @dataclass(frozen=True)
@@ -69,53 +81,15 @@ class InputTerm(LogDetTerm):
     inputs: Tensor
     group: Tensor
 
-    def log_det(self, shift: Tensor) -> Tensor:
-        """One eigendecomposition of the inputs' side."""
-        found: Tensor = _OfInputs.apply(shift[self.group], self.outputs.detach(), self.inputs.detach())
-        return found
+    def value_and_slope(self, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_ok log(1 + β_o α_k) for the eigenvalues α of E A E, from one eigendecomposition.
 
-
-class _OfSpectrum(torch.autograd.Function):
-    """Σ log(1 + λ_i e^(-s)) for one s, or one for each λ_i, with its derivative from the same pass.
-
-    Processed in pieces that fit in the CPU cache: otherwise a million eigenvalues take half of the time in memory.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, shift: Tensor, values: Tensor) -> Tensor:
-        total, slope = shift.new_zeros(()), []
-        factor = torch.exp(-shift).to(values)
-        factors = factor.expand_as(values).split(tuning.EIGENVALUES) if factor.ndim else repeat(factor)
-        for part, own in zip(values.split(tuning.EIGENVALUES), factors, strict=False):
-            ratio = part * own
-            total += torch.log1p(ratio).sum().to(shift)  # each piece in its own dtype, their sum in double
-            used = ratio.div_(ratio + 1)
-            slope.append(used if factor.ndim else used.sum().to(shift))
-        ctx.slope = torch.cat(slope).to(shift) if factor.ndim else sum(slope, shift.new_zeros(()))
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return -upstream * ctx.slope, None
-
-
-class _OfInputs(torch.autograd.Function):
-    """Σ_ok log(1 + β_o α_k) for the eigenvalues α of E A E.
-
-    With its eigenvectors U, ∂/∂s_i = -Σ_k U_ik² Σ_o β_oα_k/(1 + β_oα_k).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, shift: Tensor, outputs: Tensor, inputs: Tensor) -> Tensor:
-        scale = torch.exp(-0.5 * shift).to(inputs)
-        values, vectors = symmetric_eigen(inputs * scale.unsqueeze(1) * scale.unsqueeze(2))
-        ratio = outputs.unsqueeze(2) * values.clamp_min(0.0).unsqueeze(1)
-        used = (ratio / (1 + ratio)).sum(1).unsqueeze(2)
-        ctx.slope = (vectors.square() @ used).squeeze(2).to(shift)
-        return torch.log1p(ratio).sum(dtype=shift.dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return -upstream * ctx.slope, None, None
+        With its eigenvectors U, ∂/∂s_i = -Σ_k U_ik² Σ_o β_oα_k/(1 + β_oα_k).
+        """
+        scale = torch.exp(-0.5 * shift).to(self.inputs)[self.group]
+        values, vectors = symmetric_eigen(self.inputs * scale.unsqueeze(1) * scale.unsqueeze(2))
+        ratio = self.outputs.unsqueeze(2) * values.clamp_min(0.0).unsqueeze(1)
+        total = torch.log1p(ratio).sum(dtype=shift.dtype)
+        used = ratio.div_(ratio + 1).sum(1).unsqueeze(2)
+        own = (vectors.square() @ used).flatten().to(shift)
+        return total, torch.zeros_like(shift).index_add_(0, self.group.flatten(), own, alpha=-1.0)

@@ -15,7 +15,7 @@ from ntk_laplace.model.network import Caller
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["Objective", "in_mode"]
+__all__ = ["Objective", "constant", "in_mode"]
 
 
 class Objective:
@@ -58,6 +58,7 @@ class Objective:
         means = self._layout.named(prior.flat_mean())
         self._means = [means[name].to(p) if bool(means[name].any()) else None for name, p in self.parameters.items()]
         self._pull: list[Tensor | float] = []
+        self._settled: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -78,7 +79,10 @@ class Objective:
     def settle(self) -> None:
         """Read the current precisions; must be called after they change."""
         with torch.no_grad():
-            own = (self._prior.precision / self.scale).cpu()
+            now = self._prior.precision
+            if self._settled is not None and torch.equal(now, self._settled):
+                return
+            self._settled, own = now, (now / self.scale).cpu()
             places = map(self._prior.group_of, self.parameters)
             self._pull = [own[place].view(p.shape).to(p) if isinstance(place, Tensor) else float(own[place])
                           for place, p in zip(places, self.parameters.values(), strict=True)]
@@ -101,11 +105,16 @@ class Objective:
 
     def full_gradient(self, batches: Iterable[tuple[Inputs, Tensor, Tensor | None]]) -> float:
         """Set the parameters' gradients from all examples, batch by batch; return the negative log joint, nats."""
+        value = self.fit_gradient(batches)
+        self._add_pull()
+        return value + float(self.energy())
+
+    def fit_gradient(self, batches: Iterable[tuple[Inputs, Tensor, Tensor | None]]) -> float:
+        """`full_gradient` without the prior's part: of the negative log likelihood alone, which is returned, nats."""
         for parameter in self.parameters.values():
             parameter.grad = None
         fit = [self._add_fit(x, y, weights, 1.0).double() for x, y, weights in batches]
-        self._add_pull()
-        return float(torch.stack(fit).sum()) + float(self.energy())
+        return float(torch.stack(fit).sum())
 
     def _add_fit(self, x: Inputs, y: Tensor, weights: Tensor | None, factor: float) -> Tensor:
         """Add the gradient of a batch's negative log likelihood times `factor`; return this product, nats."""
@@ -113,10 +122,11 @@ class Objective:
         f = self._caller(x)
         f = f.unsqueeze(1) if f.ndim == 1 else f
         targets = self._likelihood.targets(y, n, self._c)
-        log_prob = self._likelihood.log_prob(f, targets)
+        with constant(self._likelihood):  # through its hyperparameters a small network's graph would take half as long again
+            log_prob = self._likelihood.log_prob(f, targets)
         log_prob = log_prob if weights is None else log_prob * weights.to(log_prob)
         loss = -factor * log_prob.sum()
-        # only the network's parameters: the gradients of the likelihood's hyperparameters must not change
+        # gradients of anything else, such as inputs, must not change
         (loss / self.scale).backward(inputs=list(self.parameters.values()))
         return loss.detach()
 
@@ -149,7 +159,7 @@ class Objective:
             self.parameters[name].copy_(value)
 
     def flat_gradient(self) -> Tensor:
-        """The gradient of the negative log joint that `gradient` or `full_gradient` has set, nats."""
+        """The gradient that `gradient`, `full_gradient` or `fit_gradient` has set, nats."""
         named = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         return self._layout.flat(named).double() * self.scale
 
@@ -164,6 +174,19 @@ class Objective:
         """½ (θ-μ0)ᵀP0(θ-μ0) at the current weights and the precisions of `settle`, nats, float64."""
         parts = [(pull * away.double().square()).sum() for _, away, pull in self._away()]
         return 0.5 * self.scale * torch.stack(parts).sum()
+
+
+@contextmanager
+def constant(module: nn.Module) -> Iterator[None]:
+    """Treat a module's parameters as constants within a block."""
+    moving = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in moving:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in moving:
+            parameter.requires_grad_(True)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ class Descent:
         before = self.value
         self._optimizer.param_groups[0].update(max_iter=iterations, max_eval=4 * iterations)
         self._optimizer.step(lambda: torch.tensor(self._evaluate(), dtype=torch.float64))
-        return before - self.value > self._rounding()
+        return before - self.value > self.rounding
 
     def settle(self) -> None:
         """Put the best weights so far into the network."""
@@ -144,8 +144,9 @@ class Descent:
         return torch.optim.LBFGS([self._u], history_size=tuning.LBFGS_PAIRS, tolerance_grad=0.0, tolerance_change=0.0,
                                  line_search_fn="strong_wolfe")
 
-    def _rounding(self) -> float:
-        """Differences of the objective's values that rounding alone may cause."""
+    @property
+    def rounding(self) -> float:
+        """Differences of the objective's values that rounding alone may cause, nats."""
         eps = max(torch.finfo(p.dtype).eps for p in self._objective.parameters.values())
         return 4.0 * eps * (1.0 + abs(self.value))
 
@@ -153,8 +154,9 @@ class Descent:
         """Negative log joint at u, whose gradient is set."""
         u = self._u.detach()
         self._objective.move_to(self._mean + self._scale * u)
-        value = self._objective.full_gradient(self._data)
-        gradient = self._scale * self._objective.flat_gradient()
+        # the prior's part of the negative log joint is ½‖u‖²
+        value = self._objective.fit_gradient(self._data) + 0.5 * float(u.square().sum())
+        gradient = u + self._scale * self._objective.flat_gradient()
         if not (math.isfinite(value) and bool(gradient.isfinite().all())) and math.isfinite(self.value):
             away, height = u - self._best, 1.0 + abs(self.value)  # a finite wall turns the line search back
             self._u.grad = 2.0 * height * away / away.square().sum()

@@ -37,7 +37,7 @@ def converged(
     steps : int
         Iterations of L-BFGS at most.
     tolerance : float
-        A warning is issued above it.
+        A warning is issued above it, and above what rounding of the log joint hides.
     aim : float
         At most the tolerance.
     progress : bool, optional
@@ -80,7 +80,7 @@ def converged(
                 descent.anneal(tuning.ANNEALING_STEPS, tuning.MINIBATCH)
     finally:
         descent.settle()
-    if decrement > tolerance:
+    if decrement > max(tolerance, descent.rounding / data.num_examples):  # no step can gain what rounding hides
         _report(descent, decrement, tolerance, steps)
     return fitted
 

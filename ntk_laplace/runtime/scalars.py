@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Scalar", "scalar"]
+__all__ = ["Scalar", "plain", "scalar"]
 
 
 class Scalar(Tensor):
@@ -39,17 +39,21 @@ class Scalar(Tensor):
         return format(self.item(), spec)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # mypy reads torch's keyword as unnamed
-        return self._plain().__repr__(**options)
+        return plain(self).__repr__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def _plain(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+        return plain(self).__reduce_ex__(protocol)
 
 
 def scalar(value: Tensor) -> Tensor:
     """Return one number with a gradient as a `Scalar`, the same node of the graph; any other tensor as it is."""
     number = type(value) is Tensor and value.ndim == 0 and value.is_floating_point()  # other subclasses stay
     return value.as_subclass(Scalar) if number and value.requires_grad else value
+
+
+def plain(value: Tensor) -> Tensor:
+    """Return a `Scalar` as a tensor, the same node of the graph; its operations are faster. Others stay as they are."""
+    if type(value) is not Scalar:
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)

@@ -262,7 +262,7 @@ class Gaussian(PerOutput):
     def _solved(self, error: Tensor, f: Tensor, there: Tensor | None) -> Tensor:
         """``Σ⁻¹ error`` over the observed targets, (N, C)."""
         if self.coupling is None:
-            return error * (-self._log_variance(f)).exp()
+            return error * (-self._own_log_variance(f)).exp()
         self._resolve(len(f), f.shape[1], ("covariance",))
         if there is None:
             return torch.cholesky_solve(error.mT, self._factor(f)).mT
@@ -275,12 +275,16 @@ class Gaussian(PerOutput):
 
     def _log_variance(self, f: Tensor) -> Tensor:
         """Log variances for each point and output of f, (N, C)."""
+        return self._own_log_variance(f).expand(f.shape)
+
+    def _own_log_variance(self, f: Tensor) -> Tensor:
+        """The log variances, in a shape that broadcasts to (N, C)."""
         if self.kind == "point" and len(self.log_noise) != len(f):
             raise self._no_noise(f"{len(f)} other points")
         kind = self._resolve(*f.shape)
         values = self.log_noise.to(f)
         column = kind == "point" and values.dim() == 1
-        return (values.unsqueeze(1) if column else values).expand(f.shape)
+        return values.unsqueeze(1) if column else values
 
     def _factor(self, like: Tensor) -> Tensor:
         """Cholesky factor U diag(√D) of the covariance, in the dtype and device of `like`."""

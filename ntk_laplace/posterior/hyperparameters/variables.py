@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ntk_laplace.curvature import LogDetTerm
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.scalars import plain
 
 __all__ = ["Evidence", "Variables", "local_evidence", "spectral_evidence", "with_hyperprior"]
 
@@ -156,7 +157,7 @@ class Variables:
     def value_and_gradient(self, evidence: Callable[[], Tensor]) -> tuple[float, Tensor]:
         """Evidence at the current values, and its gradient in the logarithms."""
         with torch.enable_grad():
-            value = evidence()
+            value = plain(evidence())
             gradients = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
         unused = [name for name, g in zip(self.parameters, gradients, strict=True) if g is None]
         if unused:  # a checkpoint without data, or a likelihood that does not use its parameter
@@ -196,19 +197,43 @@ def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) 
     with torch.no_grad():
         log_precision, distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
         log_scale = None if scale is None else scale.detach().clone()
-        log_likelihood = posterior.log_likelihood()
+        log_likelihood = plain(posterior.log_likelihood())
 
     def evidence() -> Tensor:
-        shift = (prior.log_precision - log_precision).double()
+        joint = plain(posterior.log_likelihood()) if moving else log_likelihood
         now = posterior.log_scale() if moving else None
-        if now is not None and log_scale is not None:
-            shift = shift - (now - log_scale).double()
-        joint = posterior.log_likelihood() if moving else log_likelihood
-        joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
-        log_det = torch.stack([term.log_det(shift) for term in terms]).sum()
-        return joint - 0.5 * log_det.to(joint)  # [I21] Eq. 8, 9
+        rest = _PriorAndLogDet.apply(prior.log_precision, now, log_precision, log_scale, distances, terms)
+        return joint + rest.to(joint)  # [I21] Eq. 8, 9
 
     return evidence
+
+
+class _PriorAndLogDet(torch.autograd.Function):
+    """-½ Σ δ_g d_g - ½ log det B at log precisions and at a log c by which Λ is multiplied, if it moves.
+
+    Its derivatives come from the same pass: a graph of the few numbers takes longer than they do.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, log_precision: Tensor, log_scale: Tensor | None, log_precision_before: Tensor,
+        log_scale_before: Tensor | None, distances: Tensor, terms: Sequence[LogDetTerm],
+    ) -> Tensor:  # fmt: skip
+        shift = (log_precision - log_precision_before).double()
+        if log_scale is not None and log_scale_before is not None:
+            shift = shift - (log_scale - log_scale_before).double()
+        parts = [term.value_and_slope(shift) for term in terms]
+        slope = sum((own for _, own in parts), torch.zeros_like(shift))
+        energies = log_precision.exp().to(distances) * distances
+        ctx.by_precision = -0.5 * (energies + slope)
+        ctx.by_scale = None if log_scale is None else (0.5 * slope.sum()).to(log_scale)
+        return -0.5 * (energies.sum() + sum((value for value, _ in parts), shift.new_zeros(())))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        by_scale = None if ctx.by_scale is None else upstream * ctx.by_scale
+        return upstream * ctx.by_precision, by_scale, None, None, None, None
 
 
 def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> Callable[[], Tensor] | None:
@@ -230,7 +255,7 @@ def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> 
         now = posterior.log_scale() if moving else None
         if now is not None and log_scale is not None:
             shift = shift - (now - log_scale).double()
-        joint = posterior.log_likelihood()
+        joint = plain(posterior.log_likelihood())
         joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
         return joint - 0.5 * log_det(shift).to(joint)  # [I21] Eq. 8
 
