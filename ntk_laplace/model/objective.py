@@ -54,6 +54,7 @@ class Objective:
         self._likelihood, self._prior = likelihood, prior
         self.num_examples, self._c, self._weight = num_examples, num_outputs, weight
         self.parameters = {name: p for name, p in caller.module.named_parameters() if p.requires_grad}
+        self._weights, self._hyperparameters = list(self.parameters.values()), list(likelihood.parameters())
         self._layout = ParameterLayout({name: p.shape for name, p in self.parameters.items()})
         means = self._layout.named(prior.flat_mean())
         self._means = [means[name].to(p) if bool(means[name].any()) else None for name, p in self.parameters.items()]
@@ -90,6 +91,8 @@ class Objective:
     def gradient(self, x: Inputs, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """Set the parameters' gradients from one minibatch; return its negative log likelihood, scaled to N, nats.
 
+        Gradients that are there are replaced.
+
         Raises
         ------
         DataError
@@ -99,6 +102,7 @@ class Objective:
             raise DataError("example weights in the minibatches and in the data of the evidence, or in neither",
                             f"them in {'the evidence data' if weights is None else 'the minibatches'} alone",
                             "Pass (X, y, w) for both.")
+        self._clear()
         loss = self._add_fit(x, y, weights, self.num_examples / num_examples(x))
         self._add_pull()
         return loss
@@ -111,10 +115,13 @@ class Objective:
 
     def fit_gradient(self, batches: Iterable[tuple[Inputs, Tensor, Tensor | None]]) -> float:
         """`full_gradient` without the prior's part: of the negative log likelihood alone, which is returned, nats."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self._clear()
         fit = [self._add_fit(x, y, weights, 1.0).double() for x, y, weights in batches]
         return float(torch.stack(fit).sum())
+
+    def _clear(self) -> None:
+        for parameter in self._weights:
+            parameter.grad = None
 
     def _add_fit(self, x: Inputs, y: Tensor, weights: Tensor | None, factor: float) -> Tensor:
         """Add the gradient of a batch's negative log likelihood times `factor`; return this product, nats."""
@@ -122,28 +129,28 @@ class Objective:
         f = self._caller(x)
         f = f.unsqueeze(1) if f.ndim == 1 else f
         targets = self._likelihood.targets(y, n, self._c)
-        with constant(self._likelihood):  # through its hyperparameters a small network's graph would take half as long again
+        with constant(self._hyperparameters):  # a graph through them takes half as long as that of a small network
             log_prob = self._likelihood.log_prob(f, targets)
         log_prob = log_prob if weights is None else log_prob * weights.to(log_prob)
         loss = -factor * log_prob.sum()
         # gradients of anything else, such as inputs, must not change
-        (loss / self.scale).backward(inputs=list(self.parameters.values()))
+        (loss / self.scale).backward(inputs=self._weights)
         return loss.detach()
 
-    @torch.no_grad()
     def _add_pull(self) -> None:
         """Add the prior's gradient, P0 (θ - μ0)."""
-        for parameter, away, pull in self._away():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if isinstance(pull, float):
-                parameter.grad.add_(away, alpha=pull)
-            else:
-                parameter.grad.addcmul_(pull, away)
+        with torch.no_grad():
+            for parameter, away, pull in self._away():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if isinstance(pull, float):
+                    parameter.grad.add_(away, alpha=pull)
+                else:
+                    parameter.grad.addcmul_(pull, away)
 
     def _away(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor | float]]:
         """Each parameter θ_i, θ_i - μ0_i, and its precision over the scale of the loss."""
-        for parameter, mean, pull in zip(self.parameters.values(), self._means, self._pull, strict=True):
+        for parameter, mean, pull in zip(self._weights, self._means, self._pull, strict=True):
             yield parameter, parameter if mean is None else parameter - mean, pull
 
     # --- the weights as a flat vector, (P,), float64
@@ -169,17 +176,18 @@ class Objective:
             device = self.theta().device
             return self._prior.flat_mean().to(device), self._prior.flat_precision().rsqrt().to(device)
 
-    @torch.no_grad()
     def energy(self) -> Tensor:
         """½ (θ-μ0)ᵀP0(θ-μ0) at the current weights and the precisions of `settle`, nats, float64."""
-        parts = [(pull * away.double().square()).sum() for _, away, pull in self._away()]
-        return 0.5 * self.scale * torch.stack(parts).sum()
+        with torch.no_grad():
+            parts = [pull * torch.linalg.vector_norm(away, dtype=torch.float64).square() if isinstance(pull, float)
+                     else (pull * away.double().square()).sum() for _, away, pull in self._away()]
+            return 0.5 * self.scale * torch.stack(parts).sum()
 
 
 @contextmanager
-def constant(module: nn.Module) -> Iterator[None]:
-    """Treat a module's parameters as constants within a block."""
-    moving = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Treat parameters as constants within a block."""
+    moving = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in moving:
         parameter.requires_grad_(False)
     try:

@@ -131,7 +131,6 @@ class Descent:
         for _ in range(epochs):
             for x, y, weights in self._data.minibatches(size, generator):
                 optimizer.param_groups[0]["lr"] = 0.5 * _RATE * (1.0 + math.cos(math.pi * done / total))
-                optimizer.zero_grad()
                 self._objective.gradient(x, y, weights)
                 optimizer.step()
                 done += 1

@@ -20,8 +20,9 @@ FORMAT = FileFormat(
 
 
 def optimizer_words(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's class and initial options; the current learning rate is not included."""
-    plain = {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, str, tuple))}
+    """The optimizer's class and initial options; the current learning rate is not included, nor which kernel runs."""
+    plain = {name: value for name, value in optimizer.defaults.items()
+             if isinstance(value, (int, float, str, tuple)) and name != "fused"}
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
 
 

@@ -34,6 +34,7 @@ from ntk_laplace.runtime.serialization import Autosave, require_writable
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.training import state
+from ntk_laplace.training.adam import adam
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
 from ntk_laplace.training.model import Model
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
@@ -184,7 +185,7 @@ def train_with_evidence(
                   targets)
     by_batch = scheduler is not None and scheduler_interval == "batch"
     annealed = optimizer is None and scheduler is None
-    optimizer = _optimizer(partial(torch.optim.Adam, lr=_RATE) if optimizer is None else optimizer, network)
+    optimizer = _optimizer(partial(adam, learning_rate=_RATE) if optimizer is None else optimizer, network)
     if annealed:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     scheduler = _scheduler(scheduler, optimizer, by_batch)
@@ -264,6 +265,7 @@ def _call(run: Run, epochs: int, callbacks: Sequence[Callback], evaluated: bool)
         )  # fmt: skip
         callback(seen)
         run.stopped = seen.stopped
+        run.model.network.train()  # it may have evaluated the network
 
 
 def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) -> tuple[Inputs, Tensor] | None:

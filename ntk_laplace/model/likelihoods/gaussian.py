@@ -148,7 +148,7 @@ class Gaussian(PerOutput):
         error, there = self._error(f, y)
         distance = (self._solved(error, f, there) * error).sum(-1)
         count = f.shape[-1] if there is None else there.sum(-1).to(f)
-        return -0.5 * (distance + self._log_det(f, there) + count * math.log(2 * math.pi))
+        return -0.5 * (distance + (self._log_det(f, there) + count * math.log(2 * math.pi)))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``Σ⁻¹ (y - f)`` ([T20] Table 2.1) over the observed targets, 0 for the others, (N, C)."""
@@ -296,8 +296,10 @@ class Gaussian(PerOutput):
 
     def _log_det(self, f: Tensor, there: Tensor | None) -> Tensor:
         if self.coupling is None:
-            values = self._log_variance(f)
-            return (values if there is None else values * there).sum(-1)
+            values = self._own_log_variance(f)
+            if there is None and values.ndim == 0:
+                return values * f.shape[-1]
+            return (values.expand(f.shape) if there is None else values * there).sum(-1)
         if there is None:
             return self.log_noise.to(f).sum()  # det U = 1
         return 2.0 * self._marginal_factor(f, there).diagonal(dim1=-2, dim2=-1).log().sum(-1)

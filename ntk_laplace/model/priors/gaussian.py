@@ -205,7 +205,9 @@ class GaussianPrior(nn.Module):
         Differentiable.
         """
         logs = self._log_precision()[self.inputs]
-        return -0.5 * ((logs - logs.mean()) / self.spread).square().sum() if self.has_hyperprior else logs.new_zeros(())
+        if not self.has_hyperprior:
+            return logs.new_zeros(())
+        return logs.var(correction=0) * (-0.5 * len(logs) / self.spread**2)
 
     # --- mean and energy -----------------------------------------------------------------------------------
 

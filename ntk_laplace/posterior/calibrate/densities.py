@@ -80,10 +80,10 @@ class Objective(Protocol):
     Attributes
     ----------
     samples : tuple of int or None
-        Points of f for the grid of a search and for the search itself; None for all, or if there are none.
+        Points of f for the grid of a search, and for one search after the other; None for all, or if there are none.
     """
 
-    samples: tuple[int | None, int | None]
+    samples: tuple[int | None, ...]
 
     def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
         """Terms of the weighted mean of log p(y_n), nats per point, whose sum is that mean.
@@ -129,7 +129,7 @@ class NormalDensities:
     """
 
     names: tuple[str, ...] = ("scale", "noise")
-    samples: tuple[int | None, int | None] = None, None
+    samples: tuple[int | None, ...] = None, None
 
     def __init__(self, points: LeftOut, noise: Tensor, observed: Tensor | None) -> None:
         error = points.targets.reshape(points.mean.shape).to(points.mean) - points.mean
@@ -178,7 +178,7 @@ class SampledDensities:
         self._likelihood, self._points = likelihood, points
         n, c = points.mean.shape
         searched = min(_SAMPLES, max(_FEWEST_SAMPLES, tuning.SEARCHED_OUTPUTS // (n * c)))
-        self.samples: tuple[int | None, int | None] = _GRID_SAMPLES, searched
+        self.samples: tuple[int | None, ...] = _GRID_SAMPLES, *sorted({_FEWEST_SAMPLES, searched})
         self._z = normal_points(_SAMPLES, c).to(points.mean)
         self._root = covariance_root(points.covariance)
         self._share = points.weights / points.weights.sum()

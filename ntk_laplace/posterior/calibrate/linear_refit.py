@@ -39,7 +39,7 @@ class LinearLeaveOneOut:
         Exact, with a Gaussian likelihood.
     """
 
-    samples: tuple[int | None, int | None] = None, None
+    samples: tuple[int | None, ...] = None, None
 
     def __init__(self, fitted: FittedModel) -> None:
         points, likelihood, model = fitted.points, fitted.likelihood, fitted.model
