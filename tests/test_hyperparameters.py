@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.posterior.hyperparameters import Ascent, variables
+from ntk_laplace.posterior.hyperparameters import Ascent, SpectralEvidence, Variables
 from ntk_laplace.posterior.hyperparameters.maximize import _Search
 from ntk_laplace.runtime import tuning
 
@@ -107,7 +107,7 @@ def test_only_what_is_named_moves(regression) -> None:
     posterior = fit(regression, "gp", 5.0)
     posterior.fit_hyperparameters(parameters="precision")
     assert posterior.likelihood.noise.item() == pytest.approx(0.04)
-    both = variables.Variables(posterior, ["likelihood", "precision"])
+    both = Variables(posterior, ["likelihood", "precision"])
     assert sorted(both.names) == ["noise", "precision[0]", "precision[2]"]
 
 
@@ -161,15 +161,17 @@ def test_the_input_factor_gives_the_evidence_at_any_precisions(inputs) -> None:
     """Of KFAC with a precision for each input: value and gradient elsewhere are those of a factorization there."""
     network, data = inputs
     posterior = ntkl.laplace(network, data, ntkl.Gaussian(0.3), ntkl.GaussianPrior(0.7, groups="input"), "kfac")
-    evidence = variables.spectral_evidence(posterior, posterior.network.theta, ["precision", "noise"])
+    evidence = SpectralEvidence.of(posterior, posterior.network.theta, ["precision", "noise"])
     assert evidence is not None
     with torch.no_grad():
         posterior.prior.log_precision.add_(torch.randn_like(posterior.prior.log_precision))
         posterior.likelihood.log_noise.add_(0.7)
-    moved = posterior.prior.log_precision, posterior.likelihood.log_noise
-    for one, other in zip(*[(value, *torch.autograd.grad(value, moved))
-                            for value in (evidence(), posterior.log_marginal_likelihood())], strict=True):
-        torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-10, atol=1e-10)
+    moved = {"precision": posterior.prior.log_precision, "noise": posterior.likelihood.log_noise}
+    value, gradients = evidence.value_and_gradients(moved)
+    expected = posterior.log_marginal_likelihood()
+    slopes = torch.autograd.grad(expected, list(moved.values()))
+    for one, other in zip((value, evidence.value(), *gradients), (expected, expected, *slopes), strict=True):
+        torch.testing.assert_close(one, other.detach().as_subclass(torch.Tensor), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("structure", "method"), [("kfac", "lbfgs"), ("gp", "lbfgs"), ("kfac", "adam")])

@@ -204,7 +204,10 @@ def test_the_hyperprior_is_that_of_the_inputs_alone() -> None:
     precision = {"body.0.weight": torch.tensor([1.0, 3.0]).exp(), "": 9.0, "body.0": 9.0, "body.1": 9.0, "head": 9.0}
     for width, expected in ((0.5, -4.0), (2.0, -0.25), (float("inf"), 0.0)):
         prior = GaussianPrior(precision, groups="input", spread=width).bind(SHAPES)
-        assert prior.log_hyperprior().item() == pytest.approx(expected, rel=1e-6)
+        density = prior.log_hyperprior()
+        assert density.item() == pytest.approx(expected, rel=1e-6)
+        slope = torch.autograd.grad(density, prior.log_precision)[0] if prior.has_hyperprior else torch.zeros(6)
+        torch.testing.assert_close(prior.hyperprior_slope(), slope.double(), rtol=1e-12, atol=1e-12)
         assert prior.has_hyperprior == (width < float("inf")) and prior.inputs == slice(0, 2)
         again = GaussianPrior.from_record(prior.record(), SHAPES)
         assert again.spread == width and torch.equal(again.log_precision, prior.log_precision)

@@ -209,6 +209,15 @@ class GaussianPrior(nn.Module):
             return logs.new_zeros(())
         return logs.var(correction=0) * (-0.5 * len(logs) / self.spread**2)
 
+    def hyperprior_slope(self) -> Tensor:
+        """Derivatives of `log_hyperprior` in the log precisions, (G,), without a graph."""
+        logs = self._log_precision().detach()
+        slope = torch.zeros_like(logs)
+        if self.has_hyperprior:
+            own = logs[self.inputs]
+            slope[self.inputs] = (own.mean() - own) / self.spread**2
+        return slope
+
     # --- mean and energy -----------------------------------------------------------------------------------
 
     def flat_mean(self) -> Tensor:

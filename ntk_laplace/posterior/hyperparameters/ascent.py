@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
-from ntk_laplace.posterior.hyperparameters.variables import Evidence, Variables, spectral_evidence, with_hyperprior
+from ntk_laplace.posterior.hyperparameters.objectives import (
+    Differentiable,
+    Evidence,
+    Objective,
+    SpectralEvidence,
+    with_hyperprior,
+)
+from ntk_laplace.posterior.hyperparameters.variables import Variables
 
 __all__ = ["Ascent"]
 
@@ -52,8 +59,8 @@ class Ascent:
         """
         variables = Variables(posterior, self.which)
         with variables.alone():
-            evidence = spectral_evidence(posterior, theta, list(variables.parameters)) if steps > 1 else None
-            evidence = posterior.log_marginal_likelihood if evidence is None else evidence
+            spectral = SpectralEvidence.of(posterior, theta, list(variables.parameters)) if steps > 1 else None
+            evidence: Objective = Differentiable(posterior.log_marginal_likelihood) if spectral is None else spectral
             logs, optimizer = self._bound(variables)
             low, high = variables.box(self.bounds)
             before, objective = None, with_hyperprior(evidence, posterior.prior)
@@ -67,8 +74,7 @@ class Ascent:
                 with torch.no_grad():
                     logs.copy_(torch.minimum(torch.maximum(logs, low), high))
                 variables.set(logs.detach())
-            with torch.no_grad():
-                after = float(evidence())
+            after = float(evidence.value())
         if not math.isfinite(after):
             raise _not_finite(after)
         return (after if before is None else before), after

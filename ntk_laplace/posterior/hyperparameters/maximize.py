@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,15 @@ from ntk_laplace.errors import (
 )
 from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.posterior.hyperparameters.history import HyperparameterHistory
-from ntk_laplace.posterior.hyperparameters.variables import (
+from ntk_laplace.posterior.hyperparameters.objectives import (
+    Differentiable,
     Evidence,
-    Variables,
+    Objective,
+    SpectralEvidence,
     local_evidence,
-    spectral_evidence,
     with_hyperprior,
 )
+from ntk_laplace.posterior.hyperparameters.variables import Variables
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 
@@ -81,14 +83,15 @@ def maximize(
     variables = Variables(posterior, parameters)
     if method == "mackay":
         _require_fixed_point(posterior, set(variables.parameters), correction)
-    evidence = None if correction else spectral_evidence(posterior, theta, list(variables.parameters))
+    which = list(variables.parameters)
+    evidence: Objective | None = None if correction else SpectralEvidence.of(posterior, theta, which)
     # the gradient of an estimate is another estimate: a search needs a function and its own gradient
     searched = evidence is None and not correction and method != "mackay"
-    local = local_evidence(posterior, theta, list(variables.parameters)) if searched else None
+    local = local_evidence(posterior, theta, which) if searched else None
     if estimated and searched and local is None:
-        _follow_an_estimate(method, list(variables.parameters))
+        _follow_an_estimate(method, which)
     if evidence is None:
-        evidence = partial(posterior.log_marginal_likelihood, correction=correction)
+        evidence = Differentiable(partial(posterior.log_marginal_likelihood, correction=correction))
     search = _Search(variables, with_hyperprior(evidence, posterior.prior), bounds, steps, tolerance)
     history = search.history = HyperparameterHistory(method, variables.names)
     try:
@@ -118,7 +121,7 @@ def _run(
 
 
 def _by_local_models(
-    search: _Search, local: Callable[[], Tensor], bounds: tuple[float, float], method: str, posterior: Evidence,
+    search: _Search, local: Objective, bounds: tuple[float, float], method: str, posterior: Evidence,
     theta: Tensor, rate: float, progress: bool | None,
 ) -> None:  # fmt: skip
     """Maximize local models in turn, each made where the one before has its maximum; a step is one of them.
@@ -157,10 +160,9 @@ class _Search:
     history: HyperparameterHistory
 
     def __init__(
-        self, variables: Variables, evidence: Callable[[], Tensor], bounds: tuple[float, float], steps: int,
-        tolerance: float,
-    ) -> None:  # fmt: skip
-        self.variables, self.evidence, self.steps, self.tolerance = variables, evidence, steps, tolerance
+        self, variables: Variables, objective: Objective, bounds: tuple[float, float], steps: int, tolerance: float
+    ) -> None:
+        self.variables, self.objective, self.steps, self.tolerance = variables, objective, steps, tolerance
         self.low, self.high = variables.box(bounds)
         self.start = variables.get()
         self._logs: list[Tensor] = []
@@ -173,7 +175,7 @@ class _Search:
     def at(self, logs: Tensor) -> tuple[float, Tensor]:
         """Evidence and gradient at these logarithms."""
         self.variables.set(logs)
-        return self.variables.value_and_gradient(self.evidence)
+        return self.variables.value_and_gradient(self.objective)
 
     def note(self, value: float, logs: Tensor, gradient: Tensor) -> None:
         """Record one step."""

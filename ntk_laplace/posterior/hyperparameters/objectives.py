@@ -1,0 +1,235 @@
+"""What searches over hyperparameters maximize: the evidence, with the prior's hyperprior, and its gradient."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.curvature import LogDetTerm
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.scalars import plain
+
+__all__ = ["Differentiable", "Evidence", "Objective", "SpectralEvidence", "local_evidence", "with_hyperprior"]
+
+
+class Evidence(Protocol):
+    """The interface of a posterior that the optimizers use."""
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """The prior."""
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the algebra."""
+
+    @property
+    def f(self) -> Tensor:
+        """Outputs at the training points, (N, C)."""
+
+    @property
+    def targets(self) -> Tensor:
+        """Training targets."""
+
+    @property
+    def weights(self) -> Tensor:
+        """Example weights, (N,)."""
+
+    def log_likelihood(self) -> Tensor:
+        """Σ log p(y_n given f_n), differentiable in the likelihood's hyperparameters."""
+
+    def log_scale(self) -> Tensor | None:
+        """Log of the scalar by which the likelihood's hyperparameters multiply the curvature; None if not a scalar."""
+
+    def log_det_terms(self) -> Sequence[LogDetTerm] | None:
+        """Terms whose sum is log det B at any precisions; None if the structure has none."""
+
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """log det B in changes of the log precisions, near the present ones; None where it is not estimated."""
+
+    def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
+        """Evidence in nats, differentiable in the hyperparameters."""
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g, (G,)."""
+
+
+class Objective(ABC):
+    """A function of a posterior's present hyperparameters."""
+
+    @abstractmethod
+    def value(self) -> Tensor:
+        """In nats, 0-d."""
+
+    @abstractmethod
+    def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+        """The value, and its gradient in each of these, which `Variables` names."""
+
+
+class Differentiable(Objective):
+    """An objective that autograd differentiates.
+
+    Parameters
+    ----------
+    evidence : callable
+        Returns the value with its graph.
+    """
+
+    def __init__(self, evidence: Callable[[], Tensor]) -> None:
+        self._evidence = evidence
+
+    def value(self) -> Tensor:
+        """Without a graph."""
+        with torch.no_grad():
+            return plain(self._evidence())
+
+    def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+        """By one backward pass.
+
+        Raises
+        ------
+        UnsupportedError
+            If the value does not depend on one of them.
+        """
+        with torch.enable_grad():
+            value = plain(self._evidence())
+            gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        unused = [name for name, g in zip(parameters, gradients, strict=True) if g is None]
+        if unused:  # a checkpoint without data, or a likelihood that does not use its parameter
+            raise UnsupportedError(f"an evidence that depends on {', '.join(unused)}", "one that does not",
+                                   "Name those that move, parameters=[...]; load a checkpoint with its data, data=....")
+        return value.detach(), list(gradients)
+
+
+class SpectralEvidence(Objective):
+    """The evidence from terms of log det B that are known at any precisions ([I21] Eq. 8, 9).
+
+    This holds for one precision for all parameters, and for Kronecker factors and diagonals in weight space. The
+    likelihood may be optimized too if it only multiplies Λ by a scalar (a Gaussian's single noise variance); a fixed
+    likelihood is evaluated once. A step costs O(P), or O(N R), and one eigendecomposition of the first layer's inputs
+    if each has a precision of its own. Autograd differentiates the log likelihood alone: a graph of the other few
+    numbers would take longer than they do.
+
+    Parameters
+    ----------
+    posterior : Evidence
+    theta : Tensor, (P,)
+        The weights.
+    terms : sequence of LogDetTerm
+    moving : bool
+        Whether the likelihood is optimized.
+    """
+
+    def __init__(self, posterior: Evidence, theta: Tensor, terms: Sequence[LogDetTerm], moving: bool) -> None:
+        self._posterior, self._terms, self._moving = posterior, terms, moving
+        prior, scale = posterior.prior, posterior.log_scale() if moving else None
+        with torch.no_grad():
+            self._log_precision, self._distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
+            self._log_scale = None if scale is None else scale.detach().clone()
+            self._log_likelihood = plain(posterior.log_likelihood())
+
+    @classmethod
+    def of(cls, posterior: Evidence, theta: Tensor, which: Sequence[str]) -> SpectralEvidence | None:
+        """Over the hyperparameters of these names; None where the terms do not tell it."""
+        moving = bool(set(which) - {"precision"})
+        if moving and posterior.log_scale() is None:
+            return None
+        terms = posterior.log_det_terms()
+        return None if terms is None else cls(posterior, theta, terms, moving)
+
+    def value(self) -> Tensor:
+        """One pass over the terms."""
+        with torch.no_grad():
+            rest, _, _ = self._rest(self._posterior.log_scale() if self._moving else None)
+            joint = plain(self._posterior.log_likelihood()) if self._moving else self._log_likelihood
+            return joint + rest.to(joint)
+
+    def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+        """From the same pass."""
+        likelihood = [parameter for name, parameter in parameters.items() if name != "precision"]
+        with torch.enable_grad():
+            scale = self._posterior.log_scale() if self._moving else None
+            rest, by_precision, by_scale = self._rest(scale)
+            joint = self._log_likelihood
+            others: tuple[Tensor, ...] = ()
+            if likelihood and scale is not None:
+                joint = plain(self._posterior.log_likelihood())
+                others = torch.autograd.grad(joint + by_scale.to(joint) * scale.to(joint), likelihood)
+        slopes = iter(others)
+        value = joint.detach() + rest.to(joint)
+        return value, [by_precision if name == "precision" else next(slopes) for name in parameters]
+
+    @torch.no_grad()
+    def _rest(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """-½ Σ δ_g d_g - ½ log det B, and its derivatives in the log precisions, (G,), and in log c."""
+        now = self._posterior.prior.log_precision
+        shift = (now - self._log_precision).double()
+        if scale is not None and self._log_scale is not None:
+            shift = shift - (scale - self._log_scale).double()
+        parts = [term.value_and_slope(shift) for term in self._terms]
+        slope = sum((own for _, own in parts), torch.zeros_like(shift))
+        energies = now.exp().to(self._distances) * self._distances
+        value = energies.sum() + sum((value for value, _ in parts), shift.new_zeros(()))
+        return -0.5 * value, -0.5 * (energies + slope), 0.5 * slope.sum()
+
+
+class _WithHyperprior(Objective):
+    """An objective, and the log density of the precisions."""
+
+    def __init__(self, objective: Objective, prior: GaussianPrior) -> None:
+        self._objective, self._prior = objective, prior
+
+    def value(self) -> Tensor:
+        """Their sum."""
+        value = self._objective.value()
+        return value + self._prior.log_hyperprior().detach().to(value)
+
+    def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+        """Their sums."""
+        value, gradients = self._objective.value_and_gradients(parameters)
+        own = self._prior.hyperprior_slope()
+        return value + self._prior.log_hyperprior().detach().to(value), [
+            gradient + own.to(gradient) if name == "precision" else gradient
+            for name, gradient in zip(parameters, gradients, strict=True)
+        ]
+
+
+def with_hyperprior(objective: Objective, prior: GaussianPrior) -> Objective:
+    """What searches maximize: the objective, and the hyperprior of the precisions if there is one."""
+    return _WithHyperprior(objective, prior) if prior.has_hyperprior else objective
+
+
+def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> Objective | None:
+    """The evidence near the present hyperparameters, for an estimated log det B; None where it is not estimated.
+
+    The likelihood may be optimized too if it only multiplies Λ by a scalar.
+    """
+    prior, scale = posterior.prior, posterior.log_scale()
+    moving = bool(set(which) - {"precision"})
+    log_det = None if moving and scale is None else posterior.local_log_det()
+    if log_det is None:
+        return None
+    with torch.no_grad():
+        log_precision, distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
+        log_scale = None if scale is None else scale.detach().clone()
+
+    def evidence() -> Tensor:
+        shift = (prior.log_precision - log_precision).double()
+        now = posterior.log_scale() if moving else None
+        if now is not None and log_scale is not None:
+            shift = shift - (now - log_scale).double()
+        joint = plain(posterior.log_likelihood())
+        joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
+        return joint - 0.5 * log_det(shift).to(joint)  # [I21] Eq. 8
+
+    return Differentiable(evidence)
