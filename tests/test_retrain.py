@@ -303,7 +303,7 @@ def test_the_bound_is_above_the_decrement() -> None:
     network = mlp(1, 5, 1)
     posterior = posterior_of(network, data, ntkl.Gaussian(0.2))
     objective = Objective(Caller(network), posterior.likelihood, posterior.prior, 30, 1)
-    descent = Descent(objective, Held(Batches(data, None, CPU)))
+    descent = Descent(objective, Held(Batches(data, None, CPU)), 400)
     gradient = posterior.fitted.joint_gradient()
     assert descent.bound == pytest.approx(float(gradient @ gradient) / 0.5 / 60, rel=1e-10)
     assert descent.bound > newton_decrement(posterior.fitted)
@@ -324,7 +324,7 @@ def test_a_wall_turns_the_search_back() -> None:
     x = torch.ones(4, 1, dtype=F64)
     prior = ntkl.GaussianPrior(1e-3).bind({"weight": torch.Size([1])})
     objective = Objective(Caller(network), ntkl.Gaussian(1e-4), prior, 4, 1)
-    descent = Descent(objective, Held(Batches((x, 0.1 * x), None, CPU)))
+    descent = Descent(objective, Held(Batches((x, 0.1 * x), None, CPU)), 400)
     while descent.advance(10):
         pass
     descent.settle()

@@ -78,6 +78,8 @@ class Descent:
     objective : Objective
         Its network moves during the descent.
     data : Held
+    steps : int
+        Iterations that are allowed in all.
 
     Attributes
     ----------
@@ -92,8 +94,9 @@ class Descent:
         If the objective is not finite at the beginning.
     """
 
-    def __init__(self, objective: Objective, data: Held) -> None:
+    def __init__(self, objective: Objective, data: Held, steps: int) -> None:
         self._objective, self._data = objective, data
+        self._pairs = min(tuning.LBFGS_PAIRS, -(-steps // tuning.STEPS_A_PAIR))
         objective.settle()
         self._mean, self._scale = objective.units()
         self._u = torch.nn.Parameter((objective.theta() - self._mean) / self._scale)
@@ -140,7 +143,7 @@ class Descent:
         self._optimizer = self._lbfgs()
 
     def _lbfgs(self) -> torch.optim.LBFGS:
-        return torch.optim.LBFGS([self._u], history_size=tuning.LBFGS_PAIRS, tolerance_grad=0.0, tolerance_change=0.0,
+        return torch.optim.LBFGS([self._u], history_size=self._pairs, tolerance_grad=0.0, tolerance_change=0.0,
                                  line_search_fn="strong_wolfe")
 
     @property

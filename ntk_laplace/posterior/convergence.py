@@ -56,7 +56,7 @@ def converged(
     decrement, due, annealed = newton_decrement(fitted), _ITERATIONS, False
     if decrement <= aim:
         return fitted
-    descent = Descent(objective, data)
+    descent = Descent(objective, data, steps)
 
     def words() -> str:
         return f"ntk_laplace: training, log joint {-descent.value:.6g} nats, decrement {decrement:.2g} nats a point"

@@ -98,7 +98,8 @@ SLICED_OUTPUTS = 20_000  # outputs N C up to which the linearized model is sampl
 # --- training to an optimum
 
 HELD_BYTES = 1024 * MIB  # inputs kept in memory between passes over the data
-LBFGS_PAIRS = 20  # steps that L-BFGS remembers; with 50 a step of a small network takes a third longer, and no fewer do
+LBFGS_PAIRS = 50  # steps that L-BFGS remembers, at most; with 20 a smooth network takes up to twice as many passes
+STEPS_A_PAIR = 8  # of those allowed: few steps gain nothing from a long memory, which takes longer than a small network
 FULL_BATCH_EXAMPLES = 8192  # with more, minibatches begin the training to an optimum
 MINIBATCH = 128  # examples, where minibatches train
 ANNEALING_STEPS = 500  # minibatch steps, at least: before L-BFGS for many examples, and where it finds no decrease
