@@ -20,7 +20,7 @@ _ITERATIONS = 10  # of L-BFGS between two looks
 
 def converged(
     objective: Objective, data: Held, fit: Callable[[], FittedModel], steps: int, tolerance: float, aim: float,
-    progress: bool | None,
+    progress: bool | None, remedy: str,
 ) -> FittedModel:  # fmt: skip
     """Train the objective's network until its Newton decrement is at most `aim`, nats per point.
 
@@ -41,6 +41,8 @@ def converged(
     aim : float
         At most the tolerance.
     progress : bool, optional
+    remedy : str
+        How the caller takes more steps, for the warning.
 
     Returns
     -------
@@ -81,11 +83,11 @@ def converged(
     finally:
         descent.settle()
     if decrement > max(tolerance, descent.rounding / data.num_examples):  # no step can gain what rounding hides
-        _report(descent, decrement, tolerance, steps)
+        _report(descent, decrement, tolerance, remedy)
     return fitted
 
 
-def _report(descent: Descent, decrement: float, tolerance: float, steps: int) -> None:
+def _report(descent: Descent, decrement: float, tolerance: float, remedy: str) -> None:
     """Raise an error if the weights have not moved, else warn."""
     if not descent.value < descent.start:
         raise NumericalError("training steps that decrease the negative log joint",
@@ -93,6 +95,6 @@ def _report(descent: Descent, decrement: float, tolerance: float, steps: int) ->
                              "Use a network in float64, or look for outputs that jump or do not repeat.")
     warnings.warn(
         f"the network is not at its optimum after training: the Newton decrement is {decrement:.2g} nats a point, "
-        f"above {tolerance:.2g}; pass more than steps={steps}, or a network in float64; outputs with kinks may have "
-        "no such optimum", NTKLaplaceWarning, stacklevel=4,
+        f"above {tolerance:.2g}; {remedy}, or pass a network in float64; outputs with kinks may have no such optimum",
+        NTKLaplaceWarning, stacklevel=4,
     )  # fmt: skip

@@ -130,7 +130,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
             objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, self.num_outputs,
                                   held.sum_of_weights)
             try:
-                fitted = converged(objective, held, fit, steps, tolerance, _AIM * tolerance, shown)
+                fitted = converged(objective, held, fit, steps, tolerance, _AIM * tolerance, shown,
+                                   f"pass more than steps={steps}")
             except KeyboardInterrupt as cause:
                 raise RetrainingInterrupted(network.module, model.likelihood, model.prior) from cause
             model = fitted.model

@@ -185,7 +185,7 @@ class Run:
             data = Held(Batches(own.data, settings.batch_size, self.device, self.minibatches.dtype, own.targets))
             try:
                 fitted = converged(self.objective, data, fit, _STEPS, MOST_DECREMENT, MOST_DECREMENT,
-                                   settings.progress)
+                                   settings.progress, "call posterior.retrain(data) for more steps")
             except NumericalError as error:
                 warnings.warn(f"the network stays at the weights of the best evidence: {error}", NTKLaplaceWarning,
                               stacklevel=5)

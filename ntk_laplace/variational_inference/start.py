@@ -81,4 +81,5 @@ def optimum(model: LinearizedModel, batches: Batches, spec: StructureSpec) -> Fi
         return FittedModel.of(moved(model, network.theta), spec, batches)
 
     with torch.inference_mode(False), torch.enable_grad():
-        return converged(objective, held, fit, _STEPS, MOST_DECREMENT, _AIM, model.settings.progress)
+        return converged(objective, held, fit, _STEPS, MOST_DECREMENT, _AIM, model.settings.progress,
+                         "start from a network that is trained further")
