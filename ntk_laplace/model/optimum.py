@@ -101,6 +101,7 @@ class Descent:
         self._mean, self._scale = objective.units()
         self._u = torch.nn.Parameter((objective.theta() - self._mean) / self._scale)
         self._best = self._u.detach().clone()
+        self._known: tuple[Tensor, float, Tensor] | None = None
         self.value, self.bound = math.inf, math.inf
         self.start = self._evaluate()
         if not math.isfinite(self.value):
@@ -153,18 +154,23 @@ class Descent:
         return 4.0 * eps * (1.0 + abs(self.value))
 
     def _evaluate(self) -> float:
-        """Negative log joint at u, whose gradient is set."""
+        """Negative log joint at u, whose gradient is set; L-BFGS asks again where a call ended and the next begins."""
         u = self._u.detach()
+        if self._known is None or not torch.equal(u, self._known[0]):
+            self._known = u.clone(), *self._evaluated(u)
+        _, value, gradient = self._known
+        self._u.grad = gradient.clone()
+        return value
+
+    def _evaluated(self, u: Tensor) -> tuple[float, Tensor]:
         self._objective.move_to(self._mean + self._scale * u)
         # the prior's part of the negative log joint is ½‖u‖²
         value = self._objective.fit_gradient(self._data) + 0.5 * float(u.square().sum())
         gradient = u + self._scale * self._objective.flat_gradient()
         if not (math.isfinite(value) and bool(gradient.isfinite().all())) and math.isfinite(self.value):
             away, height = u - self._best, 1.0 + abs(self.value)  # a finite wall turns the line search back
-            self._u.grad = 2.0 * height * away / away.square().sum()
-            return self.value + height
-        self._u.grad = gradient
+            return self.value + height, 2.0 * height * away / away.square().sum()
         if value < self.value:
             self.value, self._best = value, u.clone()
             self.bound = 0.5 * float(gradient.square().sum()) / self._objective.total
-        return value
+        return value, gradient
