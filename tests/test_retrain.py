@@ -288,14 +288,16 @@ def test_the_gradient_over_batches_is_that_of_all_examples(weighted: bool) -> No
     held = Held(Batches((x, y, w) if weighted else (x, y), 7, CPU))
     objective = Objective(Caller(network), ntkl.Gaussian(0.2), prior, 30, 1, held.sum_of_weights)
     objective.settle()
-    value = objective.full_gradient(held)
+    value = objective.likelihood_gradient(held) + objective.energy().item()
     weights = torch.cat([p.flatten() for p in network.parameters()])
     precision = torch.tensor([0.5] * 8 + [3.0] * 5, dtype=F64)
     log_prob = torch.distributions.Normal(network(x), 0.2**0.5).log_prob(y).squeeze(1)
     loss = 0.5 * (precision * (weights - 0.1).square()).sum() - (w * log_prob).sum()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(network.parameters()))])
     assert value == pytest.approx(loss.item(), rel=1e-12)
-    torch.testing.assert_close(objective.flat_gradient(), expected)
+    pull = precision * (weights.detach() - 0.1)
+    torch.testing.assert_close(objective.flat_gradient() + pull, expected)
+    assert Descent(objective, held, 8).start == pytest.approx(loss.item(), rel=1e-12)
 
 
 def test_the_bound_is_above_the_decrement() -> None:

@@ -107,14 +107,8 @@ class Objective:
         self._add_pull()
         return loss
 
-    def full_gradient(self, batches: Iterable[tuple[Inputs, Tensor, Tensor | None]]) -> float:
-        """Set the parameters' gradients from all examples, batch by batch; return the negative log joint, nats."""
-        value = self.fit_gradient(batches)
-        self._add_pull()
-        return value + float(self.energy())
-
-    def fit_gradient(self, batches: Iterable[tuple[Inputs, Tensor, Tensor | None]]) -> float:
-        """`full_gradient` without the prior's part: of the negative log likelihood alone, which is returned, nats."""
+    def likelihood_gradient(self, batches: Iterable[tuple[Inputs, Tensor, Tensor | None]]) -> float:
+        """Set the parameters' gradients from all examples, without the prior's; return the negative log likelihood."""
         self._clear()
         fit = [self._add_fit(x, y, weights, 1.0).double() for x, y, weights in batches]
         return float(torch.stack(fit).sum())
@@ -166,7 +160,7 @@ class Objective:
             self.parameters[name].copy_(value)
 
     def flat_gradient(self) -> Tensor:
-        """The gradient that `gradient`, `full_gradient` or `fit_gradient` has set, nats."""
+        """The gradient that `gradient` or `likelihood_gradient` has set, nats."""
         named = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         return self._layout.flat(named).double() * self.scale
 

@@ -165,7 +165,7 @@ class Descent:
     def _evaluated(self, u: Tensor) -> tuple[float, Tensor]:
         self._objective.move_to(self._mean + self._scale * u)
         # the prior's part of the negative log joint is ½‖u‖²
-        value = self._objective.fit_gradient(self._data) + 0.5 * float(u.square().sum())
+        value = self._objective.likelihood_gradient(self._data) + 0.5 * float(u.square().sum())
         gradient = u + self._scale * self._objective.flat_gradient()
         if not (math.isfinite(value) and bool(gradient.isfinite().all())) and math.isfinite(self.value):
             away, height = u - self._best, 1.0 + abs(self.value)  # a finite wall turns the line search back
