@@ -516,6 +516,18 @@ def test_a_predictive_ends_at_an_optimum_with_an_exact_posterior() -> None:
     assert joint(posterior) < joint(before.posterior)  # of the same hyperparameters
 
 
+def test_epochs_after_a_callback_that_evaluates_run_in_train_mode() -> None:
+    modes = []
+
+    def look(seen: ntkl.TrainingState) -> None:
+        modes.append(all(module.training for module in seen.network.modules()))
+        seen.network.eval()
+
+    network = nn.Sequential(nn.Linear(1, 5), nn.Dropout(0.2), nn.Tanh(), nn.Linear(5, 1)).double()
+    train(network, epochs=4, callbacks=look)
+    assert modes == [True] * 4 and network.training
+
+
 @doubtful
 def test_an_optimum_that_was_not_reached_names_what_takes_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_STEPS", 1)
