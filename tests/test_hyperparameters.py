@@ -174,6 +174,22 @@ def test_the_input_factor_gives_the_evidence_at_any_precisions(inputs) -> None:
         torch.testing.assert_close(one, other.detach().as_subclass(torch.Tensor), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("structure", ["kfac", "gp"])
+def test_a_parameter_that_the_likelihood_does_not_use_is_named(inputs, structure: str) -> None:
+    """Where the gradient is in closed form, and where autograd gives it."""
+
+    class Idle(ntkl.Gaussian):
+        def __init__(self) -> None:
+            super().__init__(0.3)
+            self.log_idle = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    network, data = inputs
+    posterior = ntkl.laplace(network, data, Idle(), ntkl.GaussianPrior(groups="layer"), structure)
+    with pytest.raises(ntkl.UnsupportedError, match=r"depends on idle; got one that does not.*Name those that move"):
+        posterior.fit_hyperparameters()
+    assert all(parameter.requires_grad for parameter in posterior.likelihood.parameters())
+
+
 @pytest.mark.parametrize(("structure", "method"), [("kfac", "lbfgs"), ("gp", "lbfgs"), ("kfac", "adam")])
 def test_searches_add_the_hyperprior_of_the_inputs(inputs, structure: str, method: str) -> None:
     """At the end the evidence's slope is the hyperprior's pull; an input without effect has the largest precision."""

@@ -173,8 +173,7 @@ class Objective:
     def energy(self) -> Tensor:
         """½ (θ-μ0)ᵀP0(θ-μ0) at the current weights and the precisions of `settle`, nats, float64."""
         with torch.no_grad():
-            parts = [pull * torch.linalg.vector_norm(away, dtype=torch.float64).square() if isinstance(pull, float)
-                     else (pull * away.double().square()).sum() for _, away, pull in self._away()]
+            parts = [(pull * away.double().square()).sum() for _, away, pull in self._away()]
             return 0.5 * self.scale * torch.stack(parts).sum()
 
 

@@ -296,10 +296,8 @@ class Gaussian(PerOutput):
 
     def _log_det(self, f: Tensor, there: Tensor | None) -> Tensor:
         if self.coupling is None:
-            values = self._own_log_variance(f)
-            if there is None and values.ndim == 0:
-                return values * f.shape[-1]
-            return (values.expand(f.shape) if there is None else values * there).sum(-1)
+            values = self._log_variance(f)
+            return (values if there is None else values * there).sum(-1)
         if there is None:
             return self.log_noise.to(f).sum()  # det U = 1
         return 2.0 * self._marginal_factor(f, there).diagonal(dim1=-2, dim2=-1).log().sum(-1)

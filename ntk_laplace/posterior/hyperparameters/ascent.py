@@ -13,7 +13,7 @@ from ntk_laplace.errors import NumericalError
 from ntk_laplace.posterior.hyperparameters.objectives import (
     Differentiable,
     Evidence,
-    Objective,
+    SearchObjective,
     SpectralEvidence,
     with_hyperprior,
 )
@@ -60,7 +60,7 @@ class Ascent:
         variables = Variables(posterior, self.which)
         with variables.alone():
             spectral = SpectralEvidence.of(posterior, theta, list(variables.parameters)) if steps > 1 else None
-            evidence: Objective = Differentiable(posterior.log_marginal_likelihood) if spectral is None else spectral
+            evidence: SearchObjective = spectral or Differentiable(posterior.log_marginal_likelihood)
             logs, optimizer = self._bound(variables)
             low, high = variables.box(self.bounds)
             before, objective = None, with_hyperprior(evidence, posterior.prior)

@@ -25,7 +25,7 @@ from ntk_laplace.posterior.hyperparameters.history import HyperparameterHistory
 from ntk_laplace.posterior.hyperparameters.objectives import (
     Differentiable,
     Evidence,
-    Objective,
+    SearchObjective,
     SpectralEvidence,
     local_evidence,
     with_hyperprior,
@@ -84,7 +84,7 @@ def maximize(
     if method == "mackay":
         _require_fixed_point(posterior, set(variables.parameters), correction)
     which = list(variables.parameters)
-    evidence: Objective | None = None if correction else SpectralEvidence.of(posterior, theta, which)
+    evidence: SearchObjective | None = None if correction else SpectralEvidence.of(posterior, theta, which)
     # the gradient of an estimate is another estimate: a search needs a function and its own gradient
     searched = evidence is None and not correction and method != "mackay"
     local = local_evidence(posterior, theta, which) if searched else None
@@ -121,7 +121,7 @@ def _run(
 
 
 def _by_local_models(
-    search: _Search, local: Objective, bounds: tuple[float, float], method: str, posterior: Evidence,
+    search: _Search, local: SearchObjective, bounds: tuple[float, float], method: str, posterior: Evidence,
     theta: Tensor, rate: float, progress: bool | None,
 ) -> None:  # fmt: skip
     """Maximize local models in turn, each made where the one before has its maximum; a step is one of them.
@@ -160,8 +160,9 @@ class _Search:
     history: HyperparameterHistory
 
     def __init__(
-        self, variables: Variables, objective: Objective, bounds: tuple[float, float], steps: int, tolerance: float
-    ) -> None:
+        self, variables: Variables, objective: SearchObjective, bounds: tuple[float, float], steps: int,
+        tolerance: float,
+    ) -> None:  # fmt: skip
         self.variables, self.objective, self.steps, self.tolerance = variables, objective, steps, tolerance
         self.low, self.high = variables.box(bounds)
         self.start = variables.get()

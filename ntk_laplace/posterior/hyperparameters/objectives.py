@@ -15,7 +15,7 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.scalars import plain
 
-__all__ = ["Differentiable", "Evidence", "Objective", "SpectralEvidence", "local_evidence", "with_hyperprior"]
+__all__ = ["Differentiable", "Evidence", "SearchObjective", "SpectralEvidence", "local_evidence", "with_hyperprior"]
 
 
 class Evidence(Protocol):
@@ -64,7 +64,7 @@ class Evidence(Protocol):
         """γ_g, (G,)."""
 
 
-class Objective(ABC):
+class SearchObjective(ABC):
     """A function of a posterior's present hyperparameters."""
 
     @abstractmethod
@@ -76,7 +76,16 @@ class Objective(ABC):
         """The value, and its gradient in each of these, which `Variables` names."""
 
 
-class Differentiable(Objective):
+def _gradients(value: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    unused = [name for name, gradient in zip(parameters, found, strict=True) if gradient is None]
+    if unused:  # a checkpoint without data, or a likelihood that does not use its parameter
+        raise UnsupportedError(f"an evidence that depends on {', '.join(unused)}", "one that does not",
+                               "Name those that move, parameters=[...]; load a checkpoint with its data, data=....")
+    return list(found)
+
+
+class Differentiable(SearchObjective):
     """An objective that autograd differentiates.
 
     Parameters
@@ -103,15 +112,10 @@ class Differentiable(Objective):
         """
         with torch.enable_grad():
             value = plain(self._evidence())
-            gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        unused = [name for name, g in zip(parameters, gradients, strict=True) if g is None]
-        if unused:  # a checkpoint without data, or a likelihood that does not use its parameter
-            raise UnsupportedError(f"an evidence that depends on {', '.join(unused)}", "one that does not",
-                                   "Name those that move, parameters=[...]; load a checkpoint with its data, data=....")
-        return value.detach(), list(gradients)
+            return value.detach(), _gradients(value, parameters)
 
 
-class SpectralEvidence(Objective):
+class SpectralEvidence(SearchObjective):
     """The evidence from terms of log det B that are known at any precisions ([I21] Eq. 8, 9).
 
     This holds for one precision for all parameters, and for Kronecker factors and diagonals in weight space. The
@@ -155,19 +159,23 @@ class SpectralEvidence(Objective):
             return joint + rest.to(joint)
 
     def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-        """From the same pass."""
-        likelihood = [parameter for name, parameter in parameters.items() if name != "precision"]
+        """From the same pass.
+
+        Raises
+        ------
+        UnsupportedError
+            If the value does not depend on one of them.
+        """
+        likelihood = {name: parameter for name, parameter in parameters.items() if name != "precision"}
         with torch.enable_grad():
             scale = self._posterior.log_scale() if self._moving else None
             rest, by_precision, by_scale = self._rest(scale)
-            joint = self._log_likelihood
-            others: tuple[Tensor, ...] = ()
-            if likelihood and scale is not None:
+            joint, others = self._log_likelihood, iter(list[Tensor]())
+            if scale is not None:
                 joint = plain(self._posterior.log_likelihood())
-                others = torch.autograd.grad(joint + by_scale.to(joint) * scale.to(joint), likelihood)
-        slopes = iter(others)
+                others = iter(_gradients(joint + by_scale.to(joint) * scale.to(joint), likelihood))
         value = joint.detach() + rest.to(joint)
-        return value, [by_precision if name == "precision" else next(slopes) for name in parameters]
+        return value, [by_precision if name == "precision" else next(others) for name in parameters]
 
     @torch.no_grad()
     def _rest(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,10 +191,10 @@ class SpectralEvidence(Objective):
         return -0.5 * value, -0.5 * (energies + slope), 0.5 * slope.sum()
 
 
-class _WithHyperprior(Objective):
+class _WithHyperprior(SearchObjective):
     """An objective, and the log density of the precisions."""
 
-    def __init__(self, objective: Objective, prior: GaussianPrior) -> None:
+    def __init__(self, objective: SearchObjective, prior: GaussianPrior) -> None:
         self._objective, self._prior = objective, prior
 
     def value(self) -> Tensor:
@@ -204,12 +212,12 @@ class _WithHyperprior(Objective):
         ]
 
 
-def with_hyperprior(objective: Objective, prior: GaussianPrior) -> Objective:
+def with_hyperprior(objective: SearchObjective, prior: GaussianPrior) -> SearchObjective:
     """What searches maximize: the objective, and the hyperprior of the precisions if there is one."""
     return _WithHyperprior(objective, prior) if prior.has_hyperprior else objective
 
 
-def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> Objective | None:
+def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> SearchObjective | None:
     """The evidence near the present hyperparameters, for an estimated log det B; None where it is not estimated.
 
     The likelihood may be optimized too if it only multiplies Λ by a scalar.

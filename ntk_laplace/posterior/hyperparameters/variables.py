@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.errors import HyperparameterError
-from ntk_laplace.posterior.hyperparameters.objectives import Evidence, Objective
+from ntk_laplace.model.objective import constant
+from ntk_laplace.posterior.hyperparameters.objectives import Evidence, SearchObjective
 
 __all__ = ["Variables"]
 
@@ -70,14 +71,8 @@ class Variables:
         posterior = self.posterior
         moving = {id(parameter) for parameter in self.parameters.values()}
         others = [p for m in (posterior.prior, posterior.likelihood) for p in m.parameters() if id(p) not in moving]
-        before = [p.requires_grad for p in others]
-        for parameter in others:
-            parameter.requires_grad_(False)
-        try:
+        with constant(others):
             yield
-        finally:
-            for parameter, asked in zip(others, before, strict=True):
-                parameter.requires_grad_(asked)
 
     @torch.no_grad()
     def set(self, values: Tensor) -> None:
@@ -104,7 +99,7 @@ class Variables:
             start += parameter.numel()
         return found
 
-    def value_and_gradient(self, objective: Objective) -> tuple[float, Tensor]:
+    def value_and_gradient(self, objective: SearchObjective) -> tuple[float, Tensor]:
         """An objective at the current values, and its gradient in the logarithms."""
         value, gradients = objective.value_and_gradients(self.parameters)
         return value.item(), torch.cat([g.detach().double().flatten().cpu() for g in gradients])
