@@ -23,7 +23,11 @@ from registry import LIKELIHOODS, NETWORKS, fresh, targets
 from registry_cases import offered
 from verbs import MORE, VERBS, answers, gap, moved
 
-pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning"),
+    # torch's own, where the first product of a process is one of a backward pass
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
+]
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")], id="cuda"

@@ -335,6 +335,26 @@ def test_the_gradient_of_a_local_model_is_its_own() -> None:
     assert relative_error(-slope, precision.effective_parameters()) < 1e-10
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_gradient_in_a_temperature_is_right_by_draws(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sketch leaves a third of log det B: the gradient is that of draws, and blocks of single points are not used."""
+    if streamed:
+        monkeypatch.setattr("ntk_laplace.structures.sketched.memory_of", lambda _: 10_000)
+    monkeypatch.delattr(IterativePrecision, "covariance_blocks")
+    found, exact = (classes(one, ntkl.GaussianPrior(0.1)) for one in (ntkl.Iterative(rank=10, probes=4), "full"))
+    slopes = []
+    for one in (found, exact):
+        one.log_det().backward()
+        slopes.append(next(one.likelihood.parameters()).grad)
+    assert found.posterior_precision.drawn_directions is not None
+    assert relative_error(*slopes) < 0.03
+    precision, used = found.posterior_precision, 0.0
+    for rows, root in precision.curvature.rows("Jacobians"):
+        seen = rows.products(precision.drawn_directions).transpose(0, 1)
+        used += float((seen if root is None else root.mT @ seen).square().sum())
+    assert used == pytest.approx(float(precision.effective_parameters().sum()), rel=1e-9)
+
+
 @pytest.mark.parametrize("which", ["layer", "all"])
 def test_learned_precisions_are_those_of_full_weight_space(which: str) -> None:
     found, exact = (classes(s, ntkl.GaussianPrior(2.0, groups=which)) for s in ("iterative", "full"))

@@ -122,6 +122,22 @@ def test_eigenvalues_that_single_precision_loses_are_those_of_double_precision(m
         linalg.symmetric_eigen(torch.full((2, 2), torch.nan))
 
 
+def test_the_basis_of_a_null_space_depends_on_it_alone():
+    root, turn = torch.randn(2, 9, 4, dtype=torch.float64), torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))[0]
+    matrix = root @ root.mT
+    values, vectors = linalg.symmetric_eigen(matrix)
+    other = vectors.clone()
+    other[..., :5] = other[..., :5] @ turn
+    found, again = (linalg.with_unique_null_space(values, one) for one in (vectors, other))
+    assert not torch.allclose(other, vectors) and relative_error(again, found) < 1e-12
+    assert torch.equal(found[..., 5:], vectors[..., 5:])
+    assert relative_error(found.mT @ found, torch.eye(9).expand(2, 9, 9)) < 1e-13
+    assert relative_error(found * values.unsqueeze(1) @ found.mT, matrix) < 1e-13
+    full = vectors[..., 5:, 5:]
+    assert torch.equal(linalg.with_unique_null_space(torch.ones(2, 4, dtype=torch.float64), full), full)
+    assert linalg.with_unique_null_space(torch.zeros(3), torch.eye(3)).isfinite().all()
+
+
 @pytest.mark.parametrize("unit", [1, 3, 50])
 def test_the_bytes_of_a_triangle_are_predicted(unit, monkeypatch):
     monkeypatch.setattr(tuning, "PANEL_ROWS", 20)

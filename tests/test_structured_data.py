@@ -227,6 +227,21 @@ def test_disjoint_data_add_up(network, curvature, structure):
         assert torch.equal(now, then), "a posterior that was merged is another afterwards"
 
 
+@pytest.mark.parametrize("structure", ["ekfac", "inf"])
+def test_new_points_do_not_depend_on_rounding(structure):
+    """Their second moments are summed in a basis whose null space is any basis to an eigenvalue routine."""
+    case = problem("conv3d")
+    y, found = targets(LIKELIHOODS["categorical"], case), []
+    for moved in (0.0, 1e-14):
+        network = copy.deepcopy(case.network)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(1 + moved * torch.randn_like(parameter))
+        posterior = ntkl.laplace(network, (case.x, y), ntkl.Categorical(), ntkl.GaussianPrior(1.3), structure)
+        found.append(posterior.condition((case.x_new, y[: len(case.x_new)])).log_marginal_likelihood())
+    assert relative_error(*found) < 1e-10
+
+
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag"])
 def test_conditioning_step_by_step(structure):
     """Three steps are one, in the basis of the first; and the gradient in the noise sees all the data."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.block_summary import Basis, Summary, sketch_vectors
 from ntk_laplace.runtime.krylov import low_rank
-from ntk_laplace.runtime.linalg import symmetric_eigen, symmetric_eigenvalues
+from ntk_laplace.runtime.linalg import symmetric_eigen, symmetric_eigenvalues, with_unique_null_space
 from ntk_laplace.runtime.reduction import Reducer
 from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record
 
@@ -32,12 +32,15 @@ class FactorEigen:
         Eigenvalues, if known.
     vectors : Tensor, (..., p, p), or Reflections, optional
         Eigenvectors, if known.
+    unique : bool
+        Whether eigenvectors of eigenvalue 0 have to be the same on every machine.
     """
 
     def __init__(
-        self, lower: Tensor | None, values: Tensor | None = None, vectors: Tensor | Reflections | None = None
-    ) -> None:
-        self.lower, self._values, self._vectors = lower, values, vectors
+        self, lower: Tensor | None, values: Tensor | None = None, vectors: Tensor | Reflections | None = None,
+        unique: bool = False,
+    ) -> None:  # fmt: skip
+        self.lower, self._values, self._vectors, self._unique = lower, values, vectors, unique
 
     @property
     def values(self) -> Tensor:
@@ -52,7 +55,8 @@ class FactorEigen:
     def vectors(self) -> Tensor | Reflections | None:
         """Eigenvectors; None for the identity."""
         if self._vectors is None and self.lower is not None:
-            values, self._vectors = symmetric_eigen(self.lower)
+            values, vectors = symmetric_eigen(self.lower)
+            self._vectors = with_unique_null_space(values, vectors) if self._unique else vectors
             if self._values is None:  # else keep the eigenvalues already returned
                 self._values = values.clamp_min(0.0)
         return self._vectors
@@ -75,7 +79,8 @@ class FactorEigen:
     def to(self, device: torch.device, dtype: torch.dtype) -> FactorEigen:
         """The same decomposition on another device, or in another floating type."""
         lower, values = (None if one is None else one.to(device, dtype) for one in (self.lower, self._values))
-        return FactorEigen(lower, values, None if self._vectors is None else self._vectors.to(device, dtype))
+        vectors = None if self._vectors is None else self._vectors.to(device, dtype)
+        return FactorEigen(lower, values, vectors, self._unique)
 
 
 class Eigenbasis:
@@ -96,13 +101,23 @@ class Eigenbasis:
         self._outer, self._inner, self._scales = outer, inner, scales
 
     @classmethod
-    def of(cls, summary: Summary, rank: int | None = None) -> Eigenbasis:
-        """Eigenbasis of a summary's factors, of wide ones at this rank; empty for an exact block or a diagonal."""
+    def of(cls, summary: Summary, rank: int | None = None, unique: bool = False) -> Eigenbasis:
+        """Eigenbasis of a summary's factors, of wide ones at this rank; empty for an exact block or a diagonal.
+
+        Parameters
+        ----------
+        summary : Summary
+        rank : int, optional
+        unique : bool
+            Whether the eigenvectors of eigenvalue 0 have to be the same on every machine: what is summed in the basis
+            for other data depends on them.
+        """
         if summary.block.kind != "kronecker":
             return cls()
         if summary.block.table:
-            return cls(FactorEigen(None, summary.sums["left"]), FactorEigen(summary.sums["right"]))
-        return cls(_side(summary.sums, "left", rank), _side(summary.sums, "right", rank))
+            return cls(FactorEigen(None, summary.sums["left"]), FactorEigen(summary.sums["right"], unique=unique))
+        left, right = (_side(summary.sums, name, rank, unique) for name in ("left", "right"))
+        return cls(left, right)
 
     @property
     def basis(self) -> Basis:
@@ -167,7 +182,7 @@ class Eigenbasis:
         return cls(outer, inner)
 
 
-def _side(sums: Mapping[str, Tensor], name: str, rank: int | None) -> FactorEigen:
+def _side(sums: Mapping[str, Tensor], name: str, rank: int | None, unique: bool) -> FactorEigen:
     """Eigendecomposition of a factor, or of Q diag(α) Qᵀ + σ (I - Q Qᵀ) with its trace, for at most `rank` values α.
 
     α are the largest eigenvalues of a Nyström approximation, which are at most those of the factor, and at least σ.
@@ -175,7 +190,7 @@ def _side(sums: Mapping[str, Tensor], name: str, rank: int | None) -> FactorEige
     the eigenvalues, is at least that of the factor.
     """
     if name in sums:
-        return FactorEigen(sums[name])
+        return FactorEigen(sums[name], unique=unique)
     products, trace = sums[f"{name}_products"], sums[f"{name}_trace"]
     width, rank = len(products), rank or products.shape[1]
     tests = sketch_vectors(width, rank, products).T.contiguous()

@@ -342,6 +342,31 @@ class IterativePrecision(PosteriorPrecision):
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         return self._blocks(rows, None)
 
+    @collective_property
+    def drawn_directions(self) -> dict[str, Tensor] | None:
+        """Draws Y (s, P) from N(0, H⁻¹) over s^½: J YᵀY Jᵀ is V in sums over the data; None if V is known exactly.
+
+        As many as give Σ_n tr Λ_nV_n = tr YJᵀΛJYᵀ a relative error of `tuning.EFFECTIVE_ERROR`, and scaled so that it
+        is Σ_g γ_g. Blocks of single points may be far off.
+        """
+        effective = self.effective_parameters().sum()
+        if self._best.probing.complete:
+            return None
+        generator, most = torch.Generator().manual_seed(self.seed + 1), min(tuning.MOST_DRAWS, self.most)
+        drawn, used, needed = [], self.curvature.like.new_zeros(0), min(tuning.LANCZOS_PROBES, most)
+        while len(used) < needed:
+            count = min(self._width, needed - len(used))
+            white = normal(count, self.curvature.like, generator)
+            right = white + self.curvature.noise(count, generator) * self.base.deviation
+            tolerance = tuning.DRAW_RESIDUAL / max(1.0, float(right.norm(dim=1).max()))
+            drawn.append(self._solved_whitened(right, tolerance)[0] * self.base.deviation)
+            used = torch.cat([used, (self.curvature.products(drawn[-1]) * drawn[-1]).sum(1)])
+            if 1 < len(used) == needed <= tuning.LANCZOS_PROBES:
+                error = float(used.std() / used.mean()) * student(needed - 1) / needed**0.5
+                needed = min(_needed(needed, error / tuning.EFFECTIVE_ERROR), most)
+        scale = (effective / used.sum()).sqrt()
+        return self.shapes.parts(torch.cat(drawn).mul_(scale.to(self.curvature.like)))
+
     def removal_blocks(self, rows: Jacobian, root: Tensor) -> Tensor:
         """V at training points, (n, C, C), solved exactly where I - SᵀVS would be wrong by too much."""
         return self._blocks(rows, root)

@@ -29,6 +29,7 @@ __all__ = [
     "symmetric_eigen",
     "symmetric_eigenvalues",
     "symmetric_root",
+    "with_unique_null_space",
 ]
 
 
@@ -175,6 +176,31 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def symmetric_eigenvalues(matrix: Tensor) -> Tensor:
     """The eigenvalues of `symmetric_eigen` alone, which are cheaper than both."""
     return _finite(matrix, lambda lower: (torch.linalg.eigvalsh(lower, UPLO="L"),))[0]
+
+
+def with_unique_null_space(values: Tensor, vectors: Tensor) -> Tensor:
+    """Eigenvectors (..., n, n) of semidefinite matrices, with a basis of each null space that depends on it alone.
+
+    A routine may return any orthonormal basis of it, and returns others on other machines. This one is the Gram-Schmidt
+    basis of the projections of fixed normal vectors.
+
+    Parameters
+    ----------
+    values : Tensor, (..., n)
+        Eigenvalues, ascending: those at most n eps of the largest are zero.
+    vectors : Tensor, (..., n, n)
+        Eigenvectors, in columns.
+    """
+    n, found = vectors.shape[-1], vectors.clone()
+    limit = n * torch.finfo(values.dtype).eps * values[..., -1:]
+    counts = (values <= limit).sum(-1).flatten().tolist()
+    normal = torch.randn(n, max(counts), generator=torch.Generator().manual_seed(0)).to(vectors)
+    for own, count in zip(found.view(-1, n, n), counts, strict=True):
+        if count:
+            null = own[:, :count].clone()
+            turn, triangle = torch.linalg.qr(null.T @ normal[:, :count])
+            own[:, :count] = null @ (turn * triangle.diagonal().sign())
+    return found
 
 
 _Parts = TypeVar("_Parts", bound=tuple[Tensor, ...])

@@ -101,7 +101,7 @@ class Accumulation:
             if self.spec.second_pass and not borrowed:
                 for summary in self.summaries:
                     summary.require_finite()
-                self.eigenbases = [Eigenbasis.of(summary) for summary in self.summaries]
+                self.eigenbases = [Eigenbasis.of(summary, unique=True) for summary in self.summaries]
                 self._share_eigenbases(model)
                 self.stage, self.done = SECOND, RowBuffer(batches.length or 0)
         if self.stage == SECOND:

@@ -31,6 +31,7 @@ from ntk_laplace.structures.data_passes import (
     collected,
     common_factor,
     own_rows,
+    per_example,
     read_batches,
     read_points,
     read_rows,
@@ -477,6 +478,20 @@ class SketchedStructure(StreamedStructure):
             seen += rows.num_examples
         model.settings.reducer.sum_(total)
         return total
+
+    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
+        """V_nn by draws, (N, C, C), right in sums over the points, which a gradient is; single ones may be far off."""
+        directions = precision.drawn_directions if isinstance(precision, IterativePrecision) else None
+        if directions is None:
+            return super().sensitivity(model, precision)
+
+        def blocks(rows: Jacobian) -> Tensor:
+            seen = rows.products(directions).transpose(0, 1)
+            return seen @ seen.mT
+
+        if not self.rows:
+            return per_example(model, self.data, None, "Jacobians", blocks)
+        return collected(model, self.data, torch.cat([blocks(rows) for rows in self.rows]))
 
     def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
         """J v, (N, C)."""
