@@ -150,9 +150,9 @@ def test_covariances_samples_and_explanations() -> None:
     x = digits_like(20, seed=1)[1]
     one, other = found.latent_moments(x)[1], exact.latent_moments(x)[1]
     ratio = (one / other).diagonal(dim1=1, dim2=2) - 1.0
-    assert float(ratio.abs().max()) < 4 * tuning.VARIANCE_ERROR
+    assert float(ratio.abs().max()) < 4 * ntkl.Iterative.variance_error
     joint, whole = (p.latent(x).covariance_matrix for p in (found, exact))
-    assert relative_error(joint, whole) < 4 * tuning.VARIANCE_ERROR
+    assert relative_error(joint, whole) < 4 * ntkl.Iterative.variance_error
     gradient = exact.fitted.joint_gradient()
     one, other = (p.posterior_precision.solve(gradient) for p in (found, exact))
     assert relative_error(one, other) < 1e-8
@@ -289,7 +289,7 @@ def test_draws_are_as_many_as_the_measured_points_need(monkeypatch: pytest.Monke
         rest = seen @ seen.mT / count
         ratio = torch.linalg.eigvals(torch.linalg.solve(low - rest, rest)).real.amax(1)  # the worst direction of each
         worst = float(ratio.max()) * (2 / count) ** 0.5
-        assert worst < 1.5 * tuning.VARIANCE_ERROR  # eight draws estimate what all of them need
+        assert worst < 1.5 * ntkl.Iterative.variance_error  # eight draws estimate what all of them need
 
 
 def test_more_rows_take_the_place_of_draws_that_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:

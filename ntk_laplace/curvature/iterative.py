@@ -37,7 +37,7 @@ class IterativePrecision(PosteriorPrecision):
     Solves and samples are exact, to the tolerance of conjugate gradients. `log_det` is an estimate by probes with fixed
     signs. Effective parameters and covariances are those of a low rank, and what draws estimate of the rest: for
     effective parameters as many as their error needs (`informed`), and for covariances a low rank that leaves little
-    (`refined`). Where a variance could be wrong by more than `tuning.VARIANCE_ERROR`, it is solved exactly.
+    (`refined`). Where a variance could be wrong by more than `variance_error`, it is solved exactly.
 
     Parameters
     ----------
@@ -45,16 +45,18 @@ class IterativePrecision(PosteriorPrecision):
         The estimate of log det B, with the low rank that it is made from.
     most : int
         Largest rank of the sketch.
+    variance_error : float
+        Expected relative error of a variance by draws, above which it is solved exactly.
     """
 
     solves_covariance = False
 
-    def __init__(self, probing: ProbedLogDet, most: int) -> None:
+    def __init__(self, probing: ProbedLogDet, most: int, variance_error: float) -> None:
         curvature = probing.curvature
         super().__init__(curvature.prior, curvature.shapes, curvature.like)
         self.probing: ProbedLogDet = probing
         self.curvature, self.sketch, self.base, self.seed = curvature, probing.sketch, probing.base, probing.seed
-        self.most, self._best = min(most, curvature.rank), self
+        self.most, self.variance_error, self._best = min(most, curvature.rank), variance_error, self
         self._draws = curvature.like.new_zeros(0, len(curvature.like))
 
     def estimates_record(self) -> dict[str, Any]:
@@ -67,13 +69,14 @@ class IterativePrecision(PosteriorPrecision):
 
     @classmethod
     def restored(
-        cls, curvature: Curvature, sketch: Sketch, wished: Wished, record: Mapping[str, Any]
-    ) -> IterativePrecision:
+        cls, curvature: Curvature, sketch: Sketch, wished: Wished, variance_error: float, record: Mapping[str, Any],
+    ) -> IterativePrecision:  # fmt: skip
         """The precision with the estimates of a record, at the hyperparameters of the record."""
         sketch, base = sketch.at(curvature)
         own = dict(record["own"])
         most = own.pop("most")
-        found, fine = (cls(ProbedLogDet(curvature, sketch, base, wished=wished, **own), most) for _ in range(2))
+        found, fine = (cls(ProbedLogDet(curvature, sketch, base, wished=wished, **own), most, variance_error)
+                       for _ in range(2))  # fmt: skip
         effective, error = record["effective"]
         vars(found).update(refined=fine, _best=fine, _effective=(effective.to(curvature.like), error))
         vars(fine)["refined"] = fine
@@ -117,7 +120,7 @@ class IterativePrecision(PosteriorPrecision):
     ) -> IterativePrecision:
         wished = self.probing.wished
         probing = ProbedLogDet(self.curvature, sketch, base, probes, self.seed, wished, earlier)
-        return IterativePrecision(probing, self.most)
+        return IterativePrecision(probing, self.most, self.variance_error)
 
     # --- products in units of the prior
 
@@ -276,6 +279,17 @@ class IterativePrecision(PosteriorPrecision):
 
     # --- covariance of f
 
+    def _uncertain(self, own: Tensor, rest: Tensor, draws: int) -> Tensor:
+        """Mask of blocks A (n, k, k) of which cᵀAc may be too wrong for some c, with `rest` R in A by s draws.
+
+        The expected relative error cᵀRc/cᵀAc (2/s)^½ is at most `variance_error` for all c if a multiple of A less R is
+        positive definite: differences of outputs are right too, whose variance may be far below those of the outputs.
+        """
+        allowed = self.variance_error * (draws / 2) ** 0.5
+        slack = 64 * torch.finfo(own.dtype).eps * (own + rest).diagonal(dim1=1, dim2=2).abs()
+        tiny = torch.finfo(own.dtype).tiny
+        return torch.linalg.cholesky_ex(allowed * own - rest + torch.diag_embed(slack + tiny)).info > 0
+
     @collective_property
     def _left(self) -> Tensor:
         """Draws d (s, P) with covariance M⁻¹ - (P0^-½HP0^-½)⁻¹, which the low rank leaves of the inverse.
@@ -288,7 +302,7 @@ class IterativePrecision(PosteriorPrecision):
 
     def _draws_needed(self) -> int:
         """Draws that leave no block of the measured training points uncertain, by those so far."""
-        return min(int(self.curvature.largest(self._draws_for)), tuning.MOST_DRAWS, self.most)
+        return min(int(self.curvature.largest(self._draws_for)), self._most_draws, self.most)
 
     def _draws_for(self, rows: Jacobian) -> float:
         """Draws that leave no block of some rows uncertain, in steps of a quarter."""
@@ -296,9 +310,14 @@ class IterativePrecision(PosteriorPrecision):
         seen = rows.products(self.shapes.parts(self._draws * scale)).transpose(0, 1)
         rest = seen @ seen.mT
         blocks = self.base.covariance_blocks(rows) - rest
-        while count < tuning.MOST_DRAWS and bool(_uncertain(blocks, rest, int(count)).any()):
+        while count < self._most_draws and bool(self._uncertain(blocks, rest, int(count)).any()):
             count *= 1.25
         return count
+
+    @property
+    def _most_draws(self) -> int:
+        """Draws that alone, without a low rank, give variances with the wished error."""
+        return max(tuning.REMAINDER_DRAWS, math.ceil(2.0 / self.variance_error**2))
 
     def _draw(self, count: int) -> None:
         """Continue to so many draws."""
@@ -379,10 +398,10 @@ class IterativePrecision(PosteriorPrecision):
         seen = rows.products(fine._left_directions).transpose(0, 1)  # (n, K, s)
         rest = seen @ seen.mT
         blocks = low - rest
-        uncertain = _uncertain(blocks, rest, len(fine._left))
+        uncertain = self._uncertain(blocks, rest, len(fine._left))
         if root is not None:
             eye = torch.eye(root.shape[2], dtype=root.dtype, device=root.device)
-            uncertain |= _uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root, len(fine._left))
+            uncertain |= self._uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root, len(fine._left))
         solved = uncertain.nonzero().squeeze(1)
         if len(solved):
             blocks[solved] = fine._solved_blocks(rows.subset(solved))
@@ -412,22 +431,10 @@ class IterativePrecision(PosteriorPrecision):
         seen = rows.products(fine._left_directions).transpose(0, 1)
         own = joint.view(rows.num_examples, rows.num_cotangents, rows.num_examples, -1)
         rest = seen @ seen.mT
-        if bool(_uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - rest, rest, len(fine._left)).any()):
+        if bool(self._uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - rest, rest, len(fine._left)).any()):
             return PosteriorPrecision.covariance(fine, rows)
         flat = seen.flatten(0, 1)
         return joint.addmm_(flat, flat.T, alpha=-1.0)
-
-
-def _uncertain(own: Tensor, rest: Tensor, draws: int) -> Tensor:
-    """Mask of blocks A (n, k, k) of which cᵀAc may be too wrong for some c, with `rest` R in A by s draws.
-
-    The expected relative error cᵀRc/cᵀAc (2/s)^½ is at most `tuning.VARIANCE_ERROR` for all c if a multiple of A less R
-    is positive definite: differences of outputs are right too, whose variance may be far below those of the outputs.
-    """
-    allowed = tuning.VARIANCE_ERROR * (draws / 2) ** 0.5
-    slack = 64 * torch.finfo(own.dtype).eps * (own + rest).diagonal(dim1=1, dim2=2).abs()
-    tiny = torch.finfo(own.dtype).tiny
-    return torch.linalg.cholesky_ex(allowed * own - rest + torch.diag_embed(slack + tiny)).info > 0
 
 
 def _needed(count: int, ratio: float) -> int:
@@ -467,7 +474,7 @@ def reaching(
 
 def grown(
     curvature: Curvature, sketch: Sketch | None, ranks: tuple[int, int], probes: tuple[int, int], seed: int,
-    wished: Wished,
+    wished: Wished, variance_error: float,
 ) -> IterativePrecision:  # fmt: skip
     """The precision whose log determinant has the wished standard error, or the best that ranks and probes allow.
 
@@ -481,9 +488,11 @@ def grown(
     seed : int
     wished : callable
         The wished standard error of log det B, in nats, at a value of log det B.
+    variance_error : float
+        See `IterativePrecision`.
     """
     known = None if sketch is None else sketch.at(curvature)
     start = next(growing(curvature, known, ranks, seed))[:2]
     probing = ProbedLogDet(curvature, *start, min(tuning.LANCZOS_PROBES, probes[1]), seed, wished)
-    first = IterativePrecision(probing, ranks[1])
+    first = IterativePrecision(probing, ranks[1], variance_error)
     return first.improved(probes, lambda one: one.estimate.standard_error / wished(one.estimate.value))

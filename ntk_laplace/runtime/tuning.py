@@ -116,7 +116,8 @@ LANCZOS_PROBES = 8  # at a time: each keeps a vector of every step, and vectors 
 LANCZOS_STEPS = 60  # products with each probe, at most
 QUADRATURE_SHARE = 0.1  # of the wished standard error: where the quadrature's bracket ends
 CONJUGATE_GRADIENT_STEPS = 2000  # products of a solve, at most; more raise an error
-REMAINDER_DRAWS, MOST_DRAWS = 64, 800  # draws of what the low rank leaves of H⁻¹; 800 alone give variances to 5 %
+REMAINDER_DRAWS = 64  # draws of what the low rank leaves of H⁻¹, at least
+MOST_DRAWS = 800  # draws of the posterior for the evidence's gradient, at most
 DRAW_PRODUCTS = 8  # of a draw, expected
 COMPLETE = 1e-7  # trace left by the low rank, below which covariances are those of the low rank
 LEFT_SHARE = 0.05  # of log det B that the low rank of covariances leaves, at most
@@ -142,7 +143,6 @@ PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # of the matrices whose algebra 
 # --- limits that a user can notice
 
 MISSED = 1.25  # times the wished standard error of an evidence: beyond, a warning says that it was not reached
-VARIANCE_ERROR = 0.05  # expected relative error of a variance by draws, above which it is solved exactly
 
 PROGRESS_DELAY = 0.5  # seconds of a pass or of predictions after which a progress bar appears on a terminal
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal

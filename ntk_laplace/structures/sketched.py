@@ -208,12 +208,16 @@ class Iterative(SketchSpec):
         Wished standard error of the evidence, relative to its absolute value.
     seed : int
         Of test vectors, probes and draws, which stay the same when a hyperparameter changes.
+    variance_error : float
+        Expected relative error of predictive variances; those that draws do not give with it are solved exactly. A
+        larger one takes fewer draws: their number goes with its inverse square.
     """
 
     rank: int | None = None
     probes: int | None = None
     relative_error: float = 0.005
     seed: int = 0
+    variance_error: float = 0.05
     name: ClassVar[str] = "iterative"
     exact: ClassVar[bool] = True
     copies: ClassVar[float] = 3.0  # F of the round before, test vectors, images
@@ -223,6 +227,9 @@ class Iterative(SketchSpec):
         super().__post_init__()
         if self.probes is not None:
             require_whole("probes", self.probes, 2, "Leave it out to have it chosen.")
+        if not is_number(self.variance_error, above=0, below=1):
+            raise HyperparameterError("a variance_error between 0 and 1", repr(self.variance_error),
+                                      "Leave it out for 0.05.")  # fmt: skip
 
     def precision(
         self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
@@ -230,7 +237,7 @@ class Iterative(SketchSpec):
         """Grow the sketch until the evidence has the wished standard error."""
         model, wished = curvature.model, partial(tolerance, self.relative_error, joint)
         if saved is not None and sketch is not None:
-            restored = IterativePrecision.restored(curvature, sketch, wished, saved)
+            restored = IterativePrecision.restored(curvature, sketch, wished, self.variance_error, saved)
             return restored, restored.sketch
         most = self.most_rank(model)
         ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
@@ -240,7 +247,7 @@ class Iterative(SketchSpec):
             limit = rows_limit(memory, curvature.num_rows, curvature.num_columns, curvature.like.element_size(),
                                 curvature.row_bytes)  # fmt: skip
             sketch = leading_rows(curvature, limit)
-        found = grown(curvature, sketch, ranks, probes, self.seed, wished)
+        found = grown(curvature, sketch, ranks, probes, self.seed, wished, self.variance_error)
         estimate = found.estimate
         error = wished(estimate.value)
         _LOG.info(f"iterative: rank {found.base.rank:,}, {estimate.probes} probes of {estimate.steps} products, "
@@ -537,7 +544,7 @@ class SketchedStructure(StreamedStructure):
             return super().solve_at(model, points, gradient)
         there, sketch = self.changed(model, points).curvature(model), self.at.sketch
         probing = ProbedLogDet(there, *sketch.at(there), 2, 0, lambda _: math.inf)
-        return IterativePrecision(probing, 0).solve(gradient)
+        return IterativePrecision(probing, 0, math.inf).solve(gradient)
 
     # --- storage
 
