@@ -308,9 +308,8 @@ def test_the_seed_sets_all_random_numbers() -> None:
     own, other = (one.refined for one in fits)
     assert not torch.allclose(own.sketch.tests, other.sketch.tests)
     wished = own.probing.wished
-    same, moved = (
-        IterativePrecision(ProbedLogDet(own.curvature, own.sketch, own.base, 4, seed, wished), 10, 0.05) for seed in (0, 1)
-    )
+    probed = (ProbedLogDet(own.curvature, own.sketch, own.base, 4, seed, wished) for seed in (0, 1))
+    same, moved = (IterativePrecision(one, 10, 0.05) for one in probed)
     near, far = (relative_error(one.probing.probed, own.probing.probed) for one in (same, moved))
     assert near < 1e-3 < far
     assert torch.equal(same._left, own._left) and not torch.allclose(moved._left, own._left)
