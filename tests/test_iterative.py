@@ -312,7 +312,7 @@ def test_the_seed_sets_all_random_numbers() -> None:
     same, moved = (IterativePrecision(one, 10, 0.05) for one in probed)
     near, far = (relative_error(one.probing.probed, own.probing.probed) for one in (same, moved))
     assert near < 1e-3 < far
-    assert torch.equal(same._left, own._left) and not torch.allclose(moved._left, own._left)
+    assert torch.equal(same._left.draws, own._left.draws) and not torch.allclose(moved._left.draws, own._left.draws)
     noise = own.curvature.noise(3, torch.Generator().manual_seed(8))
     one, four = (types.SimpleNamespace(noise=lambda *_, size=size: size * noise) for size in (1.0, 2.0))
     drawn = own.sketch.noise(one, 3, torch.Generator())
@@ -428,7 +428,7 @@ def test_draws_of_what_the_sketch_leaves_have_its_covariance(monkeypatch: pytest
     precision = found.posterior_precision.refined
     eye = torch.eye(found.num_parameters, dtype=torch.float64)
     left = precision.base.whitened_solve(eye) - precision.solve(eye)  # the prior precision is 1
-    draws = precision._left
+    draws = precision._left.draws
     assert relative_error(draws.T @ draws / len(draws), left) < 0.1
 
 

@@ -174,7 +174,7 @@ def test_draws_of_what_the_rows_leave_have_its_covariance(monkeypatch: pytest.Mo
     precision: Any = found.posterior_precision.refined
     eye = torch.eye(found.num_parameters, dtype=torch.float64)
     left = precision.base.whitened_solve(eye) - 0.1 * precision.solve(eye)  # the prior precision is 0.1
-    draws = precision._left
+    draws = precision._left.draws
     assert len(draws) == 4000 and relative_error(draws.T @ draws / len(draws), left) < 0.15
 
 
@@ -285,7 +285,7 @@ def test_draws_are_as_many_as_the_measured_points_need(monkeypatch: pytest.Monke
     assert tuning.REMAINDER_DRAWS < count <= tuning.MOST_DRAWS
     for rows in posterior.fitted.rows_at(torch.arange(tuning.MEASURED_POINTS)):
         low = fine.base.covariance_blocks(rows)
-        seen = rows.products(posterior.network.shapes.parts(fine._left * fine.base.deviation)).transpose(0, 1)
+        seen = rows.products(posterior.network.shapes.parts(fine._left.draws * fine.base.deviation)).transpose(0, 1)
         rest = seen @ seen.mT / count
         ratio = torch.linalg.eigvals(torch.linalg.solve(low - rest, rest)).real.amax(1)  # the worst direction of each
         worst = float(ratio.max()) * (2 / count) ** 0.5

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ntk_laplace.curvature.low_rank import LowRankBase, LowRankPrecision
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
-from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, student
+from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, student, sufficient
+from ntk_laplace.curvature.remainder import Remainder, solved_draws
 from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch, growing, normal
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import conjugate_gradients
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of
 from ntk_laplace.runtime.reduction import collective_property
 
@@ -57,13 +57,13 @@ class IterativePrecision(PosteriorPrecision):
         self.probing: ProbedLogDet = probing
         self.curvature, self.sketch, self.base, self.seed = curvature, probing.sketch, probing.base, probing.seed
         self.most, self.variance_error, self._best = min(most, curvature.rank), variance_error, self
-        self._draws = curvature.like.new_zeros(0, len(curvature.like))
+        self._remainder = Remainder(probing, self.most, variance_error)
 
     def estimates_record(self) -> dict[str, Any]:
         """The estimates, in plain containers; `restored` takes them with `best_sketch`."""
         effective, fine = self._effective, self.refined
         own = {"probes": self.probing.probes, "seed": self.seed, "most": self.most}
-        left = None if fine.probing.complete else fine._left
+        left = None if fine.probing.complete else fine._left.draws
         return {"own": own, "estimate": asdict(self.estimate), "refined": asdict(fine.estimate),
                 "diagonal": fine.probing.diagonal, "left": left, "effective": effective}
 
@@ -83,7 +83,8 @@ class IterativePrecision(PosteriorPrecision):
         vars(found.probing)["estimate"] = LogDet(**record["estimate"])
         vars(fine.probing).update(estimate=LogDet(**record["refined"]), diagonal=tuple(record["diagonal"]))
         if record["left"] is not None:
-            fine._draws = vars(fine)["_left"] = record["left"].to(curvature.like)
+            fine._remainder.draws = record["left"].to(curvature.like)
+            vars(fine)["_left"] = fine._remainder
         return found
 
     def improved(
@@ -107,12 +108,12 @@ class IterativePrecision(PosteriorPrecision):
             if not math.isfinite(error):
                 raise NumericalError("a finite estimate of log det B", "numbers that overflow",
                                      "Take a larger prior precision.")  # fmt: skip
-            needed, probed = _needed(found.probing.probes, error), found.probing.probes
-            if needed == probed or larger is None:
+            wanted, probed = sufficient(found.probing.probes, error), found.probing.probes
+            if wanted == probed or larger is None:
                 break
-            if needed <= probes[1] and (needed - probed) * found.probing.later_steps <= larger:
+            if wanted <= probes[1] and (wanted - probed) * found.probing.later_steps <= larger:
                 break
-        enough = min(max(needed, probes[0]), probes[1])
+        enough = min(max(wanted, probes[0]), probes[1])
         return found if enough <= probed else self._with(found.sketch, found.base, enough, found.probing)
 
     def _with(
@@ -121,20 +122,6 @@ class IterativePrecision(PosteriorPrecision):
         wished = self.probing.wished
         probing = ProbedLogDet(self.curvature, sketch, base, probes, self.seed, wished, earlier)
         return IterativePrecision(probing, self.most, self.variance_error)
-
-    # --- products in units of the prior
-
-    def _solved_whitened(self, vectors: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Solutions and their residuals, these at most this share of each vector, or 1e-11 in float64."""
-        tolerance, base = max(tolerance, torch.finfo(vectors.dtype).eps ** 0.7), self._best.base
-        return conjugate_gradients(self.probing.whitened, vectors, base.whitened_solve, tolerance, 1.0 + base.largest,
-                                   tuning.CONJUGATE_GRADIENT_STEPS)  # fmt: skip
-
-    @property
-    def _width(self) -> int:
-        """Right-hand sides of solves at a time: more of them share passes where rows are computed again."""
-        most = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * self.curvature.like.element_size()))
-        return min(most, self.curvature.together or most)
 
     # --- evidence
 
@@ -185,8 +172,8 @@ class IterativePrecision(PosteriorPrecision):
         """γ_g beyond those of the low rank, as each draw finds them, (s, G)."""
         if self.probing.complete:
             return self._by_group.new_zeros(1, self._num_groups, dtype=torch.float64)
-        found = self._draws.new_zeros(len(self._draws), self._num_groups)
-        return found.index_add_(1, self.groups, self._draws.square()).double()
+        draws = self._remainder.draws
+        return draws.new_zeros(len(draws), self._num_groups).index_add_(1, self.groups, draws.square()).double()
 
     @collective_property
     def informed(self) -> IterativePrecision:
@@ -199,11 +186,12 @@ class IterativePrecision(PosteriorPrecision):
         for found, larger in self._drawing():
             if found.probing.complete:
                 break
-            found._draw(tuning.LANCZOS_PROBES)
-            needed = min(_needed(len(found._draws), found._effective_error / tuning.EFFECTIVE_ERROR), most)
-            cheap = (needed - len(found._draws)) * tuning.DRAW_PRODUCTS <= (larger or 0)
+            left = found._remainder
+            left.draw(tuning.LANCZOS_PROBES)
+            wanted = min(sufficient(len(left), found._effective_error / tuning.EFFECTIVE_ERROR), most)
+            cheap = (wanted - len(left)) * tuning.DRAW_PRODUCTS <= (larger or 0)
             if cheap or larger is None or found.probing.leaves_little:
-                found._draw(needed)
+                left.draw(wanted)
                 break
         return found
 
@@ -262,8 +250,9 @@ class IterativePrecision(PosteriorPrecision):
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P), by conjugate gradients."""
         flat = vectors.reshape(-1, self.num_parameters) * self.base.deviation
-        for some in flat.split(self._width):
-            some.copy_(self._solved_whitened(some)[0])
+        best = self._best.probing
+        for some in flat.split(best.together):
+            some.copy_(best.solved(some)[0])
         return (flat * self.base.deviation).view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
@@ -279,66 +268,12 @@ class IterativePrecision(PosteriorPrecision):
 
     # --- covariance of f
 
-    def _uncertain(self, own: Tensor, rest: Tensor, draws: int) -> Tensor:
-        """Mask of blocks A (n, k, k) of which cᵀAc may be too wrong for some c, with `rest` R in A by s draws.
-
-        The expected relative error cᵀRc/cᵀAc (2/s)^½ is at most `variance_error` for all c if a multiple of A less R is
-        positive definite: differences of outputs are right too, whose variance may be far below those of the outputs.
-        """
-        allowed = self.variance_error * (draws / 2) ** 0.5
-        slack = 64 * torch.finfo(own.dtype).eps * (own + rest).diagonal(dim1=1, dim2=2).abs()
-        tiny = torch.finfo(own.dtype).tiny
-        return torch.linalg.cholesky_ex(allowed * own - rest + torch.diag_embed(slack + tiny)).info > 0
-
     @collective_property
-    def _left(self) -> Tensor:
-        """Draws d (s, P) with covariance M⁻¹ - (P0^-½HP0^-½)⁻¹, which the low rank leaves of the inverse.
-
-        With E = P0^-½(JᵀΛJ - FᵀF)P0^-½, x ~ N(0, M⁻¹) and e ~ N(0, E): d = (M + E)⁻¹(E x + e).
-        """
-        self._draw(tuning.REMAINDER_DRAWS)
-        self._draw(self._draws_needed())
-        return self._draws
-
-    def _draws_needed(self) -> int:
-        """Draws that leave no block of the measured training points uncertain, by those so far."""
-        return min(int(self.curvature.largest(self._draws_for)), self._most_draws, self.most)
-
-    def _draws_for(self, rows: Jacobian) -> float:
-        """Draws that leave no block of some rows uncertain, in steps of a quarter."""
-        count, scale = float(len(self._draws)), self.base.deviation / len(self._draws) ** 0.5
-        seen = rows.products(self.shapes.parts(self._draws * scale)).transpose(0, 1)
-        rest = seen @ seen.mT
-        blocks = self.base.covariance_blocks(rows) - rest
-        while count < self._most_draws and bool(self._uncertain(blocks, rest, int(count)).any()):
-            count *= 1.25
-        return count
-
-    @property
-    def _most_draws(self) -> int:
-        """Draws that alone, without a low rank, give variances with the wished error."""
-        return max(tuning.REMAINDER_DRAWS, math.ceil(2.0 / self.variance_error**2))
-
-    def _draw(self, count: int) -> None:
-        """Continue to so many draws."""
-        generator = torch.Generator().manual_seed(self.seed + 1 + len(self._draws))
-        found = [self._draws]
-        for start in range(len(self._draws), count, self._width):
-            found.append(self._some_drawn(min(self._width, count - start), generator))
-        self._draws = torch.cat(found) if len(found) > 1 else self._draws
-
-    def _some_drawn(self, count: int, generator: torch.Generator) -> Tensor:
-        scale = self.base.deviation
-        x = self.base.whitened_half(normal(count, self.curvature.like, generator)) * scale
-        noise = self.sketch.noise(self.curvature, count, generator)
-        right = self.curvature.products(x) - self.base.products(x) + noise
-        right *= scale
-        # a residual r in jᵀd, j in units of the prior, is at most |r| times the posterior deviation of jᵀw
-        return self._solved_whitened(right, tuning.DRAW_RESIDUAL / max(1.0, float(right.norm(dim=1).max())))[0]
-
-    @collective_property
-    def _left_directions(self) -> dict[str, Tensor]:
-        return self.shapes.parts(self._left * self.base.deviation / len(self._left) ** 0.5)
+    def _left(self) -> Remainder:
+        """What the low rank leaves, by as many draws as variances need."""
+        self._remainder.draw(tuning.REMAINDER_DRAWS)
+        self._remainder.draw(self._remainder.needed())
+        return self._remainder
 
     @collective_property
     def refined(self) -> IterativePrecision:
@@ -352,8 +287,8 @@ class IterativePrecision(PosteriorPrecision):
             if larger is None or found.probing.complete:
                 break
             if (found.probing.leaves_little and larger >= fewest / 2) or larger > fewest:
-                found._draw(tuning.REMAINDER_DRAWS)
-                if (found._draws_needed() - len(found._draws)) * tuning.DRAW_PRODUCTS <= larger:
+                found._remainder.draw(tuning.REMAINDER_DRAWS)
+                if (found._remainder.needed() - len(found._remainder)) * tuning.DRAW_PRODUCTS <= larger:
                     break
         return found
 
@@ -371,18 +306,18 @@ class IterativePrecision(PosteriorPrecision):
         effective = self.effective_parameters().sum()
         if self._best.probing.complete:
             return None
-        generator, most = torch.Generator().manual_seed(self.seed + 1), min(tuning.MOST_DRAWS, self.most)
-        drawn, used, needed = [], self.curvature.like.new_zeros(0), min(tuning.LANCZOS_PROBES, most)
-        while len(used) < needed:
-            count = min(self._width, needed - len(used))
+        best, most = self._best.probing, min(tuning.MOST_DRAWS, self.most)
+        generator, wanted = torch.Generator().manual_seed(self.seed + 1), min(tuning.LANCZOS_PROBES, most)
+        drawn, used = list[Tensor](), self.curvature.like.new_zeros(0)
+        while len(used) < wanted:
+            count = min(best.together, wanted - len(used))
             white = normal(count, self.curvature.like, generator)
             right = white + self.curvature.noise(count, generator) * self.base.deviation
-            tolerance = tuning.DRAW_RESIDUAL / max(1.0, float(right.norm(dim=1).max()))
-            drawn.append(self._solved_whitened(right, tolerance)[0] * self.base.deviation)
+            drawn.append(solved_draws(best, right) * self.base.deviation)
             used = torch.cat([used, (self.curvature.products(drawn[-1]) * drawn[-1]).sum(1)])
-            if 1 < len(used) == needed <= tuning.LANCZOS_PROBES:
-                error = float(used.std() / used.mean()) * student(needed - 1) / needed**0.5
-                needed = min(_needed(needed, error / tuning.EFFECTIVE_ERROR), most)
+            if 1 < len(used) == wanted <= tuning.LANCZOS_PROBES:
+                error = float(used.std() / used.mean()) * student(wanted - 1) / wanted**0.5
+                wanted = min(sufficient(wanted, error / tuning.EFFECTIVE_ERROR), most)
         scale = (effective / used.sum()).sqrt()
         return self.shapes.parts(torch.cat(drawn).mul_(scale.to(self.curvature.like)))
 
@@ -395,13 +330,13 @@ class IterativePrecision(PosteriorPrecision):
         low = fine.base.covariance_blocks(rows)
         if fine.probing.complete:
             return low
-        seen = rows.products(fine._left_directions).transpose(0, 1)  # (n, K, s)
+        seen = fine._left.outputs(rows)
         rest = seen @ seen.mT
         blocks = low - rest
-        uncertain = self._uncertain(blocks, rest, len(fine._left))
+        uncertain = fine._left.uncertain(blocks, rest)
         if root is not None:
             eye = torch.eye(root.shape[2], dtype=root.dtype, device=root.device)
-            uncertain |= self._uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root, len(fine._left))
+            uncertain |= fine._left.uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root)
         solved = uncertain.nonzero().squeeze(1)
         if len(solved):
             blocks[solved] = fine._solved_blocks(rows.subset(solved))
@@ -415,9 +350,9 @@ class IterativePrecision(PosteriorPrecision):
         """
         n, k = rows.num_examples, rows.num_cotangents
         tolerance, found = torch.finfo(self.curvature.like.dtype).eps ** 0.35, []
-        for some in torch.arange(n, device=rows.f.device).split(max(1, self._width // k)):
+        for some in torch.arange(n, device=rows.f.device).split(max(1, self.probing.together // k)):
             right = rows.subset(some).dense(self.shapes).transpose(0, 1) * self.base.deviation
-            solved = self._solved_whitened(right.flatten(0, 1), tolerance)
+            solved = self.probing.solved(right.flatten(0, 1), tolerance)
             solutions, residuals = (part.view_as(right) for part in solved)
             found.append(solutions @ right.mT + residuals @ solutions.mT)
         return torch.cat(found)
@@ -428,22 +363,13 @@ class IterativePrecision(PosteriorPrecision):
         joint = fine.base.covariance(rows)
         if fine.probing.complete:
             return joint
-        seen = rows.products(fine._left_directions).transpose(0, 1)
+        seen = fine._left.outputs(rows)
         own = joint.view(rows.num_examples, rows.num_cotangents, rows.num_examples, -1)
         rest = seen @ seen.mT
-        if bool(self._uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - rest, rest, len(fine._left)).any()):
+        if bool(fine._left.uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - rest, rest).any()):
             return PosteriorPrecision.covariance(fine, rows)
         flat = seen.flatten(0, 1)
         return joint.addmm_(flat, flat.T, alpha=-1.0)
-
-
-def _needed(count: int, ratio: float) -> int:
-    """Probes or draws that bring an error down to the wished one, from its ratio to that with `count` of them."""
-    if ratio <= 1.0:
-        return count
-    # the spread of a few is itself an estimate: a fifth more
-    more = 1.2 * count * min((ratio / student(count - 1)) ** 2, 1e6)
-    return max(count + 1, math.ceil(more * student(max(1, int(more) - 1)) ** 2))
 
 
 def _common_eigenvalue(used: float, log_det: float) -> float:

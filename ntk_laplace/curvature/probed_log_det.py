@@ -13,11 +13,11 @@ from torch import Tensor
 from ntk_laplace.curvature.low_rank import LowRankBase
 from ntk_laplace.curvature.sketch import Curvature, Sketch
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Quadrature, lanczos
+from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos
 from ntk_laplace.runtime.linalg import log_det_curve
 from ntk_laplace.runtime.reduction import collective_property
 
-__all__ = ["LogDet", "ProbedLogDet", "Wished", "student"]
+__all__ = ["LogDet", "ProbedLogDet", "Wished", "student", "sufficient"]
 
 Wished = Callable[[float], float]
 
@@ -80,6 +80,21 @@ class ProbedLogDet:
     def preconditioned(self, vectors: Tensor) -> Tensor:
         """C v for vectors (m, P)."""
         return self.base.whitened_half(self.whitened(self.base.whitened_half(vectors)), transpose=True)
+
+    def solved(self, vectors: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor]:
+        """(P0^-½ H P0^-½)⁻¹ v for vectors (m, P), by conjugate gradients that the low rank preconditions.
+
+        Solutions and their residuals, these at most this share of each vector, or 1e-11 in float64.
+        """
+        tolerance = max(tolerance, torch.finfo(vectors.dtype).eps ** 0.7)
+        return conjugate_gradients(self.whitened, vectors, self.base.whitened_solve, tolerance,
+                                   1.0 + self.base.largest, tuning.CONJUGATE_GRADIENT_STEPS)  # fmt: skip
+
+    @property
+    def together(self) -> int:
+        """Vectors of solves at a time: more of them share passes where rows are computed again."""
+        most = max(1, tuning.COVARIANCE_BYTES // self.curvature.like.nbytes)
+        return min(most, self.curvature.together or most)
 
     # --- the estimate
 
@@ -235,3 +250,12 @@ def student(freedom: int) -> float:
     from scipy import stats  # the import changes warning filters
 
     return float(stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975))
+
+
+def sufficient(count: int, ratio: float) -> int:
+    """Probes or draws that bring an error down to the wished one, from its ratio to that with `count` of them."""
+    if ratio <= 1.0:
+        return count
+    # the spread of a few is itself an estimate: a fifth more
+    more = 1.2 * count * min((ratio / student(count - 1)) ** 2, 1e6)
+    return max(count + 1, math.ceil(more * student(max(1, int(more) - 1)) ** 2))

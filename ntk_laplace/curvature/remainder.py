@@ -1,0 +1,99 @@
+"""What a low rank leaves of the inverse of a posterior precision, by draws."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.probed_log_det import ProbedLogDet
+from ntk_laplace.curvature.sketch import normal
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.runtime import tuning
+
+__all__ = ["Remainder", "solved_draws"]
+
+
+class Remainder:
+    """Draws d with the covariance M⁻¹ - (P0^-½HP0^-½)⁻¹, in units of the prior.
+
+    With E = P0^-½(JᵀΛJ - FᵀF)P0^-½, x ~ N(0, M⁻¹) and e ~ N(0, E): d = (M + E)⁻¹(E x + e).
+
+    Parameters
+    ----------
+    probing : ProbedLogDet
+        The low rank, and the products.
+    most : int
+        Draws for which there is memory.
+    variance_error : float
+        Expected relative error of a variance that is not too wrong.
+
+    Attributes
+    ----------
+    draws : Tensor, (s, P)
+        Those so far.
+    """
+
+    def __init__(self, probing: ProbedLogDet, most: int, variance_error: float) -> None:
+        self._probing, self._most, self._variance_error = probing, most, variance_error
+        self.draws = probing.curvature.like.new_zeros(0, len(probing.curvature.like))
+        self._directions: tuple[int, dict[str, Tensor]] = 0, {}  # of so many draws, by parameter
+
+    def __len__(self) -> int:
+        return len(self.draws)
+
+    def draw(self, count: int) -> None:
+        """Continue to so many draws."""
+        generator = torch.Generator().manual_seed(self._probing.seed + 1 + len(self))
+        found, together = [self.draws], self._probing.together
+        for start in range(len(self), count, together):
+            found.append(self._drawn(min(together, count - start), generator))
+        self.draws = torch.cat(found) if len(found) > 1 else self.draws
+
+    def _drawn(self, count: int, generator: torch.Generator) -> Tensor:
+        curvature, base = self._probing.curvature, self._probing.base
+        x = base.whitened_half(normal(count, curvature.like, generator)) * base.deviation
+        noise = self._probing.sketch.noise(curvature, count, generator)
+        return solved_draws(self._probing, (curvature.products(x) - base.products(x) + noise).mul_(base.deviation))
+
+    # --- variances
+
+    def outputs(self, rows: Jacobian) -> Tensor:
+        """J d over s^½ for all draws, (n, K, s): the product with its transpose is what the low rank leaves of V."""
+        if self._directions[0] != len(self):
+            scale = self._probing.base.deviation / len(self) ** 0.5
+            self._directions = len(self), self._probing.curvature.shapes.parts(self.draws * scale)
+        return rows.products(self._directions[1]).transpose(0, 1)
+
+    def uncertain(self, own: Tensor, rest: Tensor, draws: int | None = None) -> Tensor:
+        """Mask of blocks A (n, k, k) of which cᵀAc may be too wrong for some c, with `rest` R in A by s draws.
+
+        The expected relative error cᵀRc/cᵀAc (2/s)^½ is at most the wished one for all c if a multiple of A less R is
+        positive definite: differences of outputs are right too, whose variance may be far below those of the outputs.
+        """
+        allowed = self._variance_error * ((draws or len(self)) / 2) ** 0.5
+        slack = 64 * torch.finfo(own.dtype).eps * (own + rest).diagonal(dim1=1, dim2=2).abs()
+        tiny = torch.finfo(own.dtype).tiny
+        return torch.linalg.cholesky_ex(allowed * own - rest + torch.diag_embed(slack + tiny)).info > 0
+
+    def needed(self) -> int:
+        """Draws that leave no block of the measured training points uncertain, by those so far."""
+        # as many as would do without a low rank
+        most = max(tuning.REMAINDER_DRAWS, math.ceil(2.0 / self._variance_error**2))
+
+        def needed_at(rows: Jacobian) -> float:
+            count, seen = float(len(self)), self.outputs(rows)
+            rest = seen @ seen.mT
+            blocks = self._probing.base.covariance_blocks(rows) - rest
+            while count < most and bool(self.uncertain(blocks, rest, int(count)).any()):
+                count *= 1.25
+            return count
+
+        return min(int(self._probing.curvature.largest(needed_at)), most, self._most)
+
+
+def solved_draws(probing: ProbedLogDet, right: Tensor) -> Tensor:
+    """(P0^-½HP0^-½)⁻¹ r for draws r (m, P), as exactly as draws need it."""
+    # a residual r in jᵀd, j in units of the prior, is at most |r| times the posterior deviation of jᵀw
+    return probing.solved(right, tuning.DRAW_RESIDUAL / max(1.0, float(right.norm(dim=1).max())))[0]
