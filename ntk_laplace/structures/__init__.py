@@ -4,7 +4,7 @@
 # isort: off
 from ntk_laplace.structures.function_space import FunctionSpace, FunctionSpaceStructure
 from ntk_laplace.structures.full import FullWeightSpace
-from ntk_laplace.structures.sketched import Iterative, Nystrom, compressed
+from ntk_laplace.structures.sketch_specifications import Iterative, Nystrom, compressed
 from ntk_laplace.structures.block_specifications import EKFAC, INF, KFAC, Diagonal
 from ntk_laplace.structures.gaussian import GaussianStructure, GivenGaussian
 # isort: on
