@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ntk_laplace as ntkl
 from ntk_laplace.model.likelihoods import likelihood_from_record as from_record
 from ntk_laplace.model.likelihoods import likelihood_record
+from ntk_laplace.model.network import linearized
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.meter import PeakMemory
@@ -236,10 +237,10 @@ def test_many_outputs_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = posterior.predict(x, samples=500, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(drawn.probs, exact.probs, atol=0.04)
     step = torch.randn(posterior.num_parameters, dtype=F64)
-    moved = posterior.network.linearized(x)(posterior.network.theta + step)
+    moved = linearized(posterior.network, x)(posterior.network.theta + step)
     jvp = posterior.jacobian(x).jvp(posterior.network.unflatten(step))
     assert relative_error(moved, f.flatten(1) + jvp) < 1e-10
-    at = posterior.network.linearized(x)
+    at = linearized(posterior.network, x)
     many = torch.stack([at(theta) for theta in posterior.sample(500)])
     ratio = many.var(0) / blocks.diagonal(dim1=-2, dim2=-1).flatten(1)
     assert abs(float(ratio.mean()) - 1) < 0.1 and float((ratio - 1).abs().max()) < 0.4

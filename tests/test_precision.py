@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from ntk_laplace.errors import MixedExamplesError
 from ntk_laplace.jacobian import JacobianPass, Lookup, Outer, rules
-from ntk_laplace.model.network import Network
+from ntk_laplace.model.network import Network, probe
 from ntk_laplace.model.network.precision import Products, whole_convolutions
 from pairwise import pairwise
 from reference import jacobian, relative_error
@@ -159,7 +159,7 @@ def test_rows_in_16_bits(case, half, keep_factors, data):
 def test_the_precision_is_that_of_the_computation():
     def precision(network: nn.Module, x: Tensor) -> torch.dtype:
         door = Network(network.eval())
-        door.probe(x)
+        probe(door, x)
         return door.precision
 
     class FrozenBelow(nn.Module):

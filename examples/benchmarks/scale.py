@@ -311,7 +311,8 @@ def mnist(options: argparse.Namespace) -> list[list[str]]:
     rows.append([f"forecast: {plan.note}", "", "", f"{plan.seconds:.3g} s", f"{(plan.memory or 0) / 2**30:.2f} GiB"])
     print(rows[-1], flush=True)
     before = resident_bytes()
-    for structure in [ntkl.Iterative(), *([ntkl.Iterative(rank=options.rank)] if options.rank else [])]:
+    for rank in [None, *([options.rank] if options.rank else [])]:
+        structure = ntkl.Iterative(rank, variance_error=options.variance_error)
         posterior, seconds, gib = measured(lambda s=structure: (p := fit(s), p.evidence())[0])
         line("iterative" if structure.rank is None else f"iterative, rank {structure.rank}", posterior, seconds, gib)
     if len(test):
@@ -349,6 +350,7 @@ def main() -> None:
     arguments.add_argument("--examples", type=int, default=10_000, help="images of the part mnist")
     arguments.add_argument("--test", type=int, default=1000, help="test images of the part mnist; 0: no predictions")
     arguments.add_argument("--rank", type=int, help="a second rank of the part mnist, for narrower bounds")
+    arguments.add_argument("--variance-error", type=float, default=0.05, help="of predictions in the part mnist")
     arguments.add_argument("--layers", action="store_true", help="fit precisions of each layer in the part mnist")
     arguments.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of the part mnist")
     arguments.add_argument("--peers", help="interpreter with laplace-torch")

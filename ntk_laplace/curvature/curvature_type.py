@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
-from ntk_laplace.model.network import seeded_rng
+from ntk_laplace.runtime.random_state import seeded_rng
 
 __all__ = ["CURVATURES", "CurvatureType"]
 

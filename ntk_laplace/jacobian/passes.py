@@ -26,8 +26,9 @@ from ntk_laplace.jacobian.search import Search, make_plan
 from ntk_laplace.jacobian.storage import apart_from, compacted
 from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
 from ntk_laplace.model.likelihoods import DiagonalForm
-from ntk_laplace.model.network import Network, outside_autocast, preserved_rng
+from ntk_laplace.model.network import Network, outside_autocast, probe
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.random_state import preserved_rng
 from ntk_laplace.runtime.resources import buffer_bytes
 
 __all__ = ["JacobianPass", "RootFunction", "passing"]
@@ -175,7 +176,7 @@ class JacobianPass:
         if self._edges is not None:
             return self._edges
         with passing(self.network):
-            out = self.network.probe(differentiable(x))
+            out = probe(self.network, differentiable(x))
         with passing(self.network):  # the probe has set the network's precision
             graph = Graph(out, self._parameters)
             plan = self._plan(graph, out, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ntk_laplace.model.calibration import CalibratedPredictive
 from ntk_laplace.model.data import InputData, Inputs, RowBuffer, as_tensors, fill_buffer
 from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
+from ntk_laplace.model.network import linearized, varying
 from ntk_laplace.model.predictive import Predictive, joined, predictive_from_samples
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.differentiable import DifferentiableModel, require_gradients
@@ -183,7 +185,7 @@ class PredictionVerbs(Fitted):
 
         if is_choice(method, ("nn",)):
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
-            return averaged(self.network.varying)
+            return averaged(partial(varying, self.network))
         if is_choice(method, ("map",)):
             f = self.outputs(x, batch_size=batch_size)
             certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
@@ -193,7 +195,7 @@ class PredictionVerbs(Fitted):
         if calibrated and likelihood is None and self.predictive is not None:
             respond = CalibratedPredictive(self.predictive, one, method, samples, generator, scalar)
         elif method == "glm" and positions > 1 and self.num_outputs > tuning.POSITION_OUTPUTS and mean == "map":
-            return averaged(self.network.linearized)
+            return averaged(partial(linearized, self.network))
         chunks = self._chunks(x, batch_size)
         if positions > 1:
             return _responses(self._moments(chunks, mean, positions), True, lambda f, blocks: own.together(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ntk_laplace.model.data import BATCH_BYTES, InputBatches, Source, alike, concatenate, num_bytes, num_examples
-from ntk_laplace.model.network import Network
+from ntk_laplace.model.network import Network, independent_of_batches
 
 __all__ = ["merged_batches"]
 
@@ -38,7 +38,7 @@ def merged_batches(batches: Source | InputBatches, network: Network) -> Iterator
 
 def _joined(waiting: list[tuple], network: Network) -> list[tuple]:
     """One merged batch if the network's outputs allow it. The list is emptied, which frees the parts early."""
-    one = len(waiting) > 1 and network.independent_of_batches([batch[0] for batch in waiting])
+    one = len(waiting) > 1 and independent_of_batches(network, [batch[0] for batch in waiting])
     found = [concatenate(waiting)] if one else list(waiting)
     waiting.clear()
     return found

@@ -18,6 +18,7 @@ from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_whole
 from ntk_laplace.model.data import InputData, Inputs, Source, num_examples
 from ntk_laplace.model.expectations import Expectation
+from ntk_laplace.model.network import varying
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import draw_sizes, require_generator
@@ -224,7 +225,7 @@ def _network(
     ):
         here = numbers[seen : seen + num_examples(part)]
         own, points = fitted.likelihood.at(here), fitted.points.subset(here)
-        outputs = model.network.varying(part, seen)
+        outputs = varying(model.network, part, seen)
         for place, e in enumerate(draws, first):
             for signed in (e, -e):
                 f = outputs(theta + signed).to(points.f)

@@ -6,19 +6,24 @@ The caller's module is read once and never changed. All other code works on the 
 from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.model.network.choice import ParameterChoice
 from ntk_laplace.model.network.copying import private_copy, require_module
-from ntk_laplace.model.network.frozen import Network, preserved_rng, seeded_rng
+from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.many import ManyWeights, twice_differentiable
 from ntk_laplace.model.network.precision import outside_autocast
+from ntk_laplace.model.network.probing import independent_of_batches, probe
+from ntk_laplace.model.network.variation import linear_at, linearized, varying
 
 __all__ = [
     "Caller",
     "ManyWeights",
     "Network",
     "ParameterChoice",
+    "independent_of_batches",
+    "linear_at",
+    "linearized",
     "outside_autocast",
-    "preserved_rng",
     "private_copy",
+    "probe",
     "require_module",
-    "seeded_rng",
     "twice_differentiable",
+    "varying",
 ]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import NTKLaplaceError
-from ntk_laplace.model.network import preserved_rng
+from ntk_laplace.model.network import linear_at
+from ntk_laplace.runtime.random_state import preserved_rng
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
@@ -173,7 +174,7 @@ def _linear(fitted: FittedModel) -> bool:
             x, _ = next(iter(source))
     except (NTKLaplaceError, StopIteration):
         return False
-    return network.linear_at(x)
+    return linear_at(network, x)
 
 
 def _moved(model: LinearizedModel) -> bool:

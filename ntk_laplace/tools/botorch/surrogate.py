@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
-from ntk_laplace.model.network import Network
+from ntk_laplace.model.network import Network, probe
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import laplace
@@ -93,7 +93,7 @@ class Surrogate:
         module.eval()
         frozen = Network(module, options.get("parameters"), options.get("output"))
         x = self.form.restore(self.inputs, frozen)
-        frozen.probe(x)
+        probe(frozen, x)
         y = self.targets.to(frozen.device)
         if frozen.num_outputs != y.shape[1]:
             raise DataError(f"a network with {y.shape[1]} outputs, as many as train_Y", f"{frozen.num_outputs}",

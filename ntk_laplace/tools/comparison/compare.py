@@ -29,11 +29,12 @@ from ntk_laplace.errors import (
 )
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood, positions_of
-from ntk_laplace.model.network import Network, seeded_rng
+from ntk_laplace.model.network import Network, probe
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime.meter import PeakMemory, Stopwatch
+from ntk_laplace.runtime.random_state import seeded_rng
 from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.structures import Settings, StructureSpec, structure_names
 from ntk_laplace.tools.comparison.table import EvidenceComparison, StructureEvidence
@@ -180,7 +181,7 @@ def _examine(
     batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
     frozen.caller.positions = positions_of(likelihood, batches)
     with torch.inference_mode(False):
-        frozen.probe(batches.first()[0])
+        probe(frozen, batches.first()[0])
         count = batches.length if batches.length is not None else sum(len(y) for _, y in batches)
     words = in_words(likelihood, bound, curvature_type)
     return EvidenceComparison((), None, count, frozen.num_outputs, frozen.num_parameters, words), batches

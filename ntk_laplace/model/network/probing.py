@@ -1,0 +1,118 @@
+"""Checks of a network on a few examples: before it is linearized, and before batches are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError, NTKLaplaceError
+from ntk_laplace.model.data import Inputs, concatenate, format_of, num_examples, take
+from ntk_laplace.model.network.frozen import Network
+from ntk_laplace.model.network.precision import DtypesSeen, computation_dtype
+from ntk_laplace.runtime.random_state import preserved_rng
+
+__all__ = ["independent_of_batches", "probe"]
+
+_FIRST = 4  # examples that are evaluated together; every other one is then evaluated again without the rest
+_EVAL = "Call network.eval() before the fit (and keep dropout off)."
+
+
+def probe(network: Network, x: Inputs) -> Tensor:
+    """Check the network on the first examples of `x`, and choose the memory format of its weights.
+
+    Two of the first four examples, evaluated alone, must give the same outputs as in the batch of four, and the
+    buffers must not change. Convolution weights become channels last where this is faster and the network supports
+    it: backward passes of float32 convolutions on a CPU then take half the time. A network that requires
+    contiguous activations (``x.view(n, -1)``) raises with channels last; its weights then stay contiguous.
+
+    Returns
+    -------
+    Tensor, (2, C)
+        Outputs of the two examples with their autograd graph, in the chosen memory format.
+
+    Raises
+    ------
+    NonDeterministicError, MixedExamplesError
+    NetworkError
+        If buffers change, or outputs have no graph.
+    """
+    n = num_examples(x)
+    if n == 0:
+        raise DataError("at least one example", "an empty batch", "Pass one or more inputs.")
+    x = take(x, slice(0, _FIRST) if n >= _FIRST else torch.arange(_FIRST).clamp_max(n - 1))
+    with preserved_rng(network.device):
+        found = _probed(network, x)
+    network.input_format = format_of(x)
+    return found
+
+
+def _probed(network: Network, x: Inputs) -> Tensor:
+    before = {name: b.clone() for name, b in network.module.named_buffers()}
+    with DtypesSeen() as seen:
+        first = network.without_grad(x)
+    network.precision = computation_dtype(network.module, first, seen.found)
+    if _channels_last_is_faster(network):
+        network.channels_last = True
+    with network.arithmetic():  # to get the same graph as later passes
+        alone = network.evaluate(_every_other(x))  # back to contiguous if that raises
+    network.precision = computation_dtype(network.module, alone, seen.found)
+    tolerance = network.tolerance(first)
+    if network.channels_last and _gap(alone, first[::2]) > tolerance:
+        network.channels_last = False
+        alone = network.evaluate(_every_other(x))
+    moved = [m for m, b in network.module.named_buffers() if not torch.equal(b, before[m])]
+    with torch.no_grad():
+        for name in moved:
+            network.module.get_buffer(name).copy_(before[name])
+    if _gap(alone, first[::2]) > tolerance:
+        # either the other examples matter, or the same batch gives other outputs the second time
+        again = 0.0 if moved else _gap(first, network.without_grad(x))
+        if again > tolerance:
+            raise NonDeterministicError("a deterministic network",
+                                        f"outputs that differ by {again:.2g} between two evaluations of the same "
+                                        "batch", _EVAL)
+        got = "outputs that change with the other examples of the batch"
+        got = f"batch statistics in use (buffers {', '.join(moved[:3])} move)" if moved else got
+        raise MixedExamplesError("a network whose outputs depend on their own example alone", got, _EVAL)
+    if moved:
+        raise NetworkError("a network that does not change its buffers",
+                           f"buffers that a forward pass changes: {', '.join(moved[:3])}", _EVAL)
+    if not alone.requires_grad:
+        raise NetworkError("outputs that autograd can follow to the chosen parameters", "outputs without a graph",
+                           "Remove torch.no_grad(), .detach() and .numpy() from forward(), or choose others by "
+                           "parameters=.")  # fmt: skip
+    return alone
+
+
+def _channels_last_is_faster(network: Network) -> bool:
+    layers = [layer for layer in network.module.modules() if isinstance(layer, nn.Conv2d)]
+    # the weight gradient of a strided 1 x 1 convolution in channels last writes past its buffer on a CPU with AVX2
+    # and no AVX-512 (torch 2.13)
+    strided = any(set(layer.kernel_size) == {1} and max(layer.stride) > 1 for layer in layers)
+    return bool(layers) and not strided and network.device.type == "cpu" and network.dtype == torch.float32
+
+
+def independent_of_batches(network: Network, parts: Sequence[Inputs]) -> bool:
+    """Whether examples give the same outputs when they are batched with examples of other batches.
+
+    The check uses two examples of each batch. It detects a network whose control flow depends on a property
+    shared by the whole batch.
+    """
+    pairs = [take(x, torch.tensor([0, num_examples(x) - 1])) for x in parts]
+    try:
+        with preserved_rng(network.device):
+            apart = torch.cat([network.without_grad(pair) for pair in pairs])
+            whole = network.without_grad(concatenate(pairs))
+    except NTKLaplaceError:
+        return False
+    return network.agree(apart, whole)
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    return float((one.detach() - other.detach()).abs().max())
+
+
+def _every_other(x: Inputs) -> Inputs:
+    return take(x, torch.arange(0, num_examples(x), 2))  # indexed, not strided, to get the same graph as later batches
