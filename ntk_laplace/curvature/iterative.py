@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.low_rank import LowRankBase, LowRankPrecision
+from ntk_laplace.curvature.posterior_draws import PosteriorDraws
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, student, sufficient
-from ntk_laplace.curvature.remainder import Remainder, solved_draws
+from ntk_laplace.curvature.remainder import Remainder
 from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch, growing, normal
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.jacobian import Jacobian
@@ -64,7 +65,8 @@ class IterativePrecision(PosteriorPrecision):
         effective, fine = self._effective, self.refined
         own = {"probes": self.probing.probes, "seed": self.seed, "most": self.most}
         left = None if fine.probing.complete else fine._left.draws
-        return {"own": own, "estimate": asdict(self.estimate), "refined": asdict(fine.estimate),
+        drawn = None if self.drawn_for_variances is None else self.drawn_for_variances.record()
+        return {"own": own, "drawn": drawn, "estimate": asdict(self.estimate), "refined": asdict(fine.estimate),
                 "diagonal": fine.probing.diagonal, "left": left, "effective": effective}
 
     @classmethod
@@ -85,6 +87,8 @@ class IterativePrecision(PosteriorPrecision):
         if record["left"] is not None:
             fine._remainder.draws = record["left"].to(curvature.like)
             vars(fine)["_left"] = fine._remainder
+        if record.get("drawn") is not None and found.drawn is not None:
+            found.drawn.restore(record["drawn"])
         return found
 
     def improved(
@@ -294,32 +298,25 @@ class IterativePrecision(PosteriorPrecision):
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
+        if tuning.DRAWS_PER_OUTPUT * rows.num_cotangents <= tuning.REMAINDER_DRAWS and self.drawn_for_variances:
+            seen = self.drawn_for_variances.outputs(rows)
+            return seen @ seen.mT
         return self._blocks(rows, None)
 
     @collective_property
-    def drawn_directions(self) -> dict[str, Tensor] | None:
-        """Draws Y (s, P) from N(0, H⁻¹) over s^½: J YᵀY Jᵀ is V in sums over the data; None if V is known exactly.
+    def drawn(self) -> PosteriorDraws | None:
+        """Draws of the posterior, none so far; None if V is known without them."""
+        effective, error = self._effective
+        best = self._best.probing
+        return None if best.complete else PosteriorDraws(best, float(effective.sum()), error, self.most)
 
-        As many as give Σ_n tr Λ_nV_n = tr YJᵀΛJYᵀ a relative error of `tuning.EFFECTIVE_ERROR`, and scaled so that it
-        is Σ_g γ_g. Blocks of single points may be far off.
-        """
-        effective = self.effective_parameters().sum()
-        if self._best.probing.complete:
-            return None
-        best, most = self._best.probing, min(tuning.MOST_DRAWS, self.most)
-        generator, wanted = torch.Generator().manual_seed(self.seed + 1), min(tuning.LANCZOS_PROBES, most)
-        drawn, used = list[Tensor](), self.curvature.like.new_zeros(0)
-        while len(used) < wanted:
-            count = min(best.together, wanted - len(used))
-            white = normal(count, self.curvature.like, generator)
-            right = white + self.curvature.noise(count, generator) * self.base.deviation
-            drawn.append(solved_draws(best, right) * self.base.deviation)
-            used = torch.cat([used, (self.curvature.products(drawn[-1]) * drawn[-1]).sum(1)])
-            if 1 < len(used) == wanted <= tuning.LANCZOS_PROBES:
-                error = float(used.std() / used.mean()) * student(wanted - 1) / wanted**0.5
-                wanted = min(sufficient(wanted, error / tuning.EFFECTIVE_ERROR), most)
-        scale = (effective / used.sum()).sqrt()
-        return self.shapes.parts(torch.cat(drawn).mul_(scale.to(self.curvature.like)))
+    @collective_property
+    def drawn_for_variances(self) -> PosteriorDraws | None:
+        """Draws that give V without a low rank, where few of them suffice for the wished error; else None."""
+        drawn = self.drawn if 2.0 / self.variance_error**2 <= tuning.REMAINDER_DRAWS else None
+        if drawn is not None:
+            drawn.draw(tuning.REMAINDER_DRAWS)
+        return drawn
 
     def removal_blocks(self, rows: Jacobian, root: Tensor) -> Tensor:
         """V at training points, (n, C, C), solved exactly where I - SᵀVS would be wrong by too much."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.curvature.iterative import IterativePrecision
 from ntk_laplace.curvature.leading_rows import LeadingRows, restored_sketch
+from ntk_laplace.curvature.posterior_draws import PosteriorDraws
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet
 from ntk_laplace.curvature.sketch import Sketch
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number, require_whole
@@ -182,8 +183,8 @@ class SketchSpec(StructureSpec):
         """The sketch to keep of a precision made from `sketch`."""
         return sketch
 
-    def directions(self, precision: PosteriorPrecision) -> dict[str, Tensor] | None:
-        """Vectors Y (s, P) by parameter, of which J YᵀY Jᵀ is V in sums over the data; None: V point by point."""
+    def drawn(self, precision: PosteriorPrecision) -> PosteriorDraws | None:
+        """Draws of the posterior that give V in sums over the data; None if V is computed point by point."""
         return None
 
 
@@ -316,13 +317,15 @@ class SketchedStructure(StreamedStructure):
 
     def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
         """V_nn by draws, (N, C, C), right in sums over the points, which a gradient is; single ones may be far off."""
-        directions = self.spec.directions(precision)
-        if directions is None:
+        drawn = self.spec.drawn(precision)
+        if drawn is None:
             return super().sensitivity(model, precision)
+        drawn.draw_for_sums()
+        weight = drawn.weight_in_sums()
 
         def blocks(rows: Jacobian) -> Tensor:
-            seen = rows.products(directions).transpose(0, 1)
-            return seen @ seen.mT
+            seen = drawn.outputs(rows)
+            return (seen @ seen.mT).mul_(weight)
 
         if not self.rows:
             return per_example(model, self.data, None, "Jacobians", blocks)
