@@ -21,7 +21,7 @@ from ntk_laplace.curvature.iterative import IterativePrecision
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet
 from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, NTKLaplaceWarning, NumericalError
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import conjugate_gradients, lanczos, low_rank
+from ntk_laplace.runtime.krylov import conjugate_gradients, lanczos, low_rank, nearly_solved
 from pairwise import one_each
 from reference import relative_error
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
@@ -94,6 +94,28 @@ def test_conjugate_gradients_say_where_they_end() -> None:
     right = torch.ones(2, 50, dtype=torch.float64)
     with pytest.raises(NumericalError, match=r"expected a solve with a residual of 1e-11 .* after \d+ products"):
         conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 1e8, 8)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.003])
+def test_solves_with_an_error_in_the_norm_of_the_matrix(share: float) -> None:
+    """The preconditioner knows little of the matrix, and a row of zeros stays zero."""
+    matrix = spectrum_matrix(torch.logspace(0, 6, 60, dtype=torch.float64))
+    low = torch.linalg.eigh(matrix)[1][:, 40:]
+    inner = low.T @ matrix @ low
+    inverse = torch.eye(60) - low @ torch.linalg.inv(torch.eye(20) + torch.linalg.inv(0.5 * inner)) @ low.T
+    right, count = torch.randn(5, 60, dtype=torch.float64) @ matrix, [0]
+    right[2] = 0.0
+
+    def operator(vectors: Tensor) -> Tensor:
+        count[0] += 1
+        return vectors @ matrix
+
+    found = nearly_solved(operator, right, lambda v: v @ inverse, share, 1000)
+    want = torch.linalg.solve(matrix, right.T).T
+    error, size = ((v @ matrix * v).sum(1).sqrt() for v in (found - want, want))
+    assert (error <= share * size).all() and float(error.max()) > 0.0 and count[0] < 60
+    with pytest.raises(NumericalError, match="a larger one after 2 products"):
+        nearly_solved(operator, right, lambda v: v, 1e-3, 2)
 
 
 def test_conjugate_gradients_end_at_rounding() -> None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet, student, sufficient
-from ntk_laplace.curvature.remainder import solved_draws
 from ntk_laplace.curvature.sketch import normal
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
@@ -53,7 +52,7 @@ class PosteriorDraws:
             some = min(together, end - start)
             # P0^-½ (P0^½ε + JᵀSε'), whose solution in units of the prior has the covariance (P0^-½HP0^-½)⁻¹
             right = normal(some, curvature.like, generator) + curvature.noise(some, generator) * deviation
-            drawn.append(solved_draws(self._probing, right) * deviation)
+            drawn.append(self._probing.solved_draws(right) * deviation)
             used.append((curvature.products(drawn[-1]) * drawn[-1]).sum(1))
         self.draws, self.used = torch.cat(drawn), torch.cat(used)
 

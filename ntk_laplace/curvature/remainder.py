@@ -12,7 +12,7 @@ from ntk_laplace.curvature.sketch import normal
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Remainder", "solved_draws"]
+__all__ = ["Remainder"]
 
 
 class Remainder:
@@ -55,7 +55,8 @@ class Remainder:
         curvature, base = self._probing.curvature, self._probing.base
         x = base.whitened_half(normal(count, curvature.like, generator)) * base.deviation
         noise = self._probing.sketch.noise(curvature, count, generator)
-        return solved_draws(self._probing, (curvature.products(x) - base.products(x) + noise).mul_(base.deviation))
+        right = curvature.products(x) - base.products(x) + noise
+        return self._probing.solved_draws(right.mul_(base.deviation))
 
     # --- variances
 
@@ -91,9 +92,3 @@ class Remainder:
             return count
 
         return min(int(self._probing.curvature.largest(needed_at)), most, self._most)
-
-
-def solved_draws(probing: ProbedLogDet, right: Tensor) -> Tensor:
-    """(P0^-½HP0^-½)⁻¹ r for draws r (m, P), as exactly as draws need it."""
-    # a residual r in jᵀd, j in units of the prior, is at most |r| times the posterior deviation of jᵀw
-    return probing.solved(right, tuning.DRAW_RESIDUAL / max(1.0, float(right.norm(dim=1).max())))[0]

@@ -4,7 +4,7 @@ All functions take an operator, a callable that multiplies a symmetric matrix wi
 tensor. One call multiplies them all, because a product with a network's curvature is a pass over the data.
 """
 
-from ntk_laplace.runtime.krylov.conjugate_gradients import conjugate_gradients
+from ntk_laplace.runtime.krylov.conjugate_gradients import conjugate_gradients, nearly_solved
 from ntk_laplace.runtime.krylov.deflation import Deflated
 from ntk_laplace.runtime.krylov.lanczos import Quadrature, lanczos
 from ntk_laplace.runtime.krylov.low_rank import LowRank, inner, low_rank, turned_
@@ -23,6 +23,7 @@ __all__ = [
     "lanczos",
     "low_rank",
     "minimize",
+    "nearly_solved",
     "remembered",
     "turned_",
 ]

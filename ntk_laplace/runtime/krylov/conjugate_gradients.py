@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
 
-__all__ = ["conjugate_gradients"]
+__all__ = ["conjugate_gradients", "nearly_solved"]
 
 _ROUNDING = 64  # units of it in a product, whose sums are over the data
 
@@ -49,9 +49,14 @@ def conjugate_gradients(
     """
     solution, residual, size, used = torch.zeros_like(right), right.clone(), right.norm(dim=1), 0
     left = (size > 0).nonzero().squeeze(1)
+    goal = 0.5 * tolerance * size
+
+    def small(r: Tensor, product: Tensor, left: Tensor) -> Tensor:
+        return ~(r.norm(dim=1) > goal[left])  # NaN ends a row
+
     while len(left):
         before = residual[left].norm(dim=1)
-        used += _descend(operator, residual, solution, left, precondition, tolerance * size, steps - used)
+        used += _descend(operator, residual, solution, left, precondition, small, steps - used)
         # the recursive residual drifts from the true one: where the true one is not small enough, start again from it
         residual[left] = right[left] - operator(solution[left])
         now, used = residual[left].norm(dim=1), used + 1
@@ -67,11 +72,51 @@ def conjugate_gradients(
     return solution, residual
 
 
+def nearly_solved(
+    operator: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], share: float,
+    steps: int,
+) -> Tensor:  # fmt: skip
+    """Solve A x = b for each row b of `right`, with an error e of (eᵀAe)^½ at most this share of (bᵀA⁻¹b)^½.
+
+    With the residual r, eᵀAe = rᵀA⁻¹r is at most rᵀM⁻¹r, and bᵀA⁻¹b is at least bᵀx.
+
+    Parameters
+    ----------
+    operator, right, steps
+        As for `conjugate_gradients`.
+    precondition : callable
+        M⁻¹ v for vectors (m, d), with A - M positive semidefinite.
+    share : float
+        Well above rounding: residuals are not computed again.
+
+    Raises
+    ------
+    NumericalError
+        If a row does not get there.
+    """
+    solution, left = torch.zeros_like(right), (right != 0).any(1).nonzero().squeeze(1)
+    if not len(left):
+        return solution
+
+    def small(r: Tensor, product: Tensor, left: Tensor) -> Tensor:
+        return ~(product > share**2 * (right[left] * solution[left]).sum(1))  # NaN ends a row
+
+    used = _descend(operator, right, solution, left, precondition, small, steps)
+    if used > steps:
+        raise NumericalError(f"a solve with an error of {share:.1g} of its norm",
+                             f"a larger one after {steps} products",
+                             "Use dtype=torch.float64, a larger prior precision, or a larger rank.")
+    return solution
+
+
 def _descend(
     operator: Callable[[Tensor], Tensor], residual: Tensor, solution: Tensor, left: Tensor,
-    precondition: Callable[[Tensor], Tensor], goal: Tensor, steps: int,
+    precondition: Callable[[Tensor], Tensor], small: Callable[[Tensor, Tensor, Tensor], Tensor], steps: int,
 ) -> int:  # fmt: skip
-    """Steps of conjugate gradients from the present residuals; `solution` changes in place; the number of products."""
+    """Steps of conjugate gradients from the present residuals; `solution` changes in place; the number of products.
+
+    One more than `steps` where these were not enough. `small` says which residuals r are, from r, rᵀM⁻¹r and the rows.
+    """
     r = residual[left]
     z = precondition(r)
     direction, product = z.clone(), (r * z).sum(1)
@@ -80,12 +125,12 @@ def _descend(
         size = product / (direction * image).sum(1)
         solution[left] += size.unsqueeze(1) * direction
         r -= size.unsqueeze(1) * image
-        going = r.norm(dim=1) > 0.5 * goal[left]
+        z, before = precondition(r), product
+        product = (r * z).sum(1)
+        going = ~small(r, product, left)
         if not bool(going.any()):
             return used + 1
+        direction = z + (product / before).unsqueeze(1) * direction
         if not bool(going.all()):  # columns that have converged need no more products
             left, r, direction, product = left[going], r[going], direction[going], product[going]
-        z = precondition(r)
-        before, product = product, (r * z).sum(1)
-        direction = z + (product / before).unsqueeze(1) * direction
-    return max(1, steps)
+    return max(1, steps) + 1
