@@ -317,7 +317,9 @@ def mnist(options: argparse.Namespace) -> list[list[str]]:
         line("iterative" if structure.rank is None else f"iterative, rank {structure.rank}", posterior, seconds, gib)
     if len(test):
         seconds = measured(lambda: posterior.predict(test))[1]
-        rows.append([f"predictions of {len(test):,}, rank {posterior.posterior_precision.refined.base.rank:,}",
+        precision = posterior.posterior_precision
+        by = f"rank {precision.refined.base.rank:,}" if precision.drawn_for_variances is None else "draws"
+        rows.append([f"predictions of {len(test):,}, {by}",
                      f"γ = {float(posterior.effective_parameters().sum()):,.0f}", "", f"{seconds:.3g} s",
                      f"{max(0, peak_bytes() - before) / 2**30:.2f} GiB in all"])
         print(rows[-1], flush=True)
