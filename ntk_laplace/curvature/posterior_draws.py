@@ -59,8 +59,8 @@ class PosteriorDraws:
     def draw_for_sums(self) -> None:
         """Continue to as many as give Σ_n tr Λ_nV_n a relative error of `tuning.EFFECTIVE_ERROR`."""
         self.draw(tuning.LANCZOS_PROBES)
-        if (count := len(self.used)) > 1:
-            error = float(self.used.std() / self.used.mean()) * student(count - 1) / count**0.5
+        if (count := len(self.used)) > 1 and (mean := float(self.used.mean())) > 0:
+            error = float(self.used.std()) / mean * student(count - 1) / count**0.5
             self.draw(sufficient(count, error / tuning.EFFECTIVE_ERROR))
 
     def outputs(self, rows: Jacobian) -> Tensor:
@@ -76,6 +76,8 @@ class PosteriorDraws:
         Each estimate counts with its inverse variance.
         """
         own, variance = float(self.used.mean()), float(self.used.var()) / len(self.used)
+        if not own > 0:
+            return 1.0
         share = variance / max(variance + self._error**2, torch.finfo(torch.float64).tiny)
         return 1.0 + share * (self._effective / own - 1.0)
 

@@ -64,10 +64,8 @@ def conjugate_gradients(
         ended = going & ((now > 0.5 * before) | (used >= steps))
         rounding = _ROUNDING * torch.finfo(right.dtype).eps * norm * solution[left].norm(dim=1)
         if bool((ended & (now > rounding)).any()):
-            double = "" if right.dtype == torch.float64 else "dtype=torch.float64, "
             raise NumericalError(f"a solve with a residual of {tolerance:.1g} of the right-hand side",
-                                 f"{float((now / size[left]).max()):.2g} after {used} products",
-                                 f"Use {double}a larger prior precision, or a larger rank.")
+                                 f"{float((now / size[left]).max()):.2g} after {used} products", _remedy(right))
         left = left[going & ~ended]
     return solution, residual
 
@@ -104,8 +102,7 @@ def nearly_solved(
     used = _descend(operator, right, solution, left, precondition, small, steps)
     if used > steps:
         raise NumericalError(f"a solve with an error of {share:.1g} of its norm",
-                             f"a larger one after {steps} products",
-                             "Use dtype=torch.float64, a larger prior precision, or a larger rank.")
+                             f"a larger one after {steps} products", _remedy(right))
     return solution
 
 
@@ -134,3 +131,8 @@ def _descend(
         if not bool(going.all()):  # columns that have converged need no more products
             left, r, direction, product = left[going], r[going], direction[going], product[going]
     return max(1, steps) + 1
+
+
+def _remedy(right: Tensor) -> str:
+    double = "" if right.dtype == torch.float64 else "dtype=torch.float64, "
+    return f"Use {double}a larger prior precision, or a larger rank."
