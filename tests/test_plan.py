@@ -230,6 +230,17 @@ def test_the_rank_follows_the_spectrum() -> None:
     assert len(posterior.fitted.structure.at.sketch.factor) <= 60  # type: ignore[attr-defined]
 
 
+def test_predictions_by_draws_alone_take_no_larger_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "FIRST_RANK", 4)
+    network, data = problem(mlp)
+    found = {}
+    for wished in (0.05, 0.2):
+        spec = ntkl.Iterative(variance_error=wished, relative_error=0.5)
+        row = ntkl.plan(network, data, ntkl.Categorical(), structures=[spec], settings=QUIET).rows[0]
+        found[wished] = int(row.note.split(",")[0].removeprefix("rank "))
+    assert found[0.2] == 4 < found[0.05]
+
+
 # --- the table
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.low_rank import LowRankBase, LowRankPrecision
-from ntk_laplace.curvature.posterior_draws import PosteriorDraws
+from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, student, sufficient
 from ntk_laplace.curvature.remainder import Remainder
@@ -298,7 +298,7 @@ class IterativePrecision(PosteriorPrecision):
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
-        if tuning.DRAWS_PER_OUTPUT * rows.num_cotangents <= tuning.REMAINDER_DRAWS and self.drawn_for_variances:
+        if draws_suffice(self.variance_error, rows.num_cotangents) and self.drawn_for_variances is not None:
             seen = self.drawn_for_variances.outputs(rows)
             return seen @ seen.mT
         return self._blocks(rows, None)
@@ -313,7 +313,7 @@ class IterativePrecision(PosteriorPrecision):
     @collective_property
     def drawn_for_variances(self) -> PosteriorDraws | None:
         """Draws that give V without a low rank, where few of them suffice for the wished error; else None."""
-        drawn = self.drawn if 2.0 / self.variance_error**2 <= tuning.REMAINDER_DRAWS else None
+        drawn = self.drawn if draws_suffice(self.variance_error, 1) else None
         if drawn is not None:
             drawn.draw(tuning.REMAINDER_DRAWS)
         return drawn

@@ -10,7 +10,13 @@ from ntk_laplace.curvature.sketch import normal
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
 
-__all__ = ["PosteriorDraws"]
+__all__ = ["PosteriorDraws", "draws_suffice"]
+
+
+def draws_suffice(variance_error: float, outputs: int) -> bool:
+    """Whether `tuning.REMAINDER_DRAWS` draws give V of so many outputs with this expected relative error, (2/s)^½."""
+    few = tuning.DRAWS_PER_OUTPUT * outputs <= tuning.REMAINDER_DRAWS
+    return few and 2.0 / variance_error**2 <= tuning.REMAINDER_DRAWS
 
 
 class PosteriorDraws:

@@ -63,6 +63,8 @@ class Growth:
         log det B, and the wished standard error of it.
     most : int
         The largest rank.
+    refined : bool
+        Whether predictions take a low rank that leaves little.
     """
 
     left: Left
@@ -70,15 +72,16 @@ class Growth:
     log_det: float
     wished: float
     most: int
+    refined: bool = True
 
     @classmethod
     def of(
         cls, problem: Problem, relative_error: float, left: Left, cost: Callable[[int], float],
-        most: int,
+        most: int, refined: bool,
     ) -> Growth:  # fmt: skip
         """With log det B by the spectrum of the problem."""
         log_det = float(expected_logs(problem).sum())
-        return cls(left, cost, log_det, tolerance(relative_error, problem.log_joint or 0.0, log_det), most)
+        return cls(left, cost, log_det, tolerance(relative_error, problem.log_joint or 0.0, log_det), most, refined)
 
     def expected(self, first: int, probes: int | None) -> tuple[list[int], list[int], list[int]]:
         """Ranks of the evidence from the first on, further ones of predictions, and probes of those of the evidence."""
@@ -93,7 +96,7 @@ class Growth:
             ranks.append(min(2 * ranks[-1], self.most))
         evidence = len(ranks)
         fewest, most = (count * tuning.DRAW_PRODUCTS for count in (tuning.REMAINDER_DRAWS, tuning.MOST_DRAWS))
-        while ranks[-1] < self.most:
+        while self.refined and ranks[-1] < self.most:
             larger, little = self._larger(ranks), self.left(ranks[-1])[0] <= tuning.LEFT_SHARE * self.log_det
             if (little and larger >= fewest / 2) or larger > most - fewest:
                 break
@@ -190,13 +193,13 @@ def _variances(problem: Problem) -> Variances:
 
 
 def forecast_of_rows(
-    problem: Problem, rows: SampledRows, relative_error: float, probes: int | None, least: int
+    problem: Problem, rows: SampledRows, relative_error: float, probes: int | None, least: int, refined: bool
 ) -> Forecast:
     """Leading rows and the Cholesky factor of their B on every process, and rows of J of its share if they fit."""
     model, p, e, share = problem.model, problem.num_parameters, problem.element, problem.share
     each = 4.0 * problem.num_examples * p
     growth = Growth.of(problem, relative_error, rows.left, lambda rank: rank**3 / 3 / each,
-                       min(rows.limit, p, problem.num_rows))  # fmt: skip
+                       min(rows.limit, p, problem.num_rows), refined)  # fmt: skip
     ranks, further, found = growth.expected(rows.count, probes)
     before, rank = [0, *ranks, *further][-2:]
     tried = sum(map(expected_products, found))

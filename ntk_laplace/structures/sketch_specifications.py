@@ -14,7 +14,7 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.curvature.iterative import IterativePrecision, grown, reaching
 from ntk_laplace.curvature.leading_rows import leading_rows
 from ntk_laplace.curvature.low_rank import LowRankPrecision
-from ntk_laplace.curvature.posterior_draws import PosteriorDraws
+from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
 from ntk_laplace.curvature.sketch import RandomSketch, Sketch, sketched
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, is_number, require_whole
 from ntk_laplace.model.data import Missing
@@ -113,7 +113,7 @@ class Iterative(SketchSpec):
         def left(rank: int) -> tuple[float, float]:
             return float(logs[rank:].sum()), float(logs[rank:].square().sum())
 
-        growth = Growth.of(problem, self.relative_error, left, float, most)
+        growth = Growth.of(problem, self.relative_error, left, float, most, self._refined(problem))
         return growth.expected(most if self.rank else min(tuning.FIRST_RANK, most), self.probes)
 
     def forecast(self, problem: Problem) -> Forecast:
@@ -121,7 +121,12 @@ class Iterative(SketchSpec):
         rows = None if self.rank is not None else expected_rows(problem)
         if rows is None:
             return super().forecast(problem)
-        return forecast_of_rows(problem, rows, self.relative_error, self.probes, self.sketch_bytes(problem.model, 1))
+        return forecast_of_rows(problem, rows, self.relative_error, self.probes, self.sketch_bytes(problem.model, 1),
+                                self._refined(problem))  # fmt: skip
+
+    def _refined(self, problem: Problem) -> bool:
+        """Whether predictions take a larger low rank."""
+        return not draws_suffice(self.variance_error, problem.num_outputs)
 
     def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
         """The estimates."""
