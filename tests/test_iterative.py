@@ -370,10 +370,11 @@ def test_the_gradient_in_a_temperature_is_right_by_draws(streamed: bool, monkeyp
     assert relative_error(*slopes) < 0.03
     drawn, used = found.posterior_precision.drawn, torch.zeros(())
     for rows, root in found.posterior_precision.curvature.rows("Jacobians"):
-        seen = drawn.outputs(rows)
+        seen = drawn.outputs(rows, len(drawn.draws))
         used = used + (seen if root is None else root.mT @ seen).square().sum((0, 1))
     assert relative_error(used * len(used), drawn.used) < 1e-9
-    one, other = drawn.weight_in_sums() * drawn.used.mean(), found.posterior_precision.effective_parameters().sum()
+    one = drawn.weight_in_sums(len(drawn.draws)) * drawn.used.mean()
+    other = found.posterior_precision.effective_parameters().sum()
     assert min(drawn.used.mean(), other) < one < max(drawn.used.mean(), other)
 
 
@@ -500,11 +501,24 @@ def test_the_wished_error_of_variances_says_how_they_are_computed() -> None:
     drawn = found.posterior_precision.drawn_for_variances
     assert len(drawn.draws) == tuning.REMAINDER_DRAWS
     for rows in found.fitted.rows_at(torch.arange(20)):
-        seen = drawn.outputs(rows)
+        seen = drawn.outputs(rows, 64)
         assert torch.equal(seen @ seen.mT, found.posterior_precision.covariance_blocks(rows))
         wide = rows.weighted(torch.randn(rows.num_examples, rows.num_cotangents, 17, dtype=torch.float64))
         exactly = exact.posterior_precision.covariance_blocks(wide)
         assert relative_error(found.posterior_precision.covariance_blocks(wide), exactly) < 0.1
+
+
+def test_draws_of_the_posterior_do_not_depend_on_what_was_asked_before() -> None:
+    x, slopes, variances = digits_like(20, seed=1)[1], [], []
+    for order in ("gradient first", "variances first"):
+        found = classes(ntkl.Iterative(rank=20, probes=4, variance_error=0.2))
+        if order == "variances first":
+            variances.append(found.latent_moments(x)[1])
+        found.log_det().backward()
+        slopes.append(next(found.likelihood.parameters()).grad)
+        if order == "gradient first":
+            variances.append(found.latent_moments(x)[1])
+    assert relative_error(*slopes) < 1e-3 and relative_error(*variances) < 1e-2
 
 
 @pytest.mark.slow

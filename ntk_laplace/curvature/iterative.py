@@ -87,8 +87,10 @@ class IterativePrecision(PosteriorPrecision):
         if record["left"] is not None:
             fine._remainder.draws = record["left"].to(curvature.like)
             vars(fine)["_left"] = fine._remainder
-        if record.get("drawn") is not None and found.drawn is not None:
-            found.drawn.restore(record["drawn"])
+        if record.get("drawn") is not None:
+            drawn = PosteriorDraws(fine.probing, float(effective.sum()), error, found.most)
+            drawn.restore(record["drawn"])
+            vars(found).update(drawn=drawn, drawn_for_variances=drawn)
         return found
 
     def improved(
@@ -299,7 +301,7 @@ class IterativePrecision(PosteriorPrecision):
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         if draws_suffice(self.variance_error, rows.num_cotangents) and self.drawn_for_variances is not None:
-            seen = self.drawn_for_variances.outputs(rows)
+            seen = self.drawn_for_variances.outputs(rows, tuning.REMAINDER_DRAWS)
             return seen @ seen.mT
         return self._blocks(rows, None)
 

@@ -13,6 +13,9 @@ from ntk_laplace.runtime import tuning
 __all__ = ["PosteriorDraws", "draws_suffice"]
 
 
+_BLOCK = 8  # draws from one seed
+
+
 def draws_suffice(variance_error: float, outputs: int) -> bool:
     """Whether `tuning.REMAINDER_DRAWS` draws give V of so many outputs with this expected relative error, (2/s)^½."""
     few = tuning.DRAWS_PER_OUTPUT * outputs <= tuning.REMAINDER_DRAWS
@@ -44,44 +47,52 @@ class PosteriorDraws:
         self._most = max(tuning.REMAINDER_DRAWS, min(tuning.MOST_DRAWS, most))
         self.draws = probing.curvature.like.new_zeros(0, len(probing.curvature.like))
         self.used = self.draws.new_zeros(0)
-        self._directions: tuple[int, dict[str, Tensor]] = 0, {}  # of so many draws, by parameter
 
     def draw(self, count: int) -> None:
-        """Continue to so many draws, or as many as there may be."""
-        begin, end = len(self.draws), min(count, self._most)
+        """Continue to so many draws, or as many as there may be; the first ones do not depend on the number."""
+        begin, end = len(self.draws), min(_whole_blocks(count), self._most)
         if begin >= end:
             return
-        curvature, deviation, together = self._probing.curvature, self._probing.base.deviation, self._probing.together
-        generator = torch.Generator().manual_seed(self._probing.seed + 1 + begin)
-        drawn, used = [self.draws], [self.used]
-        for start in range(begin, end, together):
-            some = min(together, end - start)
-            # P0^-½ (P0^½ε + JᵀSε'), whose solution in units of the prior has the covariance (P0^-½HP0^-½)⁻¹
-            right = normal(some, curvature.like, generator) + curvature.noise(some, generator) * deviation
-            drawn.append(self._probing.solved_draws(right) * deviation)
+        curvature, deviation = self._probing.curvature, self._probing.base.deviation
+        drawn, used, step = [self.draws], [self.used], max(1, self._probing.together // _BLOCK) * _BLOCK
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            rights = torch.cat([self._right(block) for block in range(start, stop, _BLOCK)])[: stop - start]
+            drawn.append(self._probing.solved_draws(rights) * deviation)
             used.append((curvature.products(drawn[-1]) * drawn[-1]).sum(1))
         self.draws, self.used = torch.cat(drawn), torch.cat(used)
 
-    def draw_for_sums(self) -> None:
-        """Continue to as many as give Σ_n tr Λ_nV_n a relative error of `tuning.EFFECTIVE_ERROR`."""
-        self.draw(tuning.LANCZOS_PROBES)
-        if (count := len(self.used)) > 1 and (mean := float(self.used.mean())) > 0:
-            error = float(self.used.std()) / mean * student(count - 1) / count**0.5
-            self.draw(sufficient(count, error / tuning.EFFECTIVE_ERROR))
+    def _right(self, start: int) -> Tensor:
+        """P0^-½ (P0^½ε + JᵀSε'), whose solution in units of the prior has the covariance (P0^-½HP0^-½)⁻¹."""
+        curvature, generator = self._probing.curvature, torch.Generator().manual_seed(self._probing.seed + 1 + start)
+        white = normal(_BLOCK, curvature.like, generator)
+        return white + curvature.noise(_BLOCK, generator) * self._probing.base.deviation
 
-    def outputs(self, rows: Jacobian) -> Tensor:
-        """J y over s^½ for all draws, (n, K, s): the product with its transpose estimates V."""
-        if self._directions[0] != len(self.draws):
-            count = len(self.draws)
-            self._directions = count, self._probing.curvature.shapes.parts(self.draws / count**0.5)
-        return rows.products(self._directions[1]).transpose(0, 1)
+    def outputs(self, rows: Jacobian, count: int) -> Tensor:
+        """J y over s^½ for the first draws, (n, K, s): the product with its transpose estimates V."""
+        named = self._probing.curvature.shapes.parts(self.draws[:count])
+        return rows.products(named).transpose(0, 1) / min(count, len(self.draws)) ** 0.5
 
-    def weight_in_sums(self) -> float:
+    # --- sums over the data
+
+    def draw_for_sums(self) -> int:
+        """Continue to as many as give Σ_n tr Λ_nV_n a relative error of `tuning.EFFECTIVE_ERROR`; their number."""
+        self.draw(_BLOCK)
+        first = self.used[:_BLOCK]
+        if len(first) < 2 or not (mean := float(first.mean())) > 0:
+            return len(first)
+        error = float(first.std()) / mean * student(len(first) - 1) / len(first) ** 0.5
+        count = min(_whole_blocks(sufficient(len(first), error / tuning.EFFECTIVE_ERROR)), self._most)
+        self.draw(count)
+        return count
+
+    def weight_in_sums(self, count: int) -> float:
         """Of J YᵀY Jᵀ in sums over the data: that which gives Σ_n tr Λ_nV_n its value from here and elsewhere together.
 
-        Each estimate counts with its inverse variance.
+        Each estimate counts with its inverse variance; here, of the first draws.
         """
-        own, variance = float(self.used.mean()), float(self.used.var()) / len(self.used)
+        used = self.used[:count]
+        own, variance = float(used.mean()), float(used.var()) / len(used)
         if not own > 0:
             return 1.0
         share = variance / max(variance + self._error**2, torch.finfo(torch.float64).tiny)
@@ -96,3 +107,7 @@ class PosteriorDraws:
     def restore(self, record: tuple[Tensor, Tensor]) -> None:
         """Continue from a record."""
         self.draws, self.used = (part.to(self.draws) for part in record)
+
+
+def _whole_blocks(count: int) -> int:
+    return -(-count // _BLOCK) * _BLOCK

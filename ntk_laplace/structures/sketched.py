@@ -320,11 +320,11 @@ class SketchedStructure(StreamedStructure):
         drawn = self.spec.drawn(precision)
         if drawn is None:
             return super().sensitivity(model, precision)
-        drawn.draw_for_sums()
-        weight = drawn.weight_in_sums()
+        count = drawn.draw_for_sums()
+        weight = drawn.weight_in_sums(count)
 
         def blocks(rows: Jacobian) -> Tensor:
-            seen = drawn.outputs(rows)
+            seen = drawn.outputs(rows, count)
             return (seen @ seen.mT).mul_(weight)
 
         if not self.rows:
