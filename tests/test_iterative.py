@@ -378,6 +378,17 @@ def test_the_gradient_in_a_temperature_is_right_by_draws(streamed: bool, monkeyp
     assert min(drawn.used.mean(), other) < one < max(drawn.used.mean(), other)
 
 
+def test_gradients_in_the_noise_of_each_point_are_not_by_draws() -> None:
+    network, x, _ = digits_like(30)
+    y, noise = torch.randn(30, 5, dtype=torch.float64), torch.linspace(0.2, 1.0, 150, dtype=torch.float64).view(30, 5)
+    slopes = []
+    for structure in (ntkl.Iterative(rank=10, probes=4), "full"):
+        posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(noise), ntkl.GaussianPrior(0.1), structure)
+        posterior.log_det().backward()
+        slopes.append(next(posterior.likelihood.parameters()).grad)
+    assert relative_error(*slopes) < 0.03
+
+
 @pytest.mark.parametrize("which", ["layer", "all"])
 def test_learned_precisions_are_those_of_full_weight_space(which: str) -> None:
     found, exact = (classes(s, ntkl.GaussianPrior(2.0, groups=which)) for s in ("iterative", "full"))

@@ -316,8 +316,12 @@ class SketchedStructure(StreamedStructure):
         return total
 
     def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
-        """V_nn by draws, (N, C, C), right in sums over the points, which a gradient is; single ones may be far off."""
-        drawn = self.spec.drawn(precision)
+        """V_nn, (N, C, C); by draws where the likelihood has one number, whose gradient is a sum over all points.
+
+        Draws are right in such sums, and may be far off at single points, or for single outputs.
+        """
+        one = sum(parameter.numel() for parameter in model.likelihood.parameters()) == 1
+        drawn = self.spec.drawn(precision) if one else None
         if drawn is None:
             return super().sensitivity(model, precision)
         count = drawn.draw_for_sums()
