@@ -64,7 +64,9 @@ class PosteriorDraws:
 
     def _right(self, start: int) -> Tensor:
         """P0^-½ (P0^½ε + JᵀSε'), whose solution in units of the prior has the covariance (P0^-½HP0^-½)⁻¹."""
-        curvature, generator = self._probing.curvature, torch.Generator().manual_seed(self._probing.seed + 1 + start)
+        curvature, generator = self._probing.curvature, torch.Generator()
+        # apart from the draws of other estimates, with which these are weighed, and from those of other seeds
+        generator.manual_seed((self._probing.seed + 1) * 2**32 % 2**62 + start)
         white = normal(_BLOCK, curvature.like, generator)
         return white + curvature.noise(_BLOCK, generator) * self._probing.base.deviation
 
