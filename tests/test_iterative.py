@@ -17,13 +17,14 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from class_cases import classes, digits_like
 from exact_cases import TURNS, fit, ids
-from ntk_laplace.curvature.iterative import IterativePrecision
+from ntk_laplace.curvature.iterative import IterativePrecision, SketchLimits
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet
 from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, NTKLaplaceWarning, NumericalError
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import conjugate_gradients, lanczos, low_rank, nearly_solved
 from pairwise import one_each
 from reference import relative_error
+from refusals import refused
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
 
 pytestmark = pytest.mark.filterwarnings("ignore:no factor rule covers")
@@ -331,7 +332,7 @@ def test_the_seed_sets_all_random_numbers() -> None:
     assert not torch.allclose(own.sketch.tests, other.sketch.tests)
     wished = own.probing.wished
     probed = (ProbedLogDet(own.curvature, own.sketch, own.base, 4, seed, wished) for seed in (0, 1))
-    same, moved = (IterativePrecision(one, 10, 0.05) for one in probed)
+    same, moved = (IterativePrecision(one, SketchLimits(10, 64), 0.05) for one in probed)
     near, far = (relative_error(one.probing.probed, own.probing.probed) for one in (same, moved))
     assert near < 1e-3 < far
     assert torch.equal(same._left.draws, own._left.draws) and not torch.allclose(moved._left.draws, own._left.draws)
@@ -645,6 +646,39 @@ def test_a_checkpoint_without_data_gives_the_same(structure: Any, tmp_path: Any)
             one.prior.log_precision += 1.0
     assert again.log_det() < 0.99 * loaded.log_det()
     assert relative_error(again.log_det(), posterior.log_det()) < 0.01
+
+
+def test_what_draws_alone_do_not_give_is_as_with_the_default(tmp_path: Any) -> None:
+    """Leave-one-out and joint covariances. Their low rank is not computed to be saved, and saved if it exists."""
+    default, coarse = (classes(ntkl.Iterative(probes=4, variance_error=error)) for error in (0.05, 0.2))
+    path, (network, x, y) = tmp_path / "posterior.pt", digits_like()
+    coarse.save(path, include_data=True)
+    alone, with_data = ntkl.load(path, network), ntkl.load(path, network, (x, y))
+    assert "refined" not in vars(coarse.posterior_precision)
+    for loaded in (alone, with_data):
+        assert torch.allclose(loaded.latent_moments(x[:5])[1], coarse.latent_moments(x[:5])[1], rtol=1e-9)
+    with refused(ntkl.DataError, "the training data", "a checkpoint", "data="):
+        alone.latent(x[:5])
+    for found in (coarse, with_data):
+        assert relative_error(found.leave_one_out().log_density, default.leave_one_out().log_density) < 1e-3
+        assert relative_error(*(one.latent(x[:5]).covariance_matrix for one in (found, default))) < 1e-2
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    uncertain = [found.posterior_precision.refined._left.uncertain(one, 0.5 * one) for found in (coarse, default)]
+    assert uncertain == [torch.tensor([True])] * 2  # with 64 draws of half of a variance, its error is 0.09
+    coarse.save(path, include_data=True)
+    again = ntkl.load(path, network)
+    assert relative_error(*(one.latent(x[:5]).covariance_matrix for one in (again, coarse))) < 1e-9
+
+
+def test_a_rank_does_not_limit_the_draws_for_a_gradient() -> None:
+    found, exact = classes(ntkl.Iterative(rank=10, probes=4)), classes("full")
+    slopes = []
+    for posterior in (found, exact):
+        posterior.log_det().backward()
+        slopes.append(next(posterior.likelihood.parameters()).grad)
+    assert relative_error(*slopes) < 0.04
+    drawn = found.posterior_precision.drawn
+    assert drawn is not None and tuning.REMAINDER_DRAWS < len(drawn.draws) <= tuning.MOST_DRAWS
 
 
 @pytest.mark.parametrize("structure", ["gp", "full", "iterative"])

@@ -17,7 +17,7 @@ BANNED = re.compile(
     r"\b(doors?|house|toward|normalis\w+|linearis\w+|factoris\w+|optimis(e|ing|ation|er)\w*|generalis\w+|behaviour|honoured|colour(?!\b.*=))\b",
     re.IGNORECASE,
 )
-PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name != "changelog.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = sorted((ROOT / "ntk_laplace").rglob("*.py"))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,15 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of
 from ntk_laplace.runtime.reduction import collective_property
 
-__all__ = ["IterativePrecision", "grown", "reaching"]
+__all__ = ["IterativePrecision", "SketchLimits", "grown", "reaching"]
+
+
+@dataclass(frozen=True)
+class SketchLimits:
+    """The largest rank of a sketch, and the most draws of the posterior."""
+
+    rank: int
+    draws: int
 
 
 class IterativePrecision(PosteriorPrecision):
@@ -44,51 +52,60 @@ class IterativePrecision(PosteriorPrecision):
     ----------
     probing : ProbedLogDet
         The estimate of log det B, with the low rank that it is made from.
-    most : int
-        Largest rank of the sketch.
+    limits : SketchLimits
     variance_error : float
-        Expected relative error of a variance by draws, above which it is solved exactly.
+        Expected relative error of a variance by draws, above which it is solved exactly. Where draws of the posterior
+        alone give variances with it, what needs a low rank has at most `tuning.LOW_RANK_VARIANCE_ERROR`.
     """
 
     solves_covariance = False
 
-    def __init__(self, probing: ProbedLogDet, most: int, variance_error: float) -> None:
+    def __init__(self, probing: ProbedLogDet, limits: SketchLimits, variance_error: float) -> None:
         curvature = probing.curvature
         super().__init__(curvature.prior, curvature.shapes, curvature.like)
         self.probing: ProbedLogDet = probing
         self.curvature, self.sketch, self.base, self.seed = curvature, probing.sketch, probing.base, probing.seed
-        self.most, self.variance_error, self._best = min(most, curvature.rank), variance_error, self
-        self._remainder = Remainder(probing, self.most, variance_error)
+        self.most, self.limits = min(limits.rank, curvature.rank), limits
+        self.variance_error, self._best = variance_error, self
+        self._draws_alone = draws_suffice(variance_error, curvature.num_columns)
+        left_error = min(variance_error, tuning.LOW_RANK_VARIANCE_ERROR) if self._draws_alone else variance_error
+        self._remainder = Remainder(probing, self.most, left_error)
 
     def estimates_record(self) -> dict[str, Any]:
-        """The estimates, in plain containers; `restored` takes them with `best_sketch`."""
-        effective, fine = self._effective, self.refined
-        own = {"probes": self.probing.probes, "seed": self.seed, "most": self.most}
-        left = None if fine.probing.complete else fine._left.draws
+        """The estimates, in plain containers; `restored` takes them with `best_sketch`.
+
+        The best sketch is the refined one if that exists, or if variances need it.
+        """
+        effective, own = self._effective, {"probes": self.probing.probes, "seed": self.seed, "most": self.most}
         drawn = None if self.drawn_for_variances is None else self.drawn_for_variances.record()
-        return {"own": own, "drawn": drawn, "estimate": asdict(self.estimate), "refined": asdict(fine.estimate),
-                "diagonal": fine.probing.diagonal, "left": left, "effective": effective}
+        refined = not self._draws_alone or "refined" in vars(self)
+        best = self.refined if refined else self._best
+        left = best._left.draws if refined and not best.probing.complete else None
+        return {"own": own, "drawn": drawn, "estimate": asdict(self.estimate), "effective": effective,
+                "best": asdict(best.estimate), "diagonal": best.probing.diagonal, "refined": refined, "left": left}
 
     @classmethod
     def restored(
-        cls, curvature: Curvature, sketch: Sketch, wished: Wished, variance_error: float, record: Mapping[str, Any],
+        cls, curvature: Curvature, sketch: Sketch, wished: Wished, draws: int, variance_error: float,
+        record: Mapping[str, Any],
     ) -> IterativePrecision:  # fmt: skip
         """The precision with the estimates of a record, at the hyperparameters of the record."""
         sketch, base = sketch.at(curvature)
         own = dict(record["own"])
-        most = own.pop("most")
-        found, fine = (cls(ProbedLogDet(curvature, sketch, base, wished=wished, **own), most, variance_error)
+        limits = SketchLimits(own.pop("most"), draws)
+        found, best = (cls(ProbedLogDet(curvature, sketch, base, wished=wished, **own), limits, variance_error)
                        for _ in range(2))  # fmt: skip
         effective, error = record["effective"]
-        vars(found).update(refined=fine, _best=fine, _effective=(effective.to(curvature.like), error))
-        vars(fine)["refined"] = fine
+        vars(found).update(_best=best, _effective=(effective.to(curvature.like), error))
         vars(found.probing)["estimate"] = LogDet(**record["estimate"])
-        vars(fine.probing).update(estimate=LogDet(**record["refined"]), diagonal=tuple(record["diagonal"]))
+        vars(best.probing).update(estimate=LogDet(**record["best"]), diagonal=tuple(record["diagonal"]))
+        if record["refined"]:
+            vars(found)["refined"] = vars(best)["refined"] = best
         if record["left"] is not None:
-            fine._remainder.draws = record["left"].to(curvature.like)
-            vars(fine)["_left"] = fine._remainder
+            best._remainder.draws = record["left"].to(curvature.like)
+            vars(best)["_left"] = best._remainder
         if record.get("drawn") is not None:
-            drawn = PosteriorDraws(fine.probing, float(effective.sum()), error, found.most)
+            drawn = PosteriorDraws(best.probing, float(effective.sum()), error, draws)
             drawn.restore(record["drawn"])
             vars(found).update(drawn=drawn, drawn_for_variances=drawn)
         return found
@@ -127,7 +144,7 @@ class IterativePrecision(PosteriorPrecision):
     ) -> IterativePrecision:
         wished = self.probing.wished
         probing = ProbedLogDet(self.curvature, sketch, base, probes, self.seed, wished, earlier)
-        return IterativePrecision(probing, self.most, self.variance_error)
+        return IterativePrecision(probing, self.limits, self.variance_error)
 
     # --- evidence
 
@@ -310,7 +327,7 @@ class IterativePrecision(PosteriorPrecision):
         """Draws of the posterior, none so far; None if V is known without them."""
         effective, error = self._effective
         best = self._best.probing
-        return None if best.complete else PosteriorDraws(best, float(effective.sum()), error, self.most)
+        return None if best.complete else PosteriorDraws(best, float(effective.sum()), error, self.limits.draws)
 
     @collective_property
     def drawn_for_variances(self) -> PosteriorDraws | None:
@@ -398,8 +415,8 @@ def reaching(
 
 
 def grown(
-    curvature: Curvature, sketch: Sketch | None, ranks: tuple[int, int], probes: tuple[int, int], seed: int,
-    wished: Wished, variance_error: float,
+    curvature: Curvature, sketch: Sketch | None, first_rank: int, limits: SketchLimits, probes: tuple[int, int],
+    seed: int, wished: Wished, variance_error: float,
 ) -> IterativePrecision:  # fmt: skip
     """The precision whose log determinant has the wished standard error, or the best that ranks and probes allow.
 
@@ -408,8 +425,10 @@ def grown(
     curvature : Curvature
     sketch : Sketch, optional
         What is known of the curvature, at any prior.
-    ranks, probes : tuple of int
-        First and most.
+    first_rank : int
+    limits : SketchLimits
+    probes : tuple of int
+        Fewest and most.
     seed : int
     wished : callable
         The wished standard error of log det B, in nats, at a value of log det B.
@@ -417,7 +436,7 @@ def grown(
         See `IterativePrecision`.
     """
     known = None if sketch is None else sketch.at(curvature)
-    start = next(growing(curvature, known, ranks, seed))[:2]
+    start = next(growing(curvature, known, (first_rank, limits.rank), seed))[:2]
     probing = ProbedLogDet(curvature, *start, min(tuning.LANCZOS_PROBES, probes[1]), seed, wished)
-    first = IterativePrecision(probing, ranks[1], variance_error)
+    first = IterativePrecision(probing, limits, variance_error)
     return first.improved(probes, lambda one: one.estimate.standard_error / wished(one.estimate.value))

@@ -32,7 +32,7 @@ class PosteriorDraws:
     effective, error : float
         Σ_g γ_g from elsewhere, with its standard error.
     most : int
-        Draws for which there is memory.
+        Draws for which there is memory; at least `tuning.REMAINDER_DRAWS` are made.
 
     Attributes
     ----------

@@ -49,6 +49,10 @@ class Curvature(Protocol):
         """N R, the rows of SᵀJ."""
 
     @property
+    def num_columns(self) -> int:
+        """R, columns of S."""
+
+    @property
     def product_flops(self) -> float:
         """Floating-point operations of a product with one vector, at least."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,8 +18,11 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number, require_whole
 from ntk_laplace.gp.whitened import WhitenedGram
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.runtime.known_gradients import require_first_derivative, with_gradients
 
 __all__ = ["ConditionalMarginalLogLikelihood"]
+
+_WHAT = "the conditional evidence"
 
 
 class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
@@ -209,7 +213,7 @@ class _ConditionalDensity(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        _require_first_derivative()
+        require_first_derivative(_WHAT)
         factor, residual, rows = ctx.saved_tensors
         n, m = factor.shape[-1], ctx.m
         last = torch.eye(n, dtype=factor.dtype, device=factor.device)[:, m:].expand(*factor.shape[:-2], n, n - m)
@@ -239,25 +243,4 @@ def _evidence_of(posterior: Posterior, index: Tensor) -> Tensor:
         return value.detach()
     slopes = torch.autograd.grad(value, [own for _, own in pairs], allow_unused=True)
     used = [(original, slope) for (original, _), slope in zip(pairs, slopes, strict=True) if slope is not None]
-    found: Tensor = _KnownGradient.apply(value.detach(), [slope for _, slope in used], *(one for one, _ in used))
-    return found
-
-
-class _KnownGradient(torch.autograd.Function):
-    """A value whose gradient in some tensors is known."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, slopes: list[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.slopes = slopes
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        _require_first_derivative()
-        return None, None, *(upstream * slope for slope in ctx.slopes)
-
-
-def _require_first_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise UnsupportedError("a first derivative of the conditional evidence", "a second one, create_graph=True",
-                               "Differentiate once, or take finite differences of the gradient.")
+    return with_gradients(value, _WHAT, *((tensor, functools.partial(torch.mul, slope)) for tensor, slope in used))

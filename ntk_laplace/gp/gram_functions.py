@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ntk_laplace.jacobian.contractions import Variance
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.known_gradients import with_gradients
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 __all__ = ["FullGram", "GramDiagonal", "weighted_by_prior"]
@@ -111,32 +112,26 @@ class GramDiagonal:
 
 def weighted_by_prior(gram_function: GramFunction, prior: GaussianPrior) -> Tensor:
     """The value of `gram_function` at the prior's variances, differentiable (once) in ``prior.log_precision``."""
-    return _Weighted.apply(prior.log_precision, gram_function, prior)
+    shapes = gram_function.shapes
+    variances, numbers = prior_variances(prior, shapes), group_numbers(prior, shapes)
+    groups = {name: prior.group_of(name) for name in shapes}
+    like = prior.log_precision.detach()
 
-
-class _Weighted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, log_precision: Tensor, gram_function: GramFunction, prior: GaussianPrior) -> Tensor:
-        ctx.gram_function, ctx.like = gram_function, log_precision
-        ctx.variances = prior_variances(prior, gram_function.shapes)
-        ctx.groups = {name: prior.group_of(name) for name in gram_function.shapes}
-        ctx.numbers = group_numbers(prior, gram_function.shapes)
-        return gram_function.value(ctx.variances)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        slope, upstream = torch.zeros_like(ctx.like), upstream.contiguous()
-        if any(isinstance(group, Tensor) for group in ctx.groups.values()):
-            sizes = ctx.gram_function.shapes.sizes
-            variance = torch.cat([_entries(ctx.variances[name], size, upstream) for name, size in sizes.items()])
-            each = variance * ctx.gram_function.by_parameter(upstream)
-            return slope.index_add_(0, ctx.numbers.to(slope.device), -each.to(slope)), None, None
+    def by_precision(upstream: Tensor) -> Tensor:
+        slope, upstream = torch.zeros_like(like), upstream.contiguous()
+        if any(isinstance(group, Tensor) for group in groups.values()):
+            variance = torch.cat([_entries(variances[name], size, upstream) for name, size in shapes.sizes.items()])
+            each = variance * gram_function.by_parameter(upstream)
+            return slope.index_add_(0, numbers.to(slope.device), -each.to(slope))
         for group in range(len(slope)):
-            own = {name: v for name, v in ctx.variances.items() if ctx.groups[name] == group}
+            own = {name: v for name, v in variances.items() if groups[name] == group}
             # ∂ K / ∂ log δ_g = -K_g / δ_g
-            slope[group] -= ctx.gram_function.contract(upstream, own).to(slope)
-        return slope, None, None
+            slope[group] -= gram_function.contract(upstream, own).to(slope)
+        return slope
+
+    with torch.no_grad():
+        value = gram_function.value(variances)
+    return with_gradients(value, "the kernel", (prior.log_precision, by_precision))
 
 
 def _panels(rows: Jacobian, shapes: ParameterLayout) -> Iterator[tuple[slice, Tensor]]:

@@ -118,6 +118,7 @@ QUADRATURE_SHARE = 0.1  # of the wished standard error: where the quadrature's b
 CONJUGATE_GRADIENT_STEPS = 2000  # products of a solve, at most; more raise an error
 REMAINDER_DRAWS = 64  # draws of what the low rank leaves of H⁻¹, at least
 MOST_DRAWS = 800  # draws of the posterior for the evidence's gradient, at most
+LOW_RANK_VARIANCE_ERROR = 0.05  # of V with a low rank, where draws of the posterior alone give coarser variances
 DRAWS_PER_OUTPUT = 4  # of the posterior, at least, where their mean alone is V
 DRAW_PRODUCTS = 8  # of a draw, expected
 COMPLETE = 1e-7  # trace left by the low rank, below which covariances are those of the low rank

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from torch import Tensor
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import MemoryBudgetError, UnsupportedError
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
+from ntk_laplace.runtime.known_gradients import Gradient, scaled_by, with_gradients
 from ntk_laplace.runtime.resources import available_memory, require_memory
 from ntk_laplace.runtime.scalars import scalar
 from ntk_laplace.structures import FittedModel, NewtonStep
-from ntk_laplace.structures.points import UnsavedPoints
+from ntk_laplace.structures.points import UnsavedPoints, present_values, unmoved
 
 __all__ = ["Evidence", "evidence", "log_det", "log_likelihood", "log_prior"]
 
@@ -66,71 +68,6 @@ class Evidence:
         return f"{float(self):,.3f}{error} nats ({terms}" + (f", correction {added:,.3f})" if added else ")")
 
 
-class _LogDet(torch.autograd.Function):
-    """log det B with its exact gradient: -γ_g in each log precision, V_nn in each Λ_n, or Σ γ_g in log c, Λ = c Λ'.
-
-    Λ_n is given in full, or by the numbers of its `DiagonalForm`, with `blocks` the derivative in them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, log_precision: Tensor, hessian: Tensor, precision: PosteriorPrecision,
-        blocks: Callable[[], Tensor] | None,
-    ) -> Tensor:  # fmt: skip
-        ctx.precision, ctx.blocks = precision, blocks
-        ctx.like = log_precision, hessian
-        found = precision.log_det()
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            raise UnsupportedError(f"a scalar tensor of {type(precision).__name__}.log_det", f"{found!r}"[:80],
-                                   "Correct the method.")
-        # a copy: autograd would put its graph into a tensor that the precision keeps
-        return found.to(log_precision, copy=True)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        log_precision, hessian = ctx.like
-        by_precision = by_hessian = None
-        if ctx.needs_input_grad[0] or ctx.blocks is None:
-            used = ctx.precision.effective_parameters()
-        if ctx.needs_input_grad[0]:
-            # ∂ log det B / ∂ log δ_g = -γ_g
-            by_precision = -upstream * used.to(log_precision)
-        if ctx.needs_input_grad[1] and ctx.blocks is None:
-            # Λ = c Λ': ∂ log det B / ∂ log c = Σ γ_g, as if every prior precision were divided by c
-            by_hessian = upstream.to(hessian) * used.sum().to(hessian)
-        elif ctx.needs_input_grad[1]:
-            # exact curvature: ∂ log det B / ∂ Λ_n = V_nn
-            by_hessian = upstream.to(hessian) * ctx.blocks().to(hessian)
-        return by_precision, by_hessian, None, None
-
-
-class _Once(torch.autograd.Function):
-    """Identity that refuses a second derivative: the wrapped terms have exact first derivatives only."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> Tensor:
-        return upstream
-
-
-class _NoGradient(torch.autograd.Function):
-    """A zero whose gradient in the likelihood's hyperparameters is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, *hyperparameters: Tensor) -> Tensor:
-        return torch.zeros((), dtype=torch.float64)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> NoReturn:
-        raise MemoryBudgetError("the curvature of all positions to fit in memory, for the evidence's gradient in the "
-                                "likelihood's hyperparameters", "outputs at too many positions", _FIXED)
-
-
 _FIXED = "Keep them as they are: posterior.likelihood.requires_grad_(False)."
 
 
@@ -149,17 +86,56 @@ def log_det(fitted: FittedModel) -> Tensor:
     precision, prior = fitted.precision, fitted.prior
     if not fitted.structure.spec.laplace:
         return precision.log_det()  # H does not follow from the hyperparameters
-    kept = not isinstance(fitted.points, UnsavedPoints) and precision.homogeneous
+    used = functools.cache(precision.effective_parameters)
+    # ∂ log det B / ∂ log δ_g = -γ_g
+    by_precision = prior.log_precision, scaled_by(lambda: -used())
+    found = with_gradients(_value(precision).to(prior.log_precision), "the evidence", by_precision,
+                           *_by_likelihood(fitted, used), check=_same_hyperparameters(fitted))  # fmt: skip
+    return scalar(found)
+
+
+def _value(precision: PosteriorPrecision) -> Tensor:
+    with torch.no_grad():
+        found = precision.log_det()
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise UnsupportedError(f"a scalar tensor of {type(precision).__name__}.log_det", f"{found!r}"[:80],
+                               "Correct the method.")
+    return found
+
+
+def _by_likelihood(fitted: FittedModel, used: Callable[[], Tensor]) -> list[tuple[Tensor, Gradient]]:
+    """What of the likelihood log det B depends on, log c, numbers of Λ or Λ, and the derivative in it."""
+    kept = not isinstance(fitted.points, UnsavedPoints) and fitted.precision.homogeneous
     scale = fitted.log_scale() if kept else None
     if scale is not None:
-        return scalar(_LogDet.apply(prior.log_precision, scale, precision, None))
+        # Λ = c Λ': ∂ log det B / ∂ log c = Σ γ_g, as if every prior precision were divided by c
+        return [(scale, scaled_by(lambda: used().sum()))]
     form = _form(fitted)
     if form is not None:
-        return scalar(_LogDet.apply(prior.log_precision, form.values, precision, lambda: fitted.form_sensitivity(form)))
+        return [(form.values, scaled_by(lambda: fitted.form_sensitivity(form)))]
     if _outgrows_memory(fitted):
-        refused = _NoGradient.apply(*fitted.likelihood.parameters())
-        return scalar(_LogDet.apply(prior.log_precision, refused, precision, None))
-    return scalar(_LogDet.apply(prior.log_precision, _hessian(fitted), precision, fitted.sensitivity))
+        return [(parameter, _refused) for parameter in fitted.likelihood.parameters()]
+    # exact curvature: ∂ log det B / ∂ Λ_n = V_nn
+    return [(_hessian(fitted), scaled_by(fitted.sensitivity))]
+
+
+def _refused(upstream: Tensor) -> NoReturn:
+    raise MemoryBudgetError("the curvature of all positions to fit in memory, for the evidence's gradient in the "
+                            "likelihood's hyperparameters", "outputs at too many positions", _FIXED)
+
+
+def _same_hyperparameters(fitted: FittedModel) -> Callable[[], None]:
+    """A check that the hyperparameters are still those of now."""
+    modules = fitted.prior, fitted.likelihood
+    values = present_values(*modules)
+
+    def check() -> None:
+        if not unmoved(values, *modules):
+            raise UnsupportedError("hyperparameters as they were when the evidence was computed",
+                                   "others, changed in place since then",
+                                   "Call backward() before the change, or compute the evidence again.")
+
+    return check
 
 
 def evidence(fitted: FittedModel, with_correction: bool = False) -> Evidence:
@@ -219,29 +195,14 @@ def _moves(likelihood: Likelihood) -> bool:
 def _curve(fitted: FittedModel, step: NewtonStep) -> Tensor:
     """zᵀ(H - P0)z, differentiable in the log precisions and in Λ."""
     if step.own is not None:
-        return _Curve.apply(fitted.prior.log_precision, _hessian(fitted), *step.own)
+        value, slope, by_hessian = step.own
+        hessian = _hessian(fitted)
+        by_precision = fitted.prior.log_precision, scaled_by(lambda: slope)
+        return with_gradients(value.to(hessian), "the evidence", by_precision, (hessian, scaled_by(by_hessian)))
     form = _form(fitted)
     if form is not None:
         return form.quadratic(step.pushed)
     return torch.einsum("nc,ncd,nd->", step.pushed, _hessian(fitted), step.pushed)
-
-
-class _Curve(torch.autograd.Function):
-    """A known value with known gradients; the gradient in Λ is computed only if needed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, log_precision: Tensor, hessian: Tensor, value: Tensor, slope: Tensor, by_hessian: Callable[[], Tensor]
-    ) -> Tensor:
-        ctx.slope, ctx.by_hessian = slope.to(log_precision), by_hessian
-        return value.to(hessian)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        by_precision = upstream.to(ctx.slope) * ctx.slope if ctx.needs_input_grad[0] else None
-        by_hessian = upstream * ctx.by_hessian().to(upstream) if ctx.needs_input_grad[1] else None
-        return by_precision, by_hessian, None, None, None
 
 
 def _correction(fitted: FittedModel, step: NewtonStep) -> Tensor:
@@ -254,4 +215,7 @@ def _correction(fitted: FittedModel, step: NewtonStep) -> Tensor:
     residual = fitted.points.residual(fitted.likelihood)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
     curve = (precision * step.z.square()).sum() + _curve(fitted, step)
-    return _Once.apply(slope - 0.5 * curve)
+    found = slope - 0.5 * curve
+    # identity: z is fixed, so that only the first derivatives are exact
+    unchanged = _same_hyperparameters(fitted)
+    return with_gradients(found, "the evidence", (found, lambda upstream: upstream), check=unchanged)

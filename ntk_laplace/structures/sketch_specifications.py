@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ntk_laplace.curvature import PosteriorPrecision
-from ntk_laplace.curvature.iterative import IterativePrecision, grown, reaching
+from ntk_laplace.curvature.iterative import IterativePrecision, SketchLimits, grown, reaching
 from ntk_laplace.curvature.leading_rows import leading_rows
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
@@ -83,17 +83,18 @@ class Iterative(SketchSpec):
         """Grow the sketch until the evidence has the wished standard error."""
         model, wished = curvature.model, partial(tolerance, self.relative_error, joint)
         if saved is not None and sketch is not None:
-            restored = IterativePrecision.restored(curvature, sketch, wished, self.variance_error, saved)
+            restored = IterativePrecision.restored(curvature, sketch, wished, self.vectors_in_memory(model),
+                                                   self.variance_error, saved)
             return restored, restored.sketch
-        most = self.most_rank(model)
-        ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
+        limits = SketchLimits(self.most_rank(model), self.vectors_in_memory(model))
+        first = min(tuning.FIRST_RANK, limits.rank) if self.rank is None else limits.rank
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
         if sketch is None and self.rank is None:
             memory = min(model.settings.reducer.gather(memory_of(model)))
             limit = rows_limit(memory, curvature.num_rows, curvature.num_columns, curvature.like.element_size(),
                                 curvature.row_bytes)  # fmt: skip
             sketch = leading_rows(curvature, limit)
-        found = grown(curvature, sketch, ranks, probes, self.seed, wished, self.variance_error)
+        found = grown(curvature, sketch, first, limits, probes, self.seed, wished, self.variance_error)
         estimate = found.estimate
         error = wished(estimate.value)
         _LOG.info(f"iterative: rank {found.base.rank:,}, {estimate.probes} probes of {estimate.steps} products, "

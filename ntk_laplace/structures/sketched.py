@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
-from ntk_laplace.curvature.iterative import IterativePrecision
+from ntk_laplace.curvature.iterative import IterativePrecision, SketchLimits
 from ntk_laplace.curvature.leading_rows import LeadingRows, restored_sketch
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet
@@ -169,9 +169,11 @@ class SketchSpec(StructureSpec):
         return found
 
     def most_rank(self, model: LinearizedModel) -> int:
-        """The largest rank whose vectors take at most half of the memory."""
-        if self.rank is not None:
-            return self.rank
+        """The rank that was asked for, or the largest whose vectors take at most half of the memory."""
+        return self.vectors_in_memory(model) if self.rank is None else self.rank
+
+    def vectors_in_memory(self, model: LinearizedModel) -> int:
+        """Vectors of P numbers of a sketch that take at most half of the memory."""
         each = 2 * self.sketch_bytes(model, 1)
         return min(model.settings.reducer.gather(max(1, memory_of(model) // each)))  # the same on all processes
 
@@ -379,7 +381,7 @@ class SketchedStructure(StreamedStructure):
             return super().solve_at(model, points, gradient)
         there, sketch = self.changed(model, points).curvature(model), self.at.sketch
         probing = ProbedLogDet(there, *sketch.at(there), 2, 0, lambda _: math.inf)
-        return IterativePrecision(probing, 0, math.inf).solve(gradient)
+        return IterativePrecision(probing, SketchLimits(0, 0), math.inf).solve(gradient)
 
     # --- storage
 
