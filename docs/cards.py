@@ -15,7 +15,7 @@ SECTIONS = {
     "selection/exact": "Exact evidence", "attribution": "Explanations", "active": "Active learning",
     "bayesian_optimization": "Bayesian optimization", "structures": "Structures", "toys": "Toys", "uci": "UCI data",
     "variational": "Variational inference",
-}  # fmt: skip
+}
 
 
 def scripts(examples: Path) -> list[Path]:
@@ -43,7 +43,7 @@ def names_of(script: Path) -> str:
     tree = ast.parse(script.read_text(encoding="utf-8"))
     remarks = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = [node.value for node in ast.walk(tree)
-             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in remarks]  # fmt: skip
+             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in remarks]
     return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16]
 
 

@@ -103,7 +103,7 @@ __version__ = "0.2.0"
 
 # As os does with os.path: `from ntk_laplace.active import score` works, though the package lies in tools.
 sys.modules.update({f"{__name__}.{tool.__name__.split('.')[-1]}": tool
-                    for tool in (active, attribution, botorch, callbacks)})  # fmt: skip
+                    for tool in (active, attribution, botorch, callbacks)})
 
 
 def __getattr__(name: str) -> Any:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import math
+import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import TypeGuard
 
 import numpy as np
+import torch
 
 __all__ = [
     "DataError",
@@ -29,6 +35,7 @@ __all__ = [
     "TrainingInterrupted",
     "UnsupportedError",
     "VariationalInterrupted",
+    "warn",
 ]
 
 
@@ -168,6 +175,21 @@ class VariationalInterrupted(KeyboardInterrupt):
 
 class NTKLaplaceWarning(UserWarning):
     """A warning that the caller should read, such as a fallback in use or a costly choice."""
+
+
+_FOLDERS = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+_INSIDE = (*_FOLDERS, contextlib.__file__, functools.__file__)
+
+
+def warn(message: str) -> None:
+    """Show an `NTKLaplaceWarning` at the line of the caller's code that led to it.
+
+    That is the first frame outside of this package and of what runs its functions, torch and decorators.
+    """
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, NTKLaplaceWarning, stacklevel=level)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from refusals import refused
 LIKELIHOODS: dict[str, tuple[Any, int]] = {
     "gaussian": (lambda: ntkl.Gaussian(noise=0.2), 2), "categorical": (ntkl.Categorical, 3),
     "bernoulli": (ntkl.Bernoulli, 1),
-}  # fmt: skip
+}
 
 
 def fitted(kind: str, structure: str = "gp") -> tuple[ntkl.Posterior, Tensor]:
@@ -27,7 +27,7 @@ def fitted(kind: str, structure: str = "gp") -> tuple[ntkl.Posterior, Tensor]:
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
     x = torch.randn(12, 3, dtype=torch.float64)
     y = {"gaussian": torch.randn(12, 2).double(), "categorical": torch.arange(12) % 3,
-         "bernoulli": (x[:, :1] > 0).double()}[kind]  # fmt: skip
+         "bernoulli": (x[:, :1] > 0).double()}[kind]
     posterior = ntkl.laplace(network, (x, y), likelihood(), ntkl.GaussianPrior(0.5), structure)
     return posterior, 2 * torch.randn(9, 3, dtype=torch.float64)
 
@@ -60,7 +60,7 @@ def test_information_and_greedy_choice(kind: str, structure: str) -> None:
     chosen: tuple[int, ...] = ()
     for index, gain in zip(found.indices.tolist(), found.gains.tolist(), strict=True):
         gains = {i: told(matrix, rank, (*chosen, i)) - (told(matrix, rank, chosen) if chosen else 0.0)
-                 for i in range(9) if i not in chosen}  # fmt: skip
+                 for i in range(9) if i not in chosen}
         assert index == max(gains, key=lambda i: gains[i]) and gain == pytest.approx(gains[index], rel=1e-9)
         chosen = *chosen, index
     best = max(told(matrix, rank, batch) for batch in itertools.combinations(range(9), 3))
@@ -99,7 +99,7 @@ def test_epig(kind: str) -> None:
     single = [told(matrix, rank, (i,)) for i in range(9)]
     wanted = torch.tensor([
         sum(single[i] + single[j] - told(matrix, rank, (i, j)) for j in (5, 6, 7, 8)) / 4 for i in range(5)
-    ], dtype=torch.float64)  # fmt: skip
+    ], dtype=torch.float64)
     assert relative_error(active.score(posterior, x[:5], "epig", targets=x[5:]), wanted) < 1e-8
 
 
@@ -128,7 +128,7 @@ def test_greedy_choice_given_the_labels_before(kind: str, method: str) -> None:
                 inner = torch.eye(root.shape[1]).double() + root.T @ dense[at][:, at] @ root
                 given = dense - dense[:, at] @ root @ torch.linalg.solve(inner, root.T @ dense[at])
             blocks = torch.stack([given[i * outputs : (i + 1) * outputs, i * outputs : (i + 1) * outputs]
-                                  for i in range(9)])  # fmt: skip
+                                  for i in range(9)])
             gains = dict(enumerate(_single(kind, method, rows.f, blocks, roots).tolist()))
         gains = {i: value for i, value in gains.items() if i not in chosen}
         tolerance = {"rel": 1e-8} if method != "bald" or kind == "gaussian" else {"abs": 0.01}

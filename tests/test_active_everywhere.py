@@ -48,7 +48,7 @@ def test_classes(tempered: bool) -> None:
     wanted = information(drawn(posterior, x).softmax(-1))
     if tempered:
         posterior = ntkl.laplace(posterior.network.module, (inputs(8, 2), torch.zeros(8, 2).long()),
-                                 ntkl.Tempered(posterior.likelihood, 2.0), ntkl.GaussianPrior(0.3))  # fmt: skip
+                                 ntkl.Tempered(posterior.likelihood, 2.0), ntkl.GaussianPrior(0.3))
         wanted = information(drawn(posterior, x).softmax(-1))
     found = active.score(posterior, x, "bald", samples=8192)
     assert torch.allclose(found, wanted, atol=0.015) and float(wanted.min()) > 0.05

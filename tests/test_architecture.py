@@ -148,7 +148,7 @@ def test_no_table_of_likelihoods() -> None:
     """Callers ask a likelihood what it is able to do; saving and the command line look classes up in the registry."""
     names = {"Bernoulli", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Poisson"}
     for name in ("structures.checkpoint", "tools.comparison.models", "gp.likelihood", "tools.explorer.gather",
-                 "tools.cli.options", "tools.cli.model", "tools.cli.likelihood"):  # fmt: skip
+                 "tools.cli.options", "tools.cli.model", "tools.cli.likelihood"):
         tree = ast.parse(MODULES[f"ntk_laplace.{name}"].read_text())
         used = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree)}
         assert not used & names, f"{name} names {used & names}"
@@ -228,7 +228,7 @@ def test_no_capability_is_asked_by_the_name_of_a_structure() -> None:
 FOREIGN = {
     "_C", "_input_metadata", "_modules", "_backward_hooks", "_backward_pre_hooks", "_version",
     "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported", "_interleaved",
-}  # fmt: skip
+}
 
 
 def test_no_private_attribute_of_another_module() -> None:

@@ -366,7 +366,7 @@ def test_new_inputs_that_the_network_does_not_take(case, structure, posteriors):
         posterior.latent_moments, posterior.latent, posterior.predict, posterior.outputs, posterior.explain,
         posterior.removal_effects, posterior.prior_latent, lambda x: posterior.sample(2, x),
         lambda x: posterior.predict(x, "map"), lambda x: posterior.predict(x, "nn", samples=2),
-    ]  # fmt: skip
+    ]
     for verb in verbs[:-1] if structure == "gp" else verbs:
         with refused(errors.DataError, expected, got, remedy):
             verb(x)
@@ -496,7 +496,7 @@ def test_outputs_of_another_shape(case):
     ("function", "structure"),
     [(torch.detach, "gp"), (torch.no_grad()(lambda h: 2 * h), "kfac"), (torch.ones_like, "full"),
      (torch.inference_mode()(lambda h: 2 * h), "iterative")],
-)  # fmt: skip
+)
 def test_outputs_without_a_graph(function, structure):
     """Their rows would all be zero, the posterior the prior, and the evidence without an Occam factor."""
     with refused(errors.NetworkError, "outputs that autograd can follow", "without a graph", r"no_grad.*detach"):
@@ -727,7 +727,7 @@ NAMED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         network(), (inputs(), labels()), CLASS(), scores=name), "elbo"),
     "predictive": (lambda posterior, name: ntkl.train_from_starts(
         network(), (inputs(), labels()), CLASS(), starts=[1.0, 2.0], epochs=1, predictive=name), "loo"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NAMED)
@@ -823,7 +823,7 @@ COUNTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "orders": (lambda posterior: posterior.conditional_log_marginal_likelihood(4, FAR), "orders of 9 points"),
     "points of a step": (lambda posterior: ntkl.variational(
         network(), (inputs(), labels()), CLASS(), algorithm="lgva", start=10.0, samples=FAR), "points of f"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", COUNTS)

@@ -47,7 +47,7 @@ def test_optimizations_and_their_plain_versions(tmp_path: Path) -> None:
     found, _ = run("optimizations", tmp_path)
     names = [row[0] for row in found["rows"]]
     assert len(names) == 6 and set(names) == {"fused accumulation", "shared products", "side by side",
-                                              "gradient buffers"}  # fmt: skip
+                                              "gradient buffers"}
 
 
 def test_the_memory_of_predictions(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def fitted(m: int, transforms: bool, dtype: torch.dtype = torch.float64, structu
     outcomes = Standardize(m) if transforms else None
     inner, targets = (inputs(x), outcomes(y)[0]) if transforms else (x, y)
     posterior = ntkl.laplace(network(m, dtype), (inner, targets), ntkl.Gaussian(small_noise(m)),
-                             ntkl.GaussianPrior(0.7), structure)  # fmt: skip
+                             ntkl.GaussianPrior(0.7), structure)
     return ntkl.botorch.LaplaceModel(posterior, input_transform=inputs, outcome_transform=outcomes, train_X=x)
 
 
@@ -308,7 +308,7 @@ def test_fit() -> None:
     assert torch.equal(first.laplace.prior.flat_mean(), torch.cat([p.detach().flatten() for p in before]))
     more_x, more_y = torch.cat([x, x[:1] + 0.1]), torch.cat([y, y[:1]])
     warm = ntkl.botorch.LaplaceModel.fit(module, more_x, more_y, noise=1e-3, outcome_transform=Standardize(2),
-                                         warm_start=first, steps=1, rounds=1)  # fmt: skip
+                                         warm_start=first, steps=1, rounds=1)
     assert float((warm.posterior(x).mean - y).abs().max()) < 0.5
     variances = torch.linspace(0.001, 0.1, 2 * N).view(N, 2).double()
     known = ntkl.botorch.LaplaceModel.fit("mlp", x, y, variances, outcome_transform=Standardize(2), steps=20)
@@ -335,7 +335,7 @@ def test_a_dataset_is_a_fit(known: bool) -> None:
     def options() -> dict[str, Any]:
         bounds = torch.tensor([[0.0] * D, [2.0] * D]).double()
         return {"noise": None if known else 0.01, "steps": 5, "rounds": 1, "input_shape": (D,),
-                "input_transform": Normalize(D, bounds=bounds), "outcome_transform": Standardize(2)}  # fmt: skip
+                "input_transform": Normalize(D, bounds=bounds), "outcome_transform": Standardize(2)}
 
     model = ntkl.botorch.LaplaceModel(**ntkl.botorch.LaplaceModel.construct_inputs(dataset, network(2), **options()))
     wanted, at = ntkl.botorch.LaplaceModel.fit(network(2), x, y, variances, **options()), draws(4, D, seed=3)
@@ -461,7 +461,7 @@ def test_clients(name: str) -> None:
         with torch.no_grad():
             before = acquisition(start)
         x, value = optimize_acqf(acquisition, bounds, q=q, num_restarts=2, batch_initial_conditions=start,
-                                 options={"maxiter": 8})  # fmt: skip
+                                 options={"maxiter": 8})
     assert bool((x >= 0).all() and (x <= 1).all()) and value.isfinite().all()
     assert float(value) > float(before.max())
 
@@ -478,12 +478,12 @@ def test_several_objectives(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         acquisition = kind(model, ref_point=[0.0, 0.0], X_baseline=x, prune_baseline=True,
-                           sampler=SobolQMCNormalSampler(torch.Size([8]), seed=0))  # fmt: skip
+                           sampler=SobolQMCNormalSampler(torch.Size([8]), seed=0))
         start = draws(2, 1, D, seed=1)
         with torch.no_grad():
             before = acquisition(start)
         found, value = optimize_acqf(acquisition, torch.tensor([[0.0] * D, [1.0] * D]).double(), q=1, num_restarts=2,
-                                     batch_initial_conditions=start, options={"maxiter": 8})  # fmt: skip
+                                     batch_initial_conditions=start, options={"maxiter": 8})
     assert found.shape == (1, D) and float(value) > float(before.max())
 
 

@@ -61,7 +61,7 @@ def fitted(m: int, transforms: bool = False, dtype: torch.dtype = torch.float64)
             torch.manual_seed(seed)
             network = perceptron(D, m).to(dtype)
         posterior = ntkl.laplace(network, (inner, targets), ntkl.Gaussian(0.05 * (1 + seed)),
-                                 ntkl.GaussianPrior(0.5 + 0.3 * seed))  # fmt: skip
+                                 ntkl.GaussianPrior(0.5 + 0.3 * seed))
         members.append(ntkl.botorch.LaplaceModel(posterior))
     return ntkl.botorch.LaplaceEnsemble(members, input_transform=inputs, outcome_transform=outcomes, train_X=x)
 
@@ -171,7 +171,7 @@ def test_observations_that_are_expected_leave_the_mean() -> None:
     y = torch.linspace(-30.0, 30.0, 6001, dtype=torch.float64)
     laws = [one.posterior(x, observation_noise=True) for one in model.members]
     density = torch.stack([(-0.5 * (y - p.mean.item()) ** 2 / p.variance.item()).exp() /
-                           (2 * torch.pi * p.variance.item()) ** 0.5 for p in laws]).mean(0)  # fmt: skip
+                           (2 * torch.pi * p.variance.item()) ** 0.5 for p in laws]).mean(0)
     new = model.condition_on_observations(x.expand(len(y), 1, D), y.view(-1, 1, 1))
     means = new.posterior(at).mean.squeeze(-1)
     expected = (density[:, None] * means).sum(0) * float(y[1] - y[0])
@@ -249,7 +249,7 @@ def test_gauss_newton(m: int, known: bool) -> None:
     x, y = data(m)
     variances = torch.linspace(0.01, 0.1, N * m, dtype=torch.float64).view(N, m) if known else 0.01 * torch.ones_like(y)
     fit = functools.partial(ntkl.botorch.LaplaceModel.fit, perceptron, x, y, variances if known else None, rounds=1,
-                            noise=None if known else 0.01, trainer="gauss-newton")  # fmt: skip
+                            noise=None if known else 0.01, trainer="gauss-newton")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         start = perceptron(D, m)

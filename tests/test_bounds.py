@@ -30,7 +30,7 @@ def log_det(terms: Tensor, precision: Tensor, parts: list[Tensor]) -> Tensor:
     if len(parts) == len(terms):
         return (1 + scaled.diagonal()).log().sum()
     return torch.stack([torch.linalg.slogdet(torch.eye(len(p), dtype=F64) + scaled[p][:, p]).logabsdet
-                        for p in parts]).sum()  # fmt: skip
+                        for p in parts]).sum()
 
 
 def bound(truth: Dense, precision: Tensor, blocks: list[Tensor], parts: list[Tensor], hessian: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def turns() -> Iterator[tuple[tuple[str, str, str], str]]:
 
 CASES = list(turns())
 THEOREMS = {"1": (None, "layers"), "1, diagonal": (None, "diagonal"), "2": (3, None), "3": (3, "layers"),
-            "3, diagonal": (2, "diagonal")}  # fmt: skip
+            "3, diagonal": (2, "diagonal")}
 
 
 @pytest.mark.parametrize(("turn", "structure"), CASES, ids=[f"{ids(turn)}-{structure}" for turn, structure in CASES])
@@ -155,7 +155,7 @@ def test_one_output_for_each_example_takes_the_eigenvectors_in_order(structure: 
         parts = [torch.arange(20), torch.arange(20, 38)] if parameters else [torch.arange(38)]
         precision = posterior.prior.flat_precision()
         expected = sum(bound(dense, precision, list(halves), parts, root[..., r, None] * root[..., None, :, r])
-                       for r in range(3))  # fmt: skip
+                       for r in range(3))
         joint = dense.log_prob.sum() - 0.5 * (precision * dense.offset**2).sum()
         expected = expected - 2 * joint  # it was counted three times
         assert math.isclose(float(found), expected.item(), rel_tol=TOLERANCE)

@@ -33,7 +33,7 @@ with warnings.catch_warnings():
 # what the trainers say of loggers, workers and other packages
 pytestmark = [
     pytest.mark.slow, pytest.mark.filterwarnings("ignore", "error::ntk_laplace.errors.NTKLaplaceWarning")
-]  # fmt: skip
+]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 NOISE, PRECISION = 0.1, 2.0
@@ -77,7 +77,7 @@ class Recorder(lightning.Callback):
 def train(*callbacks: Any, epochs: int = 4, loader: DataLoader | None = None, **options: Any) -> nn.Module:
     options = {"logger": False, "enable_checkpointing": False} | options
     trainer = lightning.Trainer(max_epochs=epochs, callbacks=list(callbacks), accelerator="cpu",
-                                enable_progress_bar=False, enable_model_summary=False, **options)  # fmt: skip
+                                enable_progress_bar=False, enable_model_summary=False, **options)
     module = Regression()
     torch.manual_seed(2)
     trainer.fit(module, loader or DataLoader(TensorDataset(*data()), 5, shuffle=True))
@@ -184,7 +184,7 @@ def test_modes_gradients_and_random_states_stay():
     assert torch.equal(state, torch.get_rng_state()) and same(module, before)
     assert [part.training for part in module.modules()] == modes
     assert all(p.grad is g and torch.equal(g, v)
-               for p, g, v in zip(module.parameters(), gradients, values, strict=True))  # fmt: skip
+               for p, g, v in zip(module.parameters(), gradients, values, strict=True))
 
 
 def test_hyperparameters_are_fitted_and_kept_with_their_evidence():
@@ -243,7 +243,7 @@ def trainer_of(folder: Path, **options: Any) -> Any:
     arguments = transformers.TrainingArguments(
         str(folder), num_train_epochs=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True,
         learning_rate=2e-2, report_to=[], save_strategy="no", disable_tqdm=True, **options,
-    )  # fmt: skip
+    )
     return transformers.Trainer(model, arguments, train_dataset=Sentences(), callbacks=[Snapshots()])
 
 
@@ -263,7 +263,7 @@ def test_a_training_of_transformers(tmp_path):
         ntkl.laplace(network, inputs, ntkl.Categorical(), prior, "full", output="logits", targets="labels",
                      settings=ntkl.Settings(memory_budget=2**31)).log_marginal_likelihood().item()
         for network in networks
-    ]  # fmt: skip
+    ]
     rows = [row for row in tracked.state.log_history if "log_evidence" in row]
     assert [row["epoch"] for row in rows] == [1.0, 2.0, 3.0]
     assert [row["log_evidence"] for row in rows] == pytest.approx(expected, rel=1e-6)  # the network is in float32

@@ -14,7 +14,7 @@ import ntk_laplace as ntkl
 STRUCTURES = {
     "gp": "gp", "full": "full", "kfac": "kfac", "reduce": ntkl.KFAC(sharing="reduce"), "ekfac": "ekfac",
     "inf": ntkl.INF(rank=0.3), "diag": "diag",
-}  # fmt: skip
+}
 
 
 def network() -> nn.Module:
@@ -114,7 +114,7 @@ def test_every_likelihood_and_prior_is_restored(tmp_path: Path) -> None:
         (ntkl.Gaussian(covariance), y), (ntkl.Gaussian(torch.rand(13, 3) + 0.1, kind="point"), y),
         (ntkl.Gaussian(torch.tensor([0.1, 0.2, 0.3])), y), (ntkl.Poisson(), (y * 4).round()),
         (ntkl.Bernoulli(), y.round()),
-    ]  # fmt: skip
+    ]
     groups = {"conv": ["0"], "rest": ["2", "4"]}
     for likelihood, targets in cases:
         prior = ntkl.GaussianPrior({"conv": 0.5, "rest": 2.0}, mean=mean, groups=groups)

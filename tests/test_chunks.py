@@ -431,7 +431,7 @@ def test_loaders_whose_order_nobody_knows():
         DataLoader(data, shuffle=True), DataLoader(data, sampler=SubsetRandomSampler([0, 1])),
         DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(data), 2, False)),
         DataLoader(data, sampler=torch.utils.data.DistributedSampler(data, 2, 0)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(DataError, match=r"keeps the order.*shuffles.*shuffle=False"):
             own.predict(loader)
     for size in (0, 2.5, "all"):
@@ -450,7 +450,7 @@ def test_gradients_in_inputs_are_refused(structure):
     verbs = {
         **VERBS, "latent": lambda own, x: own.latent(x).mean, "prior": lambda own, x: own.prior_latent(x).mean,
         "sample": lambda own, x: own.sample(2, x, generator=seeded()),
-    }  # fmt: skip
+    }
     for name, ask in verbs.items():
         if name == "nn" and structure == "gp":
             continue
@@ -504,14 +504,14 @@ class Net(nn.Module):
         if self.end == "bounded":
             return out.clamp_(max=self.most)
         return {"scaled": lambda: 2 * out, "squeezed": lambda: out.squeeze(-1), "reshaped": lambda: out.view(-1, 3),
-                "turned": lambda: out.flip(1)}.get(self.end, lambda: out)()  # fmt: skip
+                "turned": lambda: out.flip(1)}.get(self.end, lambda: out)()
 
 
 @pytest.mark.parametrize(
     "end, alone",
     [("", True), ("squeezed", True), ("reshaped", True), ("by keyword", True), ("in place", False), ("scaled", False),
      ("turned", False), ("elsewhere", False), ("twice", False)],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("structure", ["full", "kfac"])
 def test_a_last_layer_alone_for_each_draw(structure, end, alone):
     """Samples of a last layer run what comes before it once for each chunk, if its outputs are the network's."""
@@ -539,7 +539,7 @@ def test_what_follows_a_last_layer_may_show_at_later_draws_alone():
     torch.manual_seed(2)
     network, x = Net("bounded").double(), torch.randn(FRESH, 4).double()
     own = ntkl.laplace(network, (x, network(x).detach()), ntkl.Gaussian(0.2), structure="kfac",
-                       parameters="last_layer")  # fmt: skip
+                       parameters="last_layer")
     draws = own.sample(40, generator=seeded())
     free = torch.stack([own.network.with_parameters(theta, x) for theta in draws])
     own.network.module.most = float(free[0].max()) + 1e-3

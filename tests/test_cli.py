@@ -171,7 +171,7 @@ def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def evidence(*more: str, network: str = "model.py", checkpoint: str = "w.pt", data: str = "d.npz") -> list[str]:
     return ["evidence", network, "--checkpoint", checkpoint, "--data", data, "--structures", "gp,full",
-            *(more if "--likelihood" in more else ("--likelihood", "categorical", *more))]  # fmt: skip
+            *(more if "--likelihood" in more else ("--likelihood", "categorical", *more))]
 
 
 def own_value(checkpoint: str, data: str, likelihood: ntkl.Likelihood, **options: object) -> float:
@@ -199,11 +199,11 @@ def own_value(checkpoint: str, data: str, likelihood: ntkl.Likelihood, **options
         (["--likelihood", "poisson"], "single.pt", "counts.npz", ntkl.Poisson(), {}),
         (["--likelihood", "bernoulli"], "single.pt", "two.npz", ntkl.Bernoulli(), {}),
     ],
-)  # fmt: skip
+)
 def test_evidence_of_ones_own_network(
     arguments: list[str], checkpoint: str, data: str, likelihood: ntkl.Likelihood, options: dict,
     brought: Path, capsys: pytest.CaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     network = "model.py:single" if checkpoint == "single.pt" else "model.py"
     line = evidence(*arguments, network=network, checkpoint=checkpoint, data=data)
     assert cli.main([*line, "--json", "o.json"]) == 0
@@ -380,7 +380,7 @@ def test_the_error_for_another_table_shows_the_line_that_converts_it(
         ({"likelihood": "bernoulli"}, "got shape (20,)"),
         ({"device": "typewriter"}, "expected a device that torch can use here for torch.float64; got 'typewriter'"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_one_line(
     changed: dict[str, str], words: str, bad_files: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -451,7 +451,7 @@ def test_inputs_are_not_overwritten(
         (evidence("--json", "d.npz"), "d.npz"), (evidence("--json", "w.pt"), "w.pt"),
         (evidence("--json", "./model.py"), "model.py"), (evidence("--json", "same.json"), "same.json"),
         (predict, "new.csv"),
-    ):  # fmt: skip
+    ):
         assert cli.main(arguments) == 1
         words = f"expected another name for what is written; got {name}, which is an input."
         assert words in capsys.readouterr().err
@@ -535,7 +535,7 @@ def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) ->
     line = ["explain", "model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical"]
     naming = ["--classes", "ant,bee,cat", "--features", "a,b,c,d"]
     assert cli.main([*line, "--inputs", "d.npz", "--most", "7", "--k", "2", *naming, "--out", "page.html",
-                     "--title", "Beasts & <more>"]) == 0  # fmt: skip
+                     "--title", "Beasts & <more>"]) == 0
     assert "ExplorerPage(7 inputs, 20 training points); written to page.html" in capsys.readouterr().out
     page = Path("page.html").read_text()
     assert "<h1>Beasts &amp; &lt;more&gt;</h1>" in page
@@ -548,7 +548,7 @@ def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) ->
     content = json.loads(Path("page.html").read_text().partition('id="data">')[2].partition("</script>")[0])
     assert "structure kfac" in content["summary"] and content["approximate"] and "total" in content["points"][0]
     single = ["explain", "model.py:single", "--checkpoint", "single.pt", "--data", "two.npz", "--likelihood",
-              "bernoulli", "--inputs", "unknown.npz", "--shape", "2x2"]  # fmt: skip
+              "bernoulli", "--inputs", "unknown.npz", "--shape", "2x2"]
     assert cli.main(single) == 0
     content = json.loads(Path("explanations.html").read_text().partition('id="data">')[2].partition("</script>")[0])
     assert content["kind"] == "binary" and "target" not in content["points"][0]
@@ -651,7 +651,7 @@ def test_outputs_and_targets_by_name(parts: dict[str, np.ndarray], capsys: pytes
         assert cli.main([*of_parts(*named, "--inputs", file, command="explain"), "--out", "page.html"]) == 0
         assert f"ExplorerPage({count} inputs, 12 training points)" in capsys.readouterr().out
     pair = ["evidence", "parts.py:make_pair", "--checkpoint", "pair.pt", "--data", "d.npz", "--likelihood",
-            "categorical", "--structures", "gp", "--output"]  # fmt: skip
+            "categorical", "--structures", "gp", "--output"]
     assert cli.main([*pair, "1"]) == 0 and "C = 3" in capsys.readouterr().out
     assert cli.main([*pair, "2"]) == 1 and "got a tuple with the tensors 0, 1." in capsys.readouterr().err
 
@@ -669,7 +669,7 @@ def test_outputs_and_targets_by_name(parts: dict[str, np.ndarray], capsys: pytes
         (of_parts("--output", "logits", "--targets", "label", "--inputs", "array.npz", command="explain"),
          "expected an .npz file with arrays by name of numbers; got array.npz"),
     ],
-)  # fmt: skip
+)
 def test_missing_outputs_and_targets_are_refused(
     arguments: list[str], words: str, parts: dict[str, np.ndarray], capsys: pytest.CaptureFixture
 ) -> None:

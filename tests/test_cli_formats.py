@@ -80,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def line(command: str, data: str, network: str = "classes", *more: str) -> list[str]:
     likelihood = "gaussian" if network == "pair" else "categorical"
     return [command, f"model.py:{network}", "--checkpoint", f"{network}.pt", "--data", data, "--likelihood", likelihood,
-            *more]  # fmt: skip
+            *more]
 
 
 def evidence(*arguments: str) -> float:
@@ -174,7 +174,7 @@ class Unknown:
         ((torch.zeros(3, 2).to_sparse(), torch.zeros(3)), "('X' in it is no tensor)"),
         ((torch.zeros(3, 2, dtype=torch.complex64), torch.zeros(3)), "X to be an array of numbers"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_saved_tensors_is_one_line(
     saved: Any, words: str, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -256,7 +256,7 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
         "views": [one, one.T, one[:, :1].expand(2, 4), one[0, 0]], "a": {"b": one + 1}, "a.b": one + 2, 3: {None: ()},
         "kinds": (torch.float32, torch.Size((2, 3)), None, True, 2**60, 1e-300, float("inf"), float("nan"), "ü"),
         "empty": [torch.zeros(0, 2), {}, [], ""], "half": one.bfloat16(), "bits": one > 2, (1, "x"): torch.uint8,
-    }  # fmt: skip
+    }
     write_record(record, tmp_path / "r.safetensors")
     found = read_record(tmp_path / "r.safetensors", torch.device("cpu"))
     assert same(found, record)
@@ -327,7 +327,7 @@ def content(path: str) -> dict[str, Any]:
         (["buy", "buy"], "expected different columns of targets; got --target buy --target buy. Name each once."),
         (["buy", "sell", "height", "width"], "columns of inputs beside the target; got 'buy', 'sell', 'height' and 1"),
     ],
-)  # fmt: skip
+)
 def test_targets_that_are_wrong_are_one_line(
     targets: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -406,7 +406,7 @@ BAD = {
     "nested folders": ("train/dark/z.png", ("L", (3, 4)), "images alone in the folder of each class; got the folder "
                        "bad/train/dark. If the folders of the classes are in bad/train, pass that folder."),
     "no images": ("gone/.hidden", b"", "images in the folder of each class; got none in bad/gone. Add images, or"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:'mode' parameter is deprecated:DeprecationWarning")
@@ -437,7 +437,7 @@ def test_folders_that_do_not_fit_are_one_line(folder: Path, capsys: pytest.Captu
     }.items():
         refused([*line("explain", "train", "image"), "--inputs", inputs], words, capsys)
     refused([*line("explain", "kind.npz"), "--inputs", "train"], "columns or arrays of the training data; got the "
-            "folder train. A folder of images needs one as --data too.", capsys)  # fmt: skip
+            "folder train. A folder of images needs one as --data too.", capsys)
 
 
 # ------------------------------------------------------------------------------------------------------------------ fit
@@ -544,11 +544,11 @@ def test_the_default_network_takes_images_of_any_size() -> None:
         ("flat", None, ["--task", "regression"], "a table or arrays, for regression; got the folder flat."),
         ("nowhere.pt", None, [], "a .pt file of the data; got nowhere.pt, where there is no file."),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_fitted_is_one_line(
     name: str, arrays: dict[str, np.ndarray] | None, more: list[str], words: str, folder: Path,
     capsys: pytest.CaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     Path("flat").mkdir()
     if arrays is not None:
         np.savez(name, **arrays)

@@ -107,7 +107,7 @@ def line(folder: Path, name: str, *more: str, inputs: str | None = None) -> list
     noise = ["--noise", "0.25"] if likelihood == "gaussian" else []
     return ["predict", f"{folder}/model.py:{FACTORIES[name]}", "--checkpoint", f"{folder}/{name}.pt", "--data",
             f"{folder}/data_{name}.npz", "--likelihood", likelihood, *noise, "--precision", str(PRECISION),
-            "--inputs", f"{folder}/{inputs or f'new_{name}'}.npz", *more]  # fmt: skip
+            "--inputs", f"{folder}/{inputs or f'new_{name}'}.npz", *more]
 
 
 def arrays(folder: Path, name: str, part: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +174,7 @@ def test_classes(held_out: bool, folder: Path, here: Path, capsys: pytest.Captur
     assert str(fit.calibration) in printed.out and f"calibrated posterior {fit.after:.4f}" in printed.out
     scores = score_lines(printed.out)
     for name, one in (("network alone", posterior.predict(x, "map")), ("posterior as it is", plain),
-                      ("calibrated posterior", response)):  # fmt: skip
+                      ("calibrated posterior", response)):
         own = metrics.held_out_scores(one, y)
         assert scores[name] == pytest.approx([*own.values(), metrics.set_coverage(one.probs, y, [0.8])[0]], abs=6e-5)
     assert printed.err == "" and "WARNING" not in printed.out
@@ -193,7 +193,7 @@ def test_responses_of_several_outputs(folder: Path, here: Path, capsys: pytest.C
     for index, name in enumerate("uv"):
         for column, values in (("mean", response.mean), ("lower", intervals.lower), ("upper", intervals.upper),
                                ("epistemic_sd", response.epistemic.sqrt()), ("sd", response.variance.sqrt()),
-                               ("aleatoric_sd", response.aleatoric.sqrt()), ("target", y)):  # fmt: skip
+                               ("aleatoric_sd", response.aleatoric.sqrt()), ("target", y)):
             assert frame[f"{column}_{name}"].to_numpy() == pytest.approx(values[:, index].numpy(), abs=1e-9), column
         assert frame[f"covered_{name}"].tolist() == intervals.contains(y)[:, index].tolist()
     printed = capsys.readouterr().out
@@ -296,7 +296,7 @@ def test_leave_one_out_that_is_not_to_be_trusted_is_told(
         assert "the weights are not at the optimum of this model" in text and "--held-out" in text
     assert "Read the warning below." in page and printed.err == ""
     assert cli.main([*line(folder, "labels", inputs="plain"), "--precision", "30", "--held-out",
-                     f"{folder}/held_labels.npz"]) == 0  # fmt: skip
+                     f"{folder}/held_labels.npz"]) == 0
     assert "leave-one-out is not" not in capsys.readouterr().out
 
 
@@ -340,11 +340,11 @@ def test_too_few_points_for_a_level_are_told(folder: Path, here: Path, capsys: p
         (["--level", "1"], 2, "expected a probability between 0 and 1, such as 0.9; got '1'"),
         (["--level", "most"], 2, "got 'most'"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_one_line(
     more: list[str], code: int, words: str, folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     np.savez("wide.npz", X=np.zeros((4, 5)), y=np.zeros(4, int))
     np.savez("labels.npz", X=np.zeros((4, 2)), y=np.full(4, 7))
     np.savez("plain.npz", X=np.zeros((4, 2)))

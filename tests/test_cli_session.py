@@ -143,7 +143,7 @@ def test_arrays_and_images(folder: Path, capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.slow
 def test_a_network_of_ones_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:  # fmt: skip
+) -> None:
     """In another process its classes are not there; `--network` gives them."""
     Path("net.py").write_text(NETWORK)
     expected = fit(["price"], "--network", "net.py")
@@ -214,7 +214,7 @@ def test_what_does_not_fit_a_model_is_one_line(models: Path, capsys: pytest.Capt
         ("array.joblib", "gaps.npz", "finite numbers in X of gaps.npz; got none in row 0, counted from 0."),
         ("array.joblib", "pairs.npz", "y of 1 targets; got shape (3, 2) in pairs.npz."),
         ("count.joblib", "d.npz", "classes of the training data (5, 6, 7) in y of d.npz; got 0 in row 0, counted"),
-    ]:  # fmt: skip
+    ]:
         assert cli.main(["predict", network, "--inputs", inputs, "--out", "p.csv"]) == 1
         printed = capsys.readouterr()
         assert printed.err.startswith("ntk-laplace: expected ") and words in printed.err, printed.err
@@ -244,7 +244,7 @@ FILE = ["predict", "model.joblib", "--inputs", "new.csv"]
         (["predict", "model.py", "--inputs", "new.csv", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood",
           "gaussian", "--network", "model.py"], "expected --network with a model.joblib alone"),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_fit_leave_with_two(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture
 ) -> None:

@@ -79,14 +79,14 @@ def table(x: np.ndarray, price: np.ndarray) -> pandas.DataFrame:
 
 MODELS = {
     "price": ("single", "gaussian"), "count": ("single", "poisson"), "kind": ("classes", "categorical"),
-}  # fmt: skip
+}
 
 
 def line(command: str, data: str, target: str | None, likelihood: str | None = None, *more: str) -> list[str]:
     network, own = MODELS[target or "kind"]
     named = [] if target is None or data.endswith(".npz") else ["--target", target]
     return [command, f"model.py:{network}", "--checkpoint", f"{network}.pt", "--data", data, "--likelihood",
-            likelihood or own, *named, *more]  # fmt: skip
+            likelihood or own, *named, *more]
 
 
 def evidence(data: str, target: str) -> float:
@@ -247,7 +247,7 @@ BAD = {
              f"of bad.csv; got '{10**39}' {ROW.format(1)}. Write them with a decimal point, or drop the column."),
     "wide and other": (f"height,width,kind\n{10**39},2,ant\n?,2,bee\n",
                        f"in column 'height' of bad.csv; got '?' {ROW.format(1)}"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(BAD))
@@ -292,7 +292,7 @@ VALUES = {
                      f"'price' of t.csv; got '{10**39}' in row 0, counted from 0 below the names. Write them with a "
                      "decimal point, or drop the column. Names with digits alone are classes with --task classes."),
     "negative ones": ([-(10**20), *range(19)], None, f"64 bits in column 'price' of t.csv; got '-{10**20}' in row 0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(VALUES))
@@ -330,7 +330,7 @@ def test_wide_numbers_can_be_names() -> None:
         (line("predict", "kind.csv", "kind", None, "--inputs", "kind.csv", "--held-out", "unknown.csv"), "one of "
          "'height', 'width' in unknown.csv; got --target kind."),
     ],
-)  # fmt: skip
+)
 def test_tables_that_do_not_fit_are_one_line(
     arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -437,7 +437,7 @@ def test_fit_of_classes(folder: Path, capsys: pytest.CaptureFixture) -> None:
 def test_what_a_target_is_taken_as(
     values: np.ndarray | list[str], task: str | None, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     def taken(name: str) -> type:
         def stop(**_: object) -> None:
             raise ntkl.DataError("to stop here", name, "It is a test.")
@@ -470,7 +470,7 @@ def test_what_a_target_is_taken_as(
         (["price.csv", "--target", "price", "--network", "model.py:unsaved"], "expected a network that pickle can "
          "save, for model.joblib; got "),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_fitted_is_one_line(
     arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -491,7 +491,7 @@ def test_what_cannot_be_fitted_is_one_line(
      "column, or leave --group out."),
     ([f"{row}th" for row in range(20)], "sources of several rows in 'month' of t.csv; got another one in each of {} "
      "training rows, such as '0th'. Name another column, or leave --group out: the page has"),
-])  # fmt: skip
+])
 def test_sources_that_tell_nothing_are_refused_before_the_work(
     months: list[str], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

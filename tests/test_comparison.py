@@ -106,7 +106,7 @@ def test_a_stream_must_be_the_same_for_every_structure() -> None:
 
     load = functools.partial(torch.utils.data.DataLoader, batch_size=10)
     found, want = (ntkl.compare_evidence(network, data, ntkl.Categorical(), None, ["gp", "diag"], settings=QUIET)
-                   for data in (load(Anew()), (x, y)))  # fmt: skip
+                   for data in (load(Anew()), (x, y)))
     assert found.num_examples == len(x)
     for name in ("gp", "diag"):
         assert found[name].evidence == pytest.approx(want[name].evidence, rel=1e-12)
@@ -136,12 +136,12 @@ def test_labels_are_unique() -> None:
     structures = [
         "kfac", ntkl.KFAC(sharing="reduce", damped=True), ntkl.INF(rank=0.5), ntkl.INF(rank="trace:0.9"), "kfac",
         ntkl.EKFAC(basis=basis), ntkl.Diagonal(),
-    ]  # fmt: skip
+    ]
     found = ntkl.compare_evidence(network, data, ntkl.Categorical(), None, structures, settings=QUIET)
     assert [row.structure for row in found.rows] == [
         "kfac #1", "kfac(sharing=reduce, damped=True)", "inf(rank=0.5)", "inf(rank=trace:0.9)", "kfac #2",
         "ekfac(basis=...)", "diag",
-    ]  # fmt: skip
+    ]
     assert all(row.evidence is not None for row in found.rows)
     assert found["kfac #1"].evidence == found["kfac #2"].evidence != found.rows[1].evidence
     with pytest.raises(KeyError, match="no structure 'gp' among kfac #1, "):
@@ -157,7 +157,7 @@ def test_labels_are_unique() -> None:
         ("gp", "expected a list of structures; got 'gp'. Pass one such as \\['gp', "),
         ([], "expected a list of structures; got \\[\\]"),
     ],
-)  # fmt: skip
+)
 def test_wrong_structures_are_refused_before_the_work(
     structures: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +210,7 @@ def test_a_prior_that_one_structure_does_not_support() -> None:
          "failed: out of memory (DefaultCPUAllocator: can't allocate memory: you tried)"),
         (ntkl.NonFiniteError("finite inputs", "NaN", "Look."), "failed: expected finite inputs; got NaN. Look."),
     ],
-)  # fmt: skip
+)
 def test_a_failure_after_the_first_value_is_a_row(
     error: Exception, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,7 +406,7 @@ def test_frame_and_json_contain_every_digit() -> None:
     read = json.loads(found.to_json())
     assert [ntkl.StructureEvidence(**row) for row in read.pop("rows")] == list(found.rows)
     assert read == {"exact": "gp", "num_examples": 60_000, "num_outputs": 10, "num_parameters": 1_234_567,
-                    "model": found.model}  # fmt: skip
+                    "model": found.model}
 
 
 @pytest.mark.slow

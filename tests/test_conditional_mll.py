@@ -121,7 +121,7 @@ def deep() -> Model:
 MODELS: dict[str, Callable[[], Model]] = {
     "plain": plain, "noises": noises, "batches": batches, "tasks": tasks, "apart": apart, "priors": priors, 
     "inducing": inducing, "deep": deep,
-}  # fmt: skip
+}
 
 
 def conditional(mean: Tensor, covariance: Tensor, y: Tensor, given: Tensor, asked: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ def test_of_a_laplace_gp_it_is_the_conditional_evidence_of_the_posterior(case):
 @pytest.mark.parametrize("observed", ["gaussian", "categorical"])
 def test_its_gradient_in_the_hyperparameters_is_that_of_finite_differences(observed):
     y, likelihood = {"gaussian": (inputs()[:, :3], ntkl.Gaussian(torch.tensor([0.3, 0.4, 0.5]))),
-                     "categorical": (labels(), ntkl.Categorical(1.3))}[observed]  # fmt: skip
+                     "categorical": (labels(), ntkl.Categorical(1.3))}[observed]
     prior = ntkl.GaussianPrior(0.7, groups="layer")
     gp = LaplaceGP(network(), (inputs(), y), likelihood, prior)
     laplace_value(gp, share=0.5, orders=2)[0].backward()

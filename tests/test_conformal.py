@@ -112,7 +112,7 @@ def test_intervals_are_those_of_fits_without_each_point(case: str, score: str, s
     per_point = case == "noise per point"
     likelihood = ntkl.Gaussian(noise, "point" if per_point else "output", missing="nan")
     posterior = ntkl.laplace(linear(y, w, noise), (X, y, w), likelihood, ntkl.GaussianPrior(PRECISION),
-                             structure=structure)  # fmt: skip
+                             structure=structure)
     if per_point and score == "normalized":
         with refused(UnsupportedError, 'score="absolute"', "noise per training point", "absolute"):
             posterior.predict_interval(X_NEW, LEVEL)
@@ -175,7 +175,7 @@ def newton_probabilities(network: nn.Module, density: Callable, y: Tensor) -> tu
     found = []
     for values in (torch.stack(at), torch.stack(own)):
         found.append(values.softmax(-1) if values.shape[-1] > 1
-                     else torch.cat([(-values).sigmoid(), values.sigmoid()], -1))  # fmt: skip
+                     else torch.cat([(-values).sigmoid(), values.sigmoid()], -1))
     return found[0], found[1]
 
 
@@ -210,7 +210,7 @@ def test_both_structures_agree_where_variances_pass_through_a_link() -> None:
     cases = [(ntkl.HeteroscedasticGaussian(), 2), (ntkl.HeteroscedasticGaussian("natural"), 2), (ntkl.Poisson(), 1)]
     for likelihood, outputs in cases:
         both = [ntkl.laplace(mlp(outputs), (X, y), likelihood, ntkl.GaussianPrior(5.0), structure=structure)
-                .predict_interval(X_NEW, LEVEL) for structure in EXACT]  # fmt: skip
+                .predict_interval(X_NEW, LEVEL) for structure in EXACT]
         torch.testing.assert_close(both[0].lower, both[1].lower, rtol=1e-9, atol=1e-9)
         assert both[0].mean.shape == (NEW, 1) and bool((both[0].width > 0).all())
 
@@ -220,7 +220,7 @@ def test_both_structures_agree_where_variances_pass_through_a_link() -> None:
 
 @pytest.mark.parametrize("level, count, rank", [
     (0.9, 9, 9), (0.9, 10, 10), (0.9, 99, 90), (0.9, 100, 91), (0.55, 99, 55), (0.7, 9, 7), (0.9, 8, 9), (0.1, 9, 1),
-])  # fmt: skip
+])
 def test_ranks(level: float, count: int, rank: int) -> None:
     assert rank_of(level, count) == rank
     assert (rank_of(level, count) > count) == (count < fewest_points(level))
@@ -294,7 +294,7 @@ def test_split_intervals_by_hand(structure: str) -> None:
     f_new, covariance_new = posterior.latent_moments(X_NEW)
     for score in ("absolute", "normalized"):
         sd, sd_new = ((v.diagonal(dim1=1, dim2=2) + NOISE).sqrt() if score == "normalized" else torch.ones_like(m)
-                      for m, v in ((f, covariance), (f_new, covariance_new)))  # fmt: skip
+                      for m, v in ((f, covariance), (f_new, covariance_new)))
         reach = ((held - f).abs() / sd).sort(0).values[11]  # the 12th of 14
         found = posterior.predict_interval(X_NEW, LEVEL, score=score, data=(x, held))
         torch.testing.assert_close(found.upper, f_new + reach * sd_new)
@@ -329,7 +329,7 @@ def test_split_sets_by_hand() -> None:
 def regression(structure: str = "gp", dtype: torch.dtype = torch.float64) -> ntkl.Posterior:
     network = mlp(1).to(dtype)
     return ntkl.laplace(network, (X.to(dtype), Y[:, :1].to(dtype)), ntkl.Gaussian(0.3), ntkl.GaussianPrior(2.0),
-                        structure=structure)  # fmt: skip
+                        structure=structure)
 
 
 def classes(structure: str = "gp") -> ntkl.Posterior:
@@ -391,7 +391,7 @@ def test_what_sets_tell() -> None:
 def test_random_scores_and_sets_that_are_never_empty() -> None:
     posterior = classes()
     one, same = (posterior.predict_set(X_NEW, 0.3, score="randomized", generator=torch.Generator().manual_seed(0))
-                 for _ in range(2))  # fmt: skip
+                 for _ in range(2))
     assert torch.equal(one.mask, same.mask)
     network = nn.Linear(3, 3, bias=False, dtype=torch.float64)
     network.weight.data = 3 * torch.eye(3, dtype=torch.float64)
@@ -445,7 +445,7 @@ def test_refusals() -> None:
         with refused(UnsupportedError, r"data=\(X, y\)", structure, "Pass data"):
             regression(structure).predict_interval(X_NEW)
     fisher = ntkl.laplace(mlp(3), (X, LABELS), ntkl.Categorical(), ntkl.GaussianPrior(1.0), structure="gp",
-                          curvature="ef")  # fmt: skip
+                          curvature="ef")
     with refused(UnsupportedError, r"data=\(X, y\)", "'ef'", "Pass data"):
         fisher.predict_set(X_NEW)
     soft = nn.functional.one_hot(LABELS, 3).double() * 0.9 + 0.1 / 3
@@ -462,5 +462,5 @@ def test_soft_labels_that_are_certain_are_labels() -> None:
     y = LABELS.clone()
     y[2] = -100
     found = [ntkl.laplace(mlp(3), (X, own), ntkl.Categorical(), ntkl.GaussianPrior(1.0), structure="gp")
-             .predict_set(X_NEW, LEVEL) for own in (certain, y)]  # fmt: skip
+             .predict_set(X_NEW, LEVEL) for own in (certain, y)]
     assert torch.equal(found[0].mask, found[1].mask) and found[0].count == found[1].count == N - 1

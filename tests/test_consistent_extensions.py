@@ -43,7 +43,7 @@ def case() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize(("likelihood", "words"), [
     (Total, r"shape \(4,\) from Total.log_prob; got \(\)"), (NotFinite, "NotFinite.log_prob; got .* not finite"),
     (WrongSign, "WrongSign.residual, the derivative of its log_prob in f; got a difference of"),
-])  # fmt: skip
+])
 def test_methods_that_contradict_each_other_are_refused(likelihood: type[ntkl.Likelihood], words: str) -> None:
     network, data = case()
     with pytest.raises(ntkl.UnsupportedError, match=words):

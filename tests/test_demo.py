@@ -243,7 +243,7 @@ def test_the_screen_shows_steps_and_tables(finished: tuple[Path, dict[str, Any],
 
 def test_evidence_table_fits_eighty_columns() -> None:
     run = dict(n=1500, outputs=10, parameters=12345, evidence_gp=-1234.567890123, evidence_full=-1234.567890124,
-               relative_difference=1e-12, seconds=103.4)  # fmt: skip
+               relative_difference=1e-12, seconds=103.4)
     screen = io.StringIO()
     Console(file=screen, width=80).print(evidence_table({"a": run}, {"a": "Digits 4 and 9"}))
     assert "…" not in screen.getvalue() and "-1234.567890" in screen.getvalue()

@@ -144,7 +144,7 @@ def test_what_descents_remember_fits_into_the_budget():
     module.load_state_dict(posterior.network.module.state_dict())
     for budget in (2**15, 2**18):
         small = ntkl.laplace(module, (x, labels()), ntkl.Categorical(), ntkl.GaussianPrior(3.0),
-                             settings=ntkl.Settings(memory_budget=budget))  # fmt: skip
+                             settings=ntkl.Settings(memory_budget=budget))
         if budget == 2**15:
             with refused(ntkl.MemoryBudgetError, "the weights of 90 networks", "predicted need", "fewer groups"):
                 small.what_ifs(groups * 10)

@@ -12,7 +12,7 @@ import pytest
 from torch.utils import backend_registration
 
 CASES = [("deep_mlp", "kfac"), ("deep_mlp", "inf"), ("deep_mlp", "full"), ("cnn_groups", "gp"), ("cnn_groups", "diag"),
-         ("embedding_bag", "ekfac"), ("deep_mlp", "iterative")]  # fmt: skip
+         ("embedding_bag", "ekfac"), ("deep_mlp", "iterative")]
 HELPERS = Path(__file__).parent / "helpers"
 
 
@@ -29,6 +29,6 @@ def test_another_device_gives_the_same_answers():
     found, moves = json.loads(ran.stdout).values()
     assert len(found) == len(CASES) and all(len(answers) == 12 for answers in found.values())
     wrong = {f"{case} {verb}": gap for case, answers in found.items() for verb, gap in answers.items()
-             if not isinstance(gap, float) or not gap < 1e-9}  # fmt: skip
+             if not isinstance(gap, float) or not gap < 1e-9}
     assert not wrong
     assert len(moves) == 2 and max(moves.values()) < 1e-9

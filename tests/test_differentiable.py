@@ -20,9 +20,9 @@ from registry import problem
 STRUCTURES = ["gp", "full", "kfac", "ekfac", "inf", "diag", "nystrom"]
 # plain layers, convolutions, no rule for vmap, recurrent, attention, several tensors, a dict, outputs of shape (N,)
 FEW = ["deep_mlp", "cnn_groups", "custom_function", "lstm", "self_attention_batch_first", "cross_attention_tuple",
-       "decoder_dict", "scalar_outputs", "resnet_batchnorm"]  # fmt: skip
+       "decoder_dict", "scalar_outputs", "resnet_batchnorm"]
 CASES = [*((name, "gp") for name in FEW), *(("deep_mlp", structure) for structure in STRUCTURES[1:]),
-         ("cnn_groups", "kfac"), ("lstm", "full")]  # fmt: skip
+         ("cnn_groups", "kfac"), ("lstm", "full")]
 
 
 def moved(x: Any, direction: Any, by: float) -> Any:
@@ -72,11 +72,11 @@ def test_moments_and_their_gradients(name: str, structure: str) -> None:
     f, blocks = posterior.latent_moments(point, differentiable=True)
     joint = posterior.latent(point, differentiable=True)
     for found, wanted in ((f, posterior.outputs(x)), (blocks, posterior.latent_moments(x)[1]), (joint.mean, f),
-                          (joint.covariance_matrix, posterior.latent(x).covariance_matrix)):  # fmt: skip
+                          (joint.covariance_matrix, posterior.latent(x).covariance_matrix)):
         assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-10 * float(wanted.detach().abs().max()))
     total(f, blocks, joint.covariance_matrix).backward()
     slope = sum((part.grad * d).sum() for part, d in zip(leaves(point), leaves(direction), strict=True)
-                if part.requires_grad)  # fmt: skip
+                if part.requires_grad)
     numeric = (plain(1e-5) - plain(-1e-5)) / 2e-5
     assert torch.allclose(slope, numeric, rtol=1e-6, atol=1e-7), (slope, numeric)
     assert all(parameter.grad is None for parameter in posterior.network.module.parameters())
@@ -156,7 +156,7 @@ def test_refusals() -> None:
     posterior, x = small()
     point = x.requires_grad_()
     for call in (posterior.latent, posterior.latent_moments, posterior.predict, posterior.outputs, posterior.jacobian,
-                 posterior.prior_latent):  # fmt: skip
+                 posterior.prior_latent):
         with refused(ntkl.UnsupportedError, "require no gradient", "requires_grad", "differentiable=True"):
             call(point)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x.detach()))
@@ -169,7 +169,7 @@ def test_refusals() -> None:
     with refused(ntkl.UnsupportedError, '"map" or "posterior"', "mode", "Choose"):
         posterior.latent(point, "mode", differentiable=True)
     tight = ntkl.laplace(network(), (inputs(), inputs()[:, :3]), ntkl.Gaussian(0.1),
-                         settings=ntkl.Settings(memory_budget=30_000))  # fmt: skip
+                         settings=ntkl.Settings(memory_budget=30_000))
     with refused(ntkl.MemoryBudgetError, "J at 900 inputs", "3.5 MiB", "fewer inputs"):
         tight.latent(inputs(900).requires_grad_(), differentiable=True)
 

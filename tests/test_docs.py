@@ -32,7 +32,7 @@ FENCE = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^
 # pages whose code needs packages that are no dependencies
 EXTRAS = {"docs/botorch.md": ["botorch"], "docs/tracking.md": ["lightning", "transformers"]}
 NEEDS = {"ntk_laplace.tools.botorch": "botorch", "ntk_laplace.tools.callbacks.lightning": "lightning",
-         "ntk_laplace.tools.callbacks.huggingface": "transformers"}  # fmt: skip
+         "ntk_laplace.tools.callbacks.huggingface": "transformers"}
 MISSING = tuple(name for name, package in NEEDS.items() if find_spec(package) is None)
 MODULES = [module.name for module in pkgutil.walk_packages(ntk_laplace.__path__, "ntk_laplace.")
            if not module.name.startswith(MISSING)]
@@ -146,7 +146,7 @@ def test_the_docs_build_without_warnings(tmp_path: Path) -> None:
     with docutils_namespace(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python's; those of Sphinx are errors
         app = Sphinx(docs, docs, built, built / ".doctrees", "html", status=None, warning=said, warningiserror=True,
-                     tags=["without_sources"])  # fmt: skip
+                     tags=["without_sources"])
         app.connect("html-page-context", sidebar_of_the_first_page(), priority=0)
         app.builder.search = False  # the index of all words
         app.build()

@@ -25,7 +25,7 @@ from registry_cases import tolerance
 
 pytestmark = [pytest.mark.filterwarnings("ignore:no factor rule"),
               pytest.mark.filterwarnings("ignore:the fitted predictive"),
-              pytest.mark.filterwarnings("ignore:leave-one-out is not")]  # fmt: skip
+              pytest.mark.filterwarnings("ignore:leave-one-out is not")]
 
 # --- expectations over f_n ~ N(m_n, V_nn)
 
@@ -192,7 +192,7 @@ ITERATIVE = ntkl.Iterative(rank=4, probes=8, relative_error=0.5)
 
 @pytest.mark.parametrize("structure", [
     ntkl.KFAC(damped=True), "kfac", "ekfac", "diag", ntkl.INF(rank=2), ntkl.Nystrom(rank=5), ITERATIVE,
-], ids=str)  # fmt: skip
+], ids=str)
 @pytest.mark.filterwarnings("ignore:INF")
 @pytest.mark.filterwarnings("ignore:.*standard error")
 def test_divergence_of_approximate_structures(structure: Any) -> None:
@@ -230,7 +230,7 @@ def test_bound_is_the_evidence_in_every_form_of_gaussian(likelihood: str) -> Non
     if likelihood == "weights":
         data = x, y, torch.linspace(0, 3, len(x))
     own = {"gaps": ntkl.Gaussian(0.2, missing="nan"), "tempered": ntkl.Tempered(ntkl.Gaussian(0.2), 3.0),
-           "noise per point": ntkl.Gaussian(torch.linspace(0.1, 1, len(x)), kind="point")}  # fmt: skip
+           "noise per point": ntkl.Gaussian(torch.linspace(0.1, 1, len(x)), kind="point")}
     posterior = ntkl.laplace(model, data, own.get(likelihood, ntkl.Gaussian(0.2)), structure="full")
     torch.testing.assert_close(posterior.elbo().value, posterior.log_marginal_likelihood().detach(), rtol=1e-10, atol=0)
 
@@ -267,7 +267,7 @@ def test_bound_on_a_grid() -> None:
     p = MultivariateNormal(torch.zeros(2).double(), 2.0 * torch.eye(2).double()).log_prob(theta)
     rows = torch.func.jacrev(lambda w: w[0] * torch.tanh(w[1] * POINTS[:, 0]))(mean)
     outputs = {"nn": theta[:, :1] * torch.tanh(theta[:, 1:] * POINTS.T),
-               "glm": mean[0] * torch.tanh(mean[1] * POINTS.T) + (theta - mean) @ rows.T}  # fmt: skip
+               "glm": mean[0] * torch.tanh(mean[1] * POINTS.T) + (theta - mean) @ rows.T}
     for method, f in outputs.items():
         log_likelihood = (f * ONES.T - nn.functional.softplus(f)).sum(1)
         wanted = (q.exp() * (log_likelihood + p - q)).sum() * cell
@@ -294,7 +294,7 @@ def test_bound_of_any_gaussian_is_below_the_evidence_and_tight_at_the_posterior(
             q = ntkl.gaussian_posterior(model, (x, y), ntkl.Gaussian(0.5), prior, precision=precision)
             matrix = precision if precision.ndim == 2 else torch.diag(precision.double())
             gap = kl_divergence(MultivariateNormal(place, precision_matrix=matrix),
-                                MultivariateNormal(optimum, precision_matrix=h))  # fmt: skip
+                                MultivariateNormal(optimum, precision_matrix=h))
             torch.testing.assert_close(q.elbo().value, evidence.detach() - gap, rtol=1e-9, atol=1e-9)
             near = q.elbo("nn", samples=600)
             assert abs(float(near) - float(evidence - gap)) <= 4 * near.standard_error + 1e-9
@@ -343,7 +343,7 @@ USERS: dict[str, tuple[Callable[[], ntkl.Likelihood], Callable[[Tensor], Tensor]
     "heteroscedastic": (ntkl.HeteroscedasticGaussian, lambda x: x[:, :1], 2),
     "natural": (lambda: ntkl.HeteroscedasticGaussian("natural"), lambda x: x[:, :1], 2),
     "user's": (lambda: ntkl.CustomLikelihood(lambda f, y: -(2 * (y - f).cosh()).log().sum(1)), lambda x: x[:, :2], 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -428,7 +428,7 @@ def test_bound_refuses_bad_input() -> None:
     with refused(ntkl.UnsupportedError, "Generator", "3", "manual_seed"):
         posterior.elbo(generator=3)
     small = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=torch.ones(43),
-                                    settings=ntkl.Settings(memory_budget=500))  # fmt: skip
+                                    settings=ntkl.Settings(memory_budget=500))
     with refused(ntkl.MemoryBudgetError, "covariances of 3 outputs at 9 points", "predicted", "fewer"):
         small.elbo()
 
@@ -438,7 +438,7 @@ def test_error_of_an_estimated_divergence_is_part_of_the_bounds() -> None:
     posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, ntkl.Iterative(rank=4, probes=4))
     kl, bound = posterior.kl(), posterior.elbo()
     values = Expectation(posterior.likelihood, 1000).log_prob(
-        posterior.fitted.points.f, posterior.latent_moments(x)[1], posterior.fitted.points.targets)[1]  # fmt: skip
+        posterior.fitted.points.f, posterior.latent_moments(x)[1], posterior.fitted.points.targets)[1]
     assert kl.standard_error > 0
     sampled = float(values.square().sum().sqrt())
     assert bound.standard_error == pytest.approx((sampled**2 + kl.standard_error**2) ** 0.5, rel=1e-3)
@@ -448,7 +448,7 @@ def test_error_of_an_estimate_beside_another_prior_is_a_bound() -> None:
     """The error of Σ_g δ_g tr_g(H⁻¹) is at most that of the estimate times the largest ratio of the priors."""
     model, x, y, prior = problem()
     precision = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior,
-                             ntkl.Iterative(rank=4, probes=4)).posterior_precision  # fmt: skip
+                             ntkl.Iterative(rank=4, probes=4)).posterior_precision
     other = ntkl.GaussianPrior(1.0, groups="layer")
     given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), other, precision=precision)
     with torch.no_grad():
@@ -470,7 +470,7 @@ def test_results_print_their_terms() -> None:
 
 
 def given_of(posterior: ntkl.Posterior, model: nn.Module, data: Any, likelihood: ntkl.Likelihood,
-             prior: ntkl.GaussianPrior, form: str) -> ntkl.Posterior:  # fmt: skip
+             prior: ntkl.GaussianPrior, form: str) -> ntkl.Posterior:
     """The posterior's Gaussian, given in one of the forms."""
     precision = posterior.posterior_precision
     matrix = precision.multiply(torch.eye(posterior.num_parameters, dtype=torch.float64))
@@ -478,7 +478,7 @@ def given_of(posterior: ntkl.Posterior, model: nn.Module, data: Any, likelihood:
         "matrix": 0.5 * (matrix + matrix.T), "object": precision, "diagonal": matrix.diagonal(),
         "mapping": {name: 0.5 * (matrix + matrix.T)[place, place].diagonal().view(posterior.network.shapes[name])
                     for name, place in posterior.network.shapes.slices().items()},
-    }[form])  # fmt: skip
+    }[form])
 
 
 VERBS: dict[str, Callable[[ntkl.Posterior, Tensor], Any]] = {
@@ -507,7 +507,7 @@ VERBS: dict[str, Callable[[ntkl.Posterior, Tensor], Any]] = {
 @pytest.mark.parametrize(("structure", "form"), [
     ("full", "matrix"), ("full", "object"), ("gp", "object"), ("kfac", "object"), ("iterative", "object"),
     ("diag", "diagonal"), ("diag", "mapping"), ("gp", "matrix"),
-])  # fmt: skip
+])
 def test_laplace_given_as_a_gaussian_is_laplace(structure: str, form: str) -> None:
     model, x, y, prior = problem()
     posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(1.3), prior, structure)
@@ -526,11 +526,11 @@ def test_dense_blocks_beside_diagonals() -> None:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     root = torch.randn(20, 20, generator=torch.Generator().manual_seed(4)).double()
     mapping = {name: torch.rand(shape, generator=torch.Generator().manual_seed(5)).double() + 1
-               for name, shape in shapes.items()} | {"0.weight": root @ root.T + torch.eye(20)}  # fmt: skip
+               for name, shape in shapes.items()} | {"0.weight": root @ root.T + torch.eye(20)}
     whole = torch.block_diag(*[value if name == "0.weight" else torch.diag(value.flatten())
-                               for name, value in mapping.items()])  # fmt: skip
+                               for name, value in mapping.items()])
     one, other = (ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=h)
-                  for h in (mapping, whole))  # fmt: skip
+                  for h in (mapping, whole))
     for name in ("latent", "moments", "kl", "glm bound", "effective", "log_det"):
         torch.testing.assert_close(VERBS[name](one, x), VERBS[name](other, x), rtol=1e-9, atol=1e-9)
     vectors = torch.randn(3, 2, one.num_parameters, generator=torch.Generator().manual_seed(6)).double()
@@ -574,7 +574,7 @@ def test_effective_parameters_in_other_groups(structure: Any, groups: tuple[str,
 
 
 FORMS: dict[str, Any] = {"matrix": "matrix", "mapping": "mapping", "rows": "gp", "kfac": "kfac", "ekfac": "ekfac",
-                         "damped": ntkl.KFAC(damped=True)}  # fmt: skip
+                         "damped": ntkl.KFAC(damped=True)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -617,7 +617,7 @@ def test_a_checkpoint_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_objects_that_cannot_be_saved_say_so(tmp_path: Path) -> None:
     model, x, y, prior = problem()
     given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=ntkl.laplace(
-        model, (x, y), ntkl.Categorical(), prior, "iterative").posterior_precision)  # fmt: skip
+        model, (x, y), ntkl.Categorical(), prior, "iterative").posterior_precision)
     with refused(ntkl.UnsupportedError, "tensors, to save", "IterativePrecision", "tensor"):
         given.save(tmp_path / "q.pt")
     with refused(ntkl.UnsupportedError, "tensors, to move", "IterativePrecision", "tensor"):
@@ -630,7 +630,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "removal_effects": (inputs(),), "remove": ([0],), "reweight": ([0], 2.0), "relabel": ([0], [1]),
     "add": (inputs(1), labels(1)), "merge": (None,), "condition": ((inputs(), labels()),), "subset": ([0],),
     "retrain": ((inputs(), labels()),), "compress": (3,),
-}  # fmt: skip
+}
 
 
 def test_what_needs_the_curvature_of_the_data_is_refused() -> None:
@@ -641,7 +641,7 @@ def test_what_needs_the_curvature_of_the_data_is_refused() -> None:
         with refused(ntkl.UnsupportedError, *words):
             getattr(given, verb)(*ARGUMENTS.get(verb, ()))
     for call in (lambda: given.latent(x, mean="posterior"), lambda: given.fit_predictive(),
-                 lambda: given.predict(x, mean="posterior")):  # fmt: skip
+                 lambda: given.predict(x, mean="posterior")):
         with refused(ntkl.UnsupportedError, *words):
             call()
     with refused(ntkl.UnsupportedError, "held-out data", "gaussian", "Pass data"):

@@ -32,7 +32,7 @@ from registry_cases import offered
 from unregistered import Eigen, EigenPrecision
 
 STRUCTURES = ("gp", "full", "kfac", "ekfac", "diag", "iterative", "nystrom", ntkl.KFAC(damped=True), ntkl.INF(rank=1),
-              Eigen())  # fmt: skip
+              Eigen())
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -580,7 +580,7 @@ def test_the_iterative_structure_tells_the_error_of_its_log_determinant() -> Non
 @pytest.mark.parametrize(("sizes", "activation", "expected"), [
     ((1, 3, 1), nn.Tanh, math.log(8 * 6)), ((2, 4, 3, 1), nn.Tanh, math.log(16 * 24 * 8 * 6)),
     ((1, 3, 1), nn.ReLU, math.log(6)), ((1, 1), nn.Tanh, None), ((1, 2, 1), lambda: nn.Softmax(1), None),
-])  # fmt: skip
+])
 @pytest.mark.filterwarnings("ignore:the evidence of")
 def test_symmetries(sizes: tuple[int, ...], activation: type[nn.Module], expected: float | None) -> None:
     x, y = sines(4)
@@ -654,7 +654,7 @@ def test_bad_arguments() -> None:
         with refused(other, "exact draws of the posterior", "whose posterior is not Gaussian", "Pass exact_draws"):
             posterior.annealed_evidence(2, 2, model=model, bounds=True)
     for draws, got in ((torch.zeros(3), r"shape \(3,\)"), (torch.zeros(0, 2), r"shape \(0, 2\)"),
-                       (torch.full((1, 2), math.nan), "NaN"), ([[1.0, 2.0]], r"\[\[1.0")):  # fmt: skip
+                       (torch.full((1, 2), math.nan), "NaN"), ([[1.0, 2.0]], r"\[\[1.0")):
         with refused(ntkl.DataError, r"exact draws of the weights, \(m, 2\)", got, "Pass weights"):
             posterior.annealed_evidence(2, 30, bounds=True, exact_draws=draws)  # type: ignore[arg-type]
     with refused(other, "exact_draws with bounds=True", "bounds=False", "Pass bounds=True"):

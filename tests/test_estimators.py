@@ -32,7 +32,7 @@ QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "random_state
 
 @pytest.mark.slow
 @parametrize_with_checks([ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(8,), precision=1.0),
-                          ntkl.LaplaceClassifier(epochs=1, hidden_layer_sizes=(8,))])  # fmt: skip
+                          ntkl.LaplaceClassifier(epochs=1, hidden_layer_sizes=(8,))])
 def test_conformance(estimator: Any, check: Any) -> None:
     check(estimator)
 
@@ -57,7 +57,7 @@ def test_a_regressor_is_the_training_by_hand() -> None:
         optimizer=lambda p: torch.optim.Adam(p, lr=0.03),
         scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
         schedule=ntkl.EvidenceSchedule(1, 20), epochs=10, settings=ntkl.Settings(progress=False),
-    )[0]  # fmt: skip
+    )[0]
     assert found.predictive is not None and found.predictive.trusted
     response = found.posterior.predict(torch.as_tensor(xs[:7]))
     mean, std = model.predict(x[:7], return_std=True)
@@ -92,7 +92,7 @@ def test_a_classifier_is_the_training_by_hand(classes: int) -> None:
         network, (xs, torch.as_tensor(labels)), ntkl.Categorical(), ntkl.GaussianPrior(groups="input"),
         structure="kfac", optimizer=lambda p: torch.optim.Adam(p, lr=0.02), predictive="loo", epochs=10,
         batch_size=128, settings=ntkl.Settings(progress=False),
-    )  # fmt: skip
+    )
     assert found.predictive is not None and found.predictive.trusted
     probabilities = found.posterior.predict(xs[:7], generator=torch.Generator().manual_seed(0)).probs
     assert relative_error(torch.as_tensor(model.predict_proba(x[:7])), probabilities) < 1e-12
@@ -151,7 +151,7 @@ def test_several_precisions_are_several_starts() -> None:
     options |= {"predictive": None, "standardize": True, "epochs": 20, "random_state": 4}  # the evidence chooses
     for network, meant in ((own, 1.0), ("mlp", (1.0, 0.1))):
         auto, one, two = (ntkl.LaplaceRegressor(network, **options | {"precision": precision}).fit(x, y)
-                          for precision in ("auto", 1.0, (1.0, 0.1)))  # fmt: skip
+                          for precision in ("auto", 1.0, (1.0, 0.1)))
         assert np.array_equal(auto.predict(x), (one if meant == 1.0 else two).predict(x))
         assert not np.array_equal(one.predict(x), two.predict(x)) and auto.predictive_fit_ is None
     for wrong in ("x", (1.0, -1.0), [], -1.0, None, float("nan")):
@@ -310,7 +310,7 @@ def test_a_fit_is_repeatable_and_leaves_the_global_generator() -> None:
     ({"prefit": True}, ntkl.UnsupportedError, "trained"),
     ({"precision": -1.0}, ntkl.HyperparameterError, "precision"),
     ({"predictive": "mcmc"}, ntkl.UnsupportedError, "loo"),
-])  # fmt: skip
+])
 def test_wrong_parameters(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         ntkl.LaplaceRegressor(**QUICK | options).fit(*sine(10))
@@ -333,7 +333,7 @@ DAYS = pd.date_range("2024-01-01", periods=10)
     (DAYS, "dates or times, datetime64", "days since a date"),
     (DAYS.tz_localize("UTC"), "dates or times, datetime64", "days since a date"),
     (DAYS - DAYS[0], "dates or times, timedelta64", "days since a date"),
-])  # fmt: skip
+])
 def test_columns_that_are_no_numbers_are_named(column: Any, got: str, remedy: str) -> None:
     """At a fit and at a prediction; numbers as text, categories of numbers and missing types are numbers."""
     x, y = sine(10)
@@ -425,7 +425,7 @@ def test_before_a_fit() -> None:
     ([2.0, np.nan] * 5, "nan in row 1"),
     (["a", np.nan] * 5, "nan in row 1"),
     (pd.Series([1, None] * 5, dtype="Int64"), "<NA> in row 1"),
-])  # fmt: skip
+])
 def test_missing_labels_are_refused(labels: Any, got: str) -> None:
     with refused(ntkl.DataError, "a label for each example", got, "Drop the rows"):
         ntkl.LaplaceClassifier().fit(np.arange(20.0).reshape(10, 2), labels)
@@ -433,7 +433,7 @@ def test_missing_labels_are_refused(labels: Any, got: str) -> None:
 
 @pytest.mark.parametrize(("labels", "got"), [
     (["a", 1] * 5, "int and str"), ([b"a", 1] * 5, "bytes and int"), ([b"a", "b"] * 5, "bytes and str"),
-])  # fmt: skip
+])
 def test_labels_of_several_types_are_refused(labels: Any, got: str) -> None:
     labels = np.array(labels, dtype=object)
     with refused(ntkl.DataError, "labels of one type", got, "all of them"):

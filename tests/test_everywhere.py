@@ -72,7 +72,7 @@ def everywhere(ignore_index: int = -100) -> ntkl.Everywhere:
 
 def fitted(structure: str = "gp", **options: Any) -> ntkl.Posterior:
     return ntkl.laplace(convolutional(), (images(4), labels(4)), everywhere(), ntkl.GaussianPrior(0.7), structure,
-                        **options)  # fmt: skip
+                        **options)
 
 
 # --- the likelihood of one position, many times
@@ -98,7 +98,7 @@ def test_it_is_the_likelihood_of_each_position(kind: str) -> None:
     flat = own.reshape(5 * LENGTH, *own.shape[3:])
     log_prob = torch.stack([
         one.log_prob(f[:, i * outputs : (i + 1) * outputs], flat.unflatten(0, (5, LENGTH))[:, i]) for i in range(LENGTH)
-    ])  # fmt: skip
+    ])
     assert relative_error(likelihood.log_prob(f, own).detach(), log_prob.sum(0).detach()) < 1e-12
     residual = torch.func.grad(lambda f: likelihood.log_prob(f, own).sum())(f)
     assert torch.allclose(likelihood.residual(f, own), residual, atol=1e-12)
@@ -107,7 +107,7 @@ def test_it_is_the_likelihood_of_each_position(kind: str) -> None:
         second = torch.stack([
             torch.func.hessian(lambda g, y=y: likelihood.log_prob(g[None], y[None]).sum())(one_row)
             for one_row, y in zip(f, own, strict=True)
-        ])  # fmt: skip
+        ])
         assert torch.allclose(curvature, -second, atol=1e-10)
     root = likelihood.root(f, own).detach()
     assert root.shape == (5, LENGTH * outputs, likelihood.rank(LENGTH * outputs))
@@ -177,7 +177,7 @@ def test_evidence_and_moments_are_those_of_the_dense_model(structure: str) -> No
     jac = torch.stack([
         nn.utils.parameters_to_vector(torch.autograd.grad(row, weights, retain_graph=True))
         for row in posterior.network.evaluate(x[:1]).flatten()
-    ])  # fmt: skip
+    ])
     assert relative_error(joint[0], jac @ torch.linalg.solve(full, jac.mT)) < 1e-8
 
 
@@ -199,7 +199,7 @@ def test_layouts_are_the_same_model() -> None:
     network, x, y = UNet(3).double(), images(4, (4, 4)), labels(4, 3, (4, 4))
     likelihood = ntkl.Everywhere(ntkl.Categorical(), (4, 4))
     first, last, full = (ntkl.laplace(n, (x, y), likelihood, structure=s)
-                         for n, s in ((network, "gp"), (Permuted(network), "gp"), (network, "full")))  # fmt: skip
+                         for n, s in ((network, "gp"), (Permuted(network), "gp"), (network, "full")))
     for other in (last, full):
         assert float(first.log_marginal_likelihood()) == pytest.approx(float(other.log_marginal_likelihood()), rel=1e-9)
         assert relative_error(first.predict(x[:2]).probs, other.predict(x[:2]).probs) < 1e-8
@@ -215,7 +215,7 @@ def test_predictions_are_those_of_each_position(method: str) -> None:
     if method in ("glm", "probit", "blr"):
         f, blocks = posterior.latent_moments(x, per_position=True)
         one = predictive(ntkl.Categorical(), f.flatten(0, 1), blocks.flatten(0, 1), method, 64,
-                         torch.Generator().manual_seed(0))  # fmt: skip
+                         torch.Generator().manual_seed(0))
         assert relative_error(found.mean, one.mean.reshape(found.mean.shape)) < 1e-12
         wanted = one.log_prob(y.flatten()).view(3, -1).sum(1)
         assert relative_error(found.log_prob(y), wanted) < 1e-12
@@ -406,7 +406,7 @@ def test_tokens_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-                                     intermediate_size=8, num_labels=4, max_position_embeddings=16)  # fmt: skip
+                                     intermediate_size=8, num_labels=4, max_position_embeddings=16)
     model = transformers.BertForTokenClassification(config).double().eval()
     ids, mask = torch.randint(0, 30, (5, 6)), torch.ones(5, 6, dtype=torch.long)
     y = torch.randint(0, 4, (5, 6))
@@ -415,7 +415,7 @@ def test_tokens_of_transformers() -> None:
     likelihood = ntkl.Everywhere(ntkl.Categorical(), 6)
     names = ["classifier"]
     found = [ntkl.laplace(model, (batch, y), likelihood, structure=s, output="logits", parameters=names)
-             for s in ("gp", "full")]  # fmt: skip
+             for s in ("gp", "full")]
     gp, full = (float(posterior.log_marginal_likelihood()) for posterior in found)
     assert gp == pytest.approx(full, rel=1e-9)
     assert found[0].predict(batch).probs.shape == (5, 6, 4)

@@ -31,7 +31,7 @@ REAL = torch.tensor([0.5, 2.25, 0.0, 1.5, 3.0, 0.7, 1.0, 0.2, 4.0], dtype=torch.
 SOME = [
     ("deep_mlp", "categorical", "ggn"), ("cnn_groups", "gaussian", "ggn"), ("decoder_dict", "categorical", "ef"),
     ("scalar_outputs", "bernoulli", "ef"), ("layer_twice", "poisson", "ggn"),
-]  # fmt: skip
+]
 
 
 def data_of(name: str, likelihood: str) -> tuple[Any, Tensor]:
@@ -78,7 +78,7 @@ def test_other_hyperparameters_keep_the_weights(structure: str) -> None:
 
 @pytest.mark.parametrize("case", [
     ("deep_mlp", "categorical", "layer"), ("one_column", "bernoulli", "scalar"), ("deep_mlp", "gaussian", "layer"),
-])  # fmt: skip
+])
 def test_real_weights_scale_density_gradient_and_curvature(case) -> None:
     name, likelihood, prior = case
     own = problem(name)
@@ -86,10 +86,10 @@ def test_real_weights_scale_density_gradient_and_curvature(case) -> None:
     w = REAL[: len(log_prob)]
     precision, mean = PRIORS[prior].dense(own)
     truth = Dense(log_prob * w, residual * w[:, None], hessian * w[:, None, None], jacobians(name)[0], own.theta - mean,
-                  precision)  # fmt: skip
+                  precision)
     for structure in ("gp", "full"):
         posterior = ntkl.laplace(own.network, (*data_of(name, likelihood), w), LIKELIHOODS[likelihood].build(),
-                                 PRIORS[prior].build(own), structure)  # fmt: skip
+                                 PRIORS[prior].build(own), structure)
         evidence = posterior.log_marginal_likelihood(correction=True)
         assert relative_error(evidence, truth.regression_evidence()) < 1e-9
         covariance = truth.latent_covariance(jacobians(name)[1])
@@ -154,7 +154,7 @@ def test_weights_come_with_tensors_datasets_and_loaders(structure: str) -> None:
     for data in (
         [x.numpy(), y.tolist(), w.tolist()], Triples(x, y, w), DataLoader(TensorDataset(x, y, w), 3),
         DataLoader(TensorDataset(x, y, w), 2, shuffle=True),
-    ):  # fmt: skip
+    ):
         settings = ntkl.Settings(batch_size=2)
         found = fit("deep_mlp", LIKELIHOODS["categorical"].build(), data, structure, settings=settings)
         assert relative_error(found.log_det(), want.log_det()) < 1e-9
@@ -216,7 +216,7 @@ def test_removing_takes_an_example_with_all_its_weight(structure: str) -> None:
     copies = (rows == 3).nonzero().squeeze(1)
     fewer = found.reweight(3, 1.0)
     for one, other in ((found.remove([1, 3]), want.remove(((rows == 3) | (rows == 1)).nonzero().squeeze(1))),
-                       (fewer, want.remove(copies[1:])), (found.reweight(3, 3.0), found)):  # fmt: skip
+                       (fewer, want.remove(copies[1:])), (found.reweight(3, 3.0), found)):
         for a, b in zip(one.latent_moments(x_new), other.latent_moments(x_new), strict=True):
             assert relative_error(a, b) < 1e-8
 
@@ -229,7 +229,7 @@ def test_what_ifs_are_newton_steps_of_the_weighted_model(structure: str, steps: 
     x, y = data_of(name, likelihood)
     precision, mean = PRIORS["layer"].dense(own)
     model = Linearized(LIKELIHOODS[likelihood].log_density, outputs(own.network, x), jacobians(name)[0], precision,
-                       own.theta - mean)  # fmt: skip
+                       own.theta - mean)
     w = REAL[: len(y)]
     held = model.gradient(torch.zeros_like(precision), y, w)[0]
     fewer = w.clone()
@@ -257,7 +257,7 @@ def test_leaving_one_out_leaves_all_of_its_weight(structure: str) -> None:
     assert relative_error(found.removal_effects(own.x_new)[:, 3], torch.stack([
         (found.remove(3).latent_moments(own.x_new)[0] - found.latent_moments(own.x_new)[0])[i, c]
         for i, c in enumerate(found.explain(own.x_new).output)
-    ])) < 1e-8  # fmt: skip
+    ])) < 1e-8
 
 
 @pytest.mark.slow
@@ -279,7 +279,7 @@ def test_parts_of_weighted_data_add_up(structure: str) -> None:
     assert both.weights.tolist() == mixed.tolist()
     assert_same(both, fit("deep_mlp", model(), (x, y, mixed), asked), x_new)
     assert_same(both.subset([1, 4, 6]), fit("deep_mlp", model(), (x[[1, 4, 6]], y[[1, 4, 6]], mixed[[1, 4, 6]]), asked),
-                x_new)  # fmt: skip
+                x_new)
     if structure != "gp":
         for posterior in (both, whole):
             with torch.no_grad():
@@ -407,9 +407,9 @@ def test_training_with_weights_is_training_on_repeated_rows(structure: str) -> N
         result = ntkl.train_with_evidence(
             net, data, ntkl.Categorical(), structure=structure, epochs=6, batch_size=None,
             optimizer=lambda p: torch.optim.SGD(p, lr=0.3), schedule=ntkl.EvidenceSchedule(frequency=3, steps=4),
-        )  # fmt: skip
+        )
         found.append((torch.cat([p.detach().flatten() for p in net.parameters()]), result.history.evidence,
-                      result.history.loss))  # fmt: skip
+                      result.history.loss))
     for theta, evidence, loss in found[1:]:
         torch.testing.assert_close(theta, found[0][0], rtol=1e-9, atol=1e-11)
         assert evidence == pytest.approx(found[0][1], rel=1e-9) and loss == pytest.approx(found[0][2], rel=1e-9)
@@ -441,7 +441,7 @@ def test_training_wants_weights_in_both_data_or_in_neither() -> None:
     for data, evidence in (((X, Y, WHOLE), (X, Y)), ((X, Y), (X, Y, WHOLE))):
         with pytest.raises(ntkl.DataError, match="example weights in the minibatches and in the data of the evidence"):
             ntkl.train_with_evidence(network(), data, ntkl.Categorical(), structure="diag", epochs=1,
-                                     optimizer=torch.optim.Adam, evidence_data=evidence)  # fmt: skip
+                                     optimizer=torch.optim.Adam, evidence_data=evidence)
 
 
 def test_weights_of_batches_that_are_cut_anew() -> None:
@@ -454,7 +454,7 @@ def test_weights_of_batches_that_are_cut_anew() -> None:
     batches.limit_batch_size(600)
     keep = w % 3 == 0
     some, both = Selected(batches, keep), Joined([batches, Batches((torch.zeros(2, 1), torch.zeros(2)), None,
-                                                                   torch.device("cpu"))])  # fmt: skip
+                                                                   torch.device("cpu"))])
     for _ in some:
         assert torch.equal(some.weights, w[keep][: some.read])
     assert torch.equal(batches.weights, w) and torch.equal(some.weights, w[keep]) and some.read == int(keep.sum())

@@ -255,7 +255,7 @@ def test_the_uci_program_has_the_gradients_of_its_evidence(
 def test_the_uci_protocol(tmp_path: Path) -> None:
     printed = run("uci/protocol.py", tmp_path, "--structures", "ef", "kfac",
                   "--changes", "none", "hyper", "decay", "layer", "fisher", "authors", "single", "held",
-                  "--out", "out")  # fmt: skip
+                  "--out", "out")
     results = figures(tmp_path / "out" / "protocol.json")["results"]
     assert set(results) == {"ef", "kfac"} and set(results["ef"]) - set(results["kfac"]) == {
         "Fisher of the squared error / σ²"
@@ -338,7 +338,7 @@ def test_the_bayesian_score_of_another_fisher(monkeypatch) -> None:
 
 def test_the_practitioners_table(tmp_path: Path) -> None:
     methods = ("network", "calibrated", "calibrated_ensemble", "evidence_network", "evidence_posterior", "recommended",
-               "two_starts", "refitted", "retrained")  # fmt: skip
+               "two_starts", "refitted", "retrained")
     arguments = ("--problems", "diabetes", "wine", "--seeds", "1", "--settings", "wd", "--out", "out", "--methods")
     printed = run("predictions/table.py", tmp_path, *arguments, *methods)
     kept = (tmp_path / "out" / "table.jsonl").read_text()
@@ -569,7 +569,7 @@ assert abs(value - loss.item()) < 1e-10 and np.abs(gradient - want).max() < 1e-1
 def test_retrained_convolutions_are_those_of_the_network(tmp_path: Path) -> None:
     """Retraining multiplies patches, the library differentiates torch's convolutions: one objective."""
     (tmp_path / "check.py").write_text(f"import sys\nsys.path.append({str(ROOT / 'examples' / 'attribution')!r})\n"
-                                       + CONVOLUTIONS)  # fmt: skip
+                                       + CONVOLUTIONS)
     run_script(tmp_path / "check.py", tmp_path)
 
 
@@ -593,7 +593,7 @@ assert (_settled(problem, zero, everything, 0).argmax(1) == y).all()
 
 def test_retraining_leaves_a_saddle_point(tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text(f"import sys\nsys.path.append({str(ROOT / 'examples' / 'attribution')!r})\n"
-                                       + SADDLE)  # fmt: skip
+                                       + SADDLE)
     run_script(tmp_path / "check.py", tmp_path)
 
 

@@ -367,6 +367,6 @@ def test_pictures_of_arrays_and_of_what_does_not_fit():
         (x, training[:3], {}, "training inputs of the fit"), (x, "abc", {}, "training inputs of the fit"),
         (x, training, {"shape": (2, 2)}, "images of 3 numbers"), (x, training, {"names": ["a"]}, "the 3 features"),
         (x[:, :2], training, {}, "the 3 features"),
-    ):  # fmt: skip
+    ):
         with refused(ntkl.DataError, expected, ".", "Pass"):
             found.plot(inputs_, others, **more)

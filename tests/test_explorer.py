@@ -322,7 +322,7 @@ def test_a_person_clicks_through_it(tmp_path: Path) -> None:
         assert len(browser.value(values)) == 30
         # every column sorts; minus signs are found as hyphens
         read = ("[...document.querySelectorAll('#rows tr')]"
-                ".map((e) => Number(e.children[%d].innerText.replace('−', '-')))")  # fmt: skip
+                ".map((e) => Number(e.children[%d].innerText.replace('−', '-')))")
         for place in (4, 6, 7):
             browser.click(f"#columns th:nth-child({place}) button")
             found = browser.value(read % (place - 1))
@@ -363,7 +363,7 @@ def test_it_fits_a_phone(tmp_path: Path) -> None:
     with Browser(page, tmp_path / "profile") as browser:
         for width in (1280, 390):
             browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1,
-                        mobile=width < 500)  # fmt: skip
+                        mobile=width < 500)
             browser.value("window.dispatchEvent(new Event('resize'))")
             assert browser.value("document.documentElement.scrollWidth") <= width
             letters = browser.value("document.querySelector('svg text').getBoundingClientRect().height")

@@ -84,7 +84,7 @@ def test_the_two_reference_jacobians_agree(name):
 COVERED = sorted(
     set(NETWORKS) - {"unused_parameters", "norms", "direct_parameters", "prelu_bilinear", "custom_function"}
     - {"self_attention_sequence_first", "embedding_bag"}
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", COVERED)
@@ -147,7 +147,7 @@ def test_tuples_lists_and_dicts(kind, form):
     reference.load_state_dict(network.state_dict())
     assert relative_error(rows(network, x), torch.stack([
         jacobian(reference, (left[n : n + 1], right[n : n + 1]))[0] for n in range(5)
-    ])) < 1e-12  # fmt: skip
+    ])) < 1e-12
 
 
 # ------------------------------------------------------------------- traps: the first examples mislead the search
@@ -518,7 +518,7 @@ def test_output_gradients_are_added_up_where_sums_are_enough(dtype, squared):
     wide = {"wide.weight": "wide.bias"} if squared else {}  # a product larger than its rows is not made seed by seed
     assert {weight: block.bias for weight, block in folded.items()} == wide | {
         "first.weight": "first.bias", "bare.weight": None, "shifted": "shift", "out.weight": "out.bias"
-    }  # fmt: skip
+    }
     whole = {block.weight: block for block in factors.rows(x, root).blocks if isinstance(block, Outer)}
     double = copy.deepcopy(network).double()
 

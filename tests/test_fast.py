@@ -22,7 +22,7 @@ LAWS = sorted(
     path.name for path in HERE.glob("test_*.py")
     if re.search(r"^from (reference\w*|registry|\w+_cases|networks)\b", path.read_text(), re.MULTILINE)
     and path.name != Path(__file__).name
-)  # fmt: skip
+)
 # they need what an extra installs, or a process for each of their cases
 WITHOUT = {"test_huggingface.py", "test_transformers.py", "test_botorch.py", "test_callbacks.py"}
 

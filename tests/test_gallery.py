@@ -68,7 +68,7 @@ def test_other_names_are_seen(cards: Any, tmp_path: Path) -> None:
     for number, text in enumerate((
         '"""Of three."""\nWAYS = ["random", "bald"]\n', '"""Of two."""\nWAYS = [\n    "random", "bald",  # ways\n]\n',
         '"""Of three."""\nWAYS = ["random", "bald", "epig"]\n',
-    )):  # fmt: skip
+    )):
         script = tmp_path / f"{number}.py"
         script.write_text(text)
         found.append(cards.names_of(script))
@@ -96,7 +96,7 @@ def test_the_figures_of_a_printed_table_are_shown(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("GALLERY", str(tmp_path))
     script, long = gallery.EXAMPLES / "short" / "01_fit.py", "w" * 60
     wide = [f"digits, {'a long title ' * 3}", f"{'work ' * 30}|{'time it takes ' * 9}|{long}",
-            f"{'one of many long names ' * 3}|1.25±0.01|1", "another|3.50±0.02|2"]  # fmt: skip
+            f"{'one of many long names ' * 3}|1.25±0.01|1", "another|3.50±0.02|2"]
     for printed, lines in (
         (WIDE, wide),
         ("| a | b |\n|---|---|\n| x | 1 |\n", ["a|x", "b|1"]),
@@ -186,7 +186,7 @@ def calls_of_ours() -> list[str]:
     """Pieces of code in the right column of the table."""
     page = (DOCS / "from_laplace_torch.md").read_text()
     rows = re.findall(r"^\| .* \| (.*) \|$", page.partition("| laplace-torch | ntk_laplace |")[2].partition("\n\n")[0],
-                      re.MULTILINE)  # fmt: skip
+                      re.MULTILINE)
     return [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
 
 

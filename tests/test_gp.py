@@ -29,7 +29,7 @@ from registry import NETWORKS, PRIORS, Problem, fresh
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
 VALUES = ("deep_mlp", "cnn_groups", "resnet_batchnorm", "transformer_tied", "lstm", "scalar_outputs", "layer_twice",
-          "frozen_part", "direct_parameters")  # fmt: skip
+          "frozen_part", "direct_parameters")
 
 
 class AnyWidth(nn.Module):
@@ -150,7 +150,7 @@ def test_batches_are_one_kernel_after_another() -> None:
     assert relative_error(kernel(shared, z[:, :5]).to_dense()[1], kernel(shared, z[1, :5]).to_dense()) < 1e-12
     (mine,) = torch.autograd.grad(kernel(x[0]).to_dense(), kernel.prior.log_precision, upstream)
     parts = [torch.autograd.grad(kernel(a).to_dense(), kernel.prior.log_precision, g)[0]
-             for a, g in zip(x[0], upstream, strict=True)]  # fmt: skip
+             for a, g in zip(x[0], upstream, strict=True)]
     assert relative_error(mine, sum(parts)) < 1e-12
 
 
@@ -381,7 +381,7 @@ def test_inputs_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"input_shape": 3}, {"input_shape": "16"}, {"input_shape": (4, 0)}, {"input_dtype": "long"},
               {"dtype": torch.int64}, {"dtype": "float64"}],
-)  # fmt: skip
+)
 def test_shapes_and_types_that_are_none(wrong: dict[str, Any]) -> None:
     (name, value), = wrong.items()
     with pytest.raises(ntkl.errors.UnsupportedError, match=rf"^expected {name} as .*got {re.escape(repr(value))}\."):

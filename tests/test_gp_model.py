@@ -172,7 +172,7 @@ def test_no_setting_turns_the_evidence_into_an_estimate(monkeypatch: pytest.Monk
     for setting in (
         settings.max_cholesky_size(1), settings.fast_computations(log_prob=False), settings.cg_tolerance(10.0),
         settings.fast_computations(solves=True, log_prob=True), settings.num_trace_samples(1),
-    ):  # fmt: skip
+    ):
         with setting, settings.max_cholesky_size(1):
             value = evidence(gp)
             slopes = torch.autograd.grad(value, list(gp.parameters()))
@@ -291,7 +291,7 @@ def test_unavailable_gradients_are_refused() -> None:
     for value in (
         noisy.log_prob(right), noisy.covariance_matrix.sum(), noisy.variance.sum(), operator.solve(right).sum(),
         noisy.rsample().sum(), (operator @ right).sum(), operator.cholesky().to_dense().sum(),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ntkl.errors.UnsupportedError, match="ExactMarginalLogLikelihood"):
             value.backward()
     with pytest.raises(ntkl.errors.UnsupportedError, match=r"may be singular.*likelihood"):

@@ -275,7 +275,7 @@ def test_a_weight_shared_without_its_bias(left_out):
     delta = {name: torch.full((1,), 0.5 + i).double() for i, (name, _) in enumerate(network.named_parameters())}
     scale = torch.cat([
         delta[name].expand(p.numel()) * (name != left_out) for name, p in network.named_parameters()
-    ])  # fmt: skip
+    ])
     delta.pop(left_out, None)
     jac = jacobian(network, x).flatten(0, 1)
     one = JacobianPass(Network(network), torch.float64).rows(x)

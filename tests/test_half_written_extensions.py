@@ -223,7 +223,7 @@ class WrongRows(AbsoluteRows):
     ("solve", r"a tensor .* in torch.float64 on cpu of Wrong.solve", "2"),
     ("dtype", r"a tensor .* in torch.float64 on cpu of Wrong.solve", "float32"),
     ("sample", r"a tensor \(3, 43\) in torch.float64 on cpu of Wrong.sample", r"\(6, 43\)"),
-])  # fmt: skip
+])
 def test_what_a_method_returns_has_its_form(wrong: str, expected: str, got: str) -> None:
     with refused(UnsupportedError, expected, got, "."):
         posterior = fit(WrongRows(wrong=wrong))

@@ -174,14 +174,14 @@ def truth(network: str, name: str) -> Dense:
     y = draw(2, len(f), f.shape[1] // 2)
     density = by_hand(name)
     return Dense(vmap(density)(f, y), vmap(grad(density))(f, y), fisher(name, f), jacobian(case.network, case.x),
-                 case.theta - mean, precision)  # fmt: skip
+                 case.theta - mean, precision)
 
 
 def fit(network: str, name: str, structure: str = "gp", **options: object) -> ntkl.Posterior:
     case = problem(network)
     y = draw(2, case.case.examples, case.case.outputs // 2)
     return ntkl.laplace(case.network, (case.x, y), ntkl.HeteroscedasticGaussian(name), PRIORS["layer"].build(case),
-                        structure, **options)  # fmt: skip
+                        structure, **options)
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -269,7 +269,7 @@ X, X_NEW = draw(4, 14, 3), draw(5, 4, 3)
 
 
 def fitted(name: str, responses: int = 1, structure: str = "gp", missing: str | None = None, y: Tensor | None = None,
-           **options: object) -> ntkl.Posterior:  # fmt: skip
+           **options: object) -> ntkl.Posterior:
     y = draw(6, 14, responses) if y is None else y
     likelihood = ntkl.HeteroscedasticGaussian(name, missing=missing)
     prior = options.pop("prior", ntkl.GaussianPrior(8.0))
@@ -406,13 +406,13 @@ def test_missing_targets_carry_no_information(name: str, structure: str) -> None
     def density(f: Tensor, y: Tensor, there: Tensor) -> Tensor:
         return sum(
             by_hand(name)(torch.stack([f[d], f[2 + d]]), y[d].reshape(1)) * there[d] for d in range(2)
-        )  # fmt: skip
+        )
 
     filled = y.nan_to_num(0.0)
     dense = Dense(vmap(density)(f, filled, there), vmap(grad(density))(f, filled, there),
                   fisher(name, f) * twice[:, :, None] * twice[:, None], jacobian(network, X),
                   nn.utils.parameters_to_vector(network.parameters()).detach(),
-                  torch.full((44,), 8.0, dtype=torch.float64))  # fmt: skip
+                  torch.full((44,), 8.0, dtype=torch.float64))
     torch.testing.assert_close(likelihood.residual(f, y), dense.residual, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(likelihood.curvature(f, y), dense.hessian, rtol=1e-11, atol=1e-12)
     assert posterior.likelihood.observed(posterior.targets).tolist() == there.tolist()
@@ -480,7 +480,7 @@ def test_the_evidence_selects_the_model_that_knows_its_noise() -> None:
     for name, likelihood, width in (
         ("constant", ntkl.Gaussian(3.2), 1), ("natural", ntkl.HeteroscedasticGaussian("natural"), 2),
         ("log variance", ntkl.HeteroscedasticGaussian("log variance"), 2),
-    ):  # fmt: skip
+    ):
         network = nn.Sequential(nn.Linear(1, width)).double()
         optimizer = torch.optim.LBFGS(network.parameters(), max_iter=200, line_search_fn="strong_wolfe")
 
@@ -504,7 +504,7 @@ def test_training_and_hyperparameters() -> None:
     network = tiny(4)
     optimizer = torch.optim.Adam(network.parameters(), 1e-2)
     result = ntkl.train_with_evidence(network, (X, draw(6, 14, 2)), ntkl.HeteroscedasticGaussian("natural"),
-                                      optimizer=optimizer, epochs=4)  # fmt: skip
+                                      optimizer=optimizer, epochs=4)
     assert result.posterior.log_marginal_likelihood().isfinite()
     posterior = fitted("log variance", 2)
     before = posterior.log_marginal_likelihood().item()

@@ -73,7 +73,7 @@ def test_the_best_step_is_the_last_of_those_that_rounding_cannot_order() -> None
     for evidence, best in (
         ([-271.0, largest, largest], 2), ([-271.0, largest, largest - rounding], 2), ([largest, -271.0, largest], 2),
         ([-271.0, largest, largest - 1e-9], 1), ([largest], 0), ([0.0, -1.0], 0),
-    ):  # fmt: skip
+    ):
         assert HyperparameterHistory("lbfgs", ["noise"], evidence).best == best
 
 
@@ -94,7 +94,7 @@ def test_a_gradient_that_rounding_leaves_is_convergence_too() -> None:
 
 
 STOPS = [(0, True, "CONVERGENCE: RELATIVE REDUCTION OF F <= FACTR*EPSMCH"), (1, False, "STOP: TOTAL NO. OF ITERATIONS"),
-         (2, False, "ABNORMAL_TERMINATION_IN_LNSRCH"), (99, False, "`callback` raised `StopIteration`.")]  # fmt: skip
+         (2, False, "ABNORMAL_TERMINATION_IN_LNSRCH"), (99, False, "`callback` raised `StopIteration`.")]
 
 
 @pytest.mark.parametrize(("status", "success", "message"), STOPS, ids=[str(stop[0]) for stop in STOPS])

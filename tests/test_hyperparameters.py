@@ -195,7 +195,7 @@ def test_searches_add_the_hyperprior_of_the_inputs(inputs, structure: str, metho
     """At the end the evidence's slope is the hyperprior's pull; an input without effect has the largest precision."""
     (network, data), spread = inputs, 0.8
     posterior = ntkl.laplace(network, data, ntkl.Gaussian(0.01), ntkl.GaussianPrior(groups="input", spread=spread),
-                             structure)  # fmt: skip
+                             structure)
     history = posterior.fit_hyperparameters(method, ["precision"], tolerance=1e-9, steps=400)
     logs, value = posterior.prior.log_precision, posterior.log_marginal_likelihood()
     (slope,) = torch.autograd.grad(value, logs)
@@ -271,7 +271,7 @@ def test_temperature_and_one_precision_per_parameter() -> None:
     y = torch.distributions.Categorical(logits=2 * network(x)).sample()
     cases = (("all", "gp", "temperature"), ("parameter", "diag", "precision"), ("tensor", "kfac", None),
              ("tensor", "diag", "precision"),  # a layer's weight and bias are one part of the diagonal
-             ("all", "gp", ["precision", "temperature"]))  # fmt: skip
+             ("all", "gp", ["precision", "temperature"]))
     for groups, structure, moving in cases:
         posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(1.0), ntkl.GaussianPrior(groups=groups), structure)
         before = posterior.log_marginal_likelihood().item()
@@ -390,7 +390,7 @@ def test_wrong_requests(regression) -> None:
         posterior.fit_hyperparameters(bounds=(1.0, 0.1))
     for wrong in ({"steps": 2.5}, {"steps": "a"}, {"steps": True}, {"tolerance": "a"}, {"tolerance": float("inf")},
                   {"bounds": 5}, {"bounds": ("a", 1)}, {"parameters": 5}, {"learning_rate": 0.0},
-                  {"learning_rate": "a"}):  # fmt: skip
+                  {"learning_rate": "a"}):
         with pytest.raises(ntkl.HyperparameterError, match=r"expected .*; got .*\. .*\."):
             posterior.fit_hyperparameters("adam", **wrong)
     x = regression[1][0]

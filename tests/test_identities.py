@@ -181,7 +181,7 @@ def test_order_and_batches_change_nothing(case):
         problem(network).network, data, LIKELIHOODS[likelihood].build(),
         prior=PRIORS[prior].build(problem(network)), structure=structure,
         settings=ntkl.Settings(batch_size=data.batch_size),  # else small batches are read together
-    )  # fmt: skip
+    )
     want = answers(fit(*fitted), problem(network).x_new)
     for found, expected in zip(answers(posterior, problem(network).x_new), want, strict=True):
         assert relative_error(found, expected) < tolerance(network, 1e-9)
@@ -266,7 +266,7 @@ def hyperparameters(posterior) -> list[Tensor]:
 GRADIENTS = pairwise(
     ("saturated", "deep_mlp", "scalar_outputs", "transformer_tied", "frozen_part"), LIKELIHOODS, PRIORS,
     (False, True), STRUCTURES, allowed=admits,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("network", "likelihood", "prior", "correction", "structure"), GRADIENTS)
@@ -276,7 +276,7 @@ def test_evidence_gradients_are_finite_differences(network, likelihood, prior, c
     posterior = ntkl.laplace(
         problem(network).network, data, LIKELIHOODS[likelihood].build(),
         prior=PRIORS[prior].build(problem(network)), structure=structure,
-    )  # fmt: skip
+    )
     variables = hyperparameters(posterior)
     gradients = torch.autograd.grad(posterior.log_marginal_likelihood(correction), variables)
 

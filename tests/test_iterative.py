@@ -36,7 +36,7 @@ def iterative(network: str, likelihood: str, prior: str, structure: Any = COMPLE
     case = problem(network)
     y = targets(LIKELIHOODS[likelihood], case)
     return ntkl.laplace(case.network, (case.x, y), LIKELIHOODS[likelihood].build(), PRIORS[prior].build(case),
-                        structure, settings=ntkl.Settings(**settings))  # fmt: skip
+                        structure, settings=ntkl.Settings(**settings))
 
 
 # --- linear algebra
@@ -214,7 +214,7 @@ def test_two_standard_errors_cover(likelihood: str) -> None:
     build, module, given = {
         "categorical": (ntkl.Categorical, network, y), "gaussian": (lambda: ntkl.Gaussian(0.05), one, x[:, 0]),
         "poisson": (ntkl.Poisson, one, (y % 3).double()), "bernoulli": (ntkl.Bernoulli, one, (y % 2).double()),
-    }[likelihood]  # fmt: skip
+    }[likelihood]
     x = x[: len(given)]
     exact = float(ntkl.laplace(module, (x, given), build(), structure="full").log_marginal_likelihood())
     inside = 0
@@ -754,7 +754,7 @@ def test_long_work_shows_its_progress(capsys: pytest.CaptureFixture[str], monkey
         (lambda: ntkl.Iterative(seed=-1), "seed"),
         (lambda: ntkl.Nystrom(rounds=0), "rounds"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_refused(build: Any, message: str) -> None:
     with pytest.raises(HyperparameterError, match=message):
         build()

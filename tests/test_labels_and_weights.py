@@ -58,7 +58,7 @@ def marginal(f: Tensor, y: Tensor) -> list[float]:
         own = ~value.isnan()
         covariance = COVARIANCE[own][:, own].numpy()
         found.append(scipy.stats.multivariate_normal(mean[own].numpy(), covariance).logpdf(value[own].numpy())
-                     if own.any() else 0.0)  # fmt: skip
+                     if own.any() else 0.0)
     return found
 
 
@@ -111,7 +111,7 @@ CASES = [
     Case("categorical soft", lambda: ntkl.Categorical(1.7), SOFT, cross_entropy),
     Case("categorical certain", lambda: ntkl.Categorical(1.7), CERTAIN, cross_entropy),
     Case("categorical soft missing", lambda: ntkl.Categorical(1.7), SOFT_MISSING, cross_entropy),
-]  # fmt: skip
+]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 F = draw(3, N, C)
 
@@ -136,7 +136,7 @@ def test_the_density_is_that_of_the_observed_targets(case: Case) -> None:
 def test_derivatives_are_those_of_the_density(case: Case) -> None:
     likelihood, y = bound(case)
     torch.testing.assert_close(likelihood.residual(F, y), grad(lambda f: likelihood.log_prob(f, y).sum())(F),
-                               rtol=1e-12, atol=1e-14)  # fmt: skip
+                               rtol=1e-12, atol=1e-14)
     full = hessian(lambda f: likelihood.log_prob(f, y).sum())(F)
     own, root = likelihood.curvature(F, y), likelihood.root(F, y)
     torch.testing.assert_close(own, torch.stack([-full[n, :, n] for n in range(N)]), rtol=1e-12, atol=1e-14)
@@ -252,7 +252,7 @@ MISSING = {
 @pytest.mark.parametrize(("structure", "name", "likelihood", "curvature"), dealt([
     ("deep_mlp", "categorical", "ggn"), ("cnn_groups", "bernoulli", "ggn"), ("transformer_tied", "categorical", "ef"),
     ("scalar_outputs", "gaussian", "ggn"), ("layer_twice", "poisson", "ef"),
-]))  # fmt: skip
+]))
 def test_an_example_without_a_target_is_no_example(structure, name, likelihood, curvature) -> None:
     own, (build, kind, mark) = problem(name), MISSING[likelihood]
     y = targets(LIKELIHOODS[kind], own).clone()
@@ -296,7 +296,7 @@ def test_outputs_without_a_target_carry_no_information(kind: str) -> None:
     precision, mean = PRIORS["layer"].dense(own)
     truth = Dense(density(f).detach(), grad(lambda f: density(f).sum())(f).detach(),
                   torch.stack([-full[n, :, n] for n in range(7)]), jacobians("deep_mlp")[0], own.theta - mean,
-                  precision)  # fmt: skip
+                  precision)
     for structure in ("gp", "full"):
         posterior = fit("deep_mlp", build(), (own.x, y), structure)
         assert relative_error(posterior.log_marginal_likelihood(), truth.evidence()) < 1e-9
@@ -435,7 +435,7 @@ def test_the_page_marks_missing_targets(kind: str) -> None:
     for place, shown in enumerate(record["training"]["target"]):
         assert (shown is None) == (place in GONE)
     assert [point.get("target") for point in record["points"]] == ([1, None, 0, 1] if kind == "bernoulli" else
-                                                                   [2, None, 0, 1])  # fmt: skip
+                                                                   [2, None, 0, 1])
 
 
 def test_scores_count_observed_targets() -> None:
@@ -453,13 +453,13 @@ def test_scores_count_observed_targets() -> None:
     assert scores["rmse"] == pytest.approx(float((mean - y)[~y.isnan()].square().mean().sqrt()))
     whole = model.predict(own.x_new).log_prob(y)
     assert scores["log_likelihood"] == pytest.approx(float(whole.sum() / 3)) == mean_log_likelihood(
-        model.predict(own.x_new), y)  # fmt: skip
+        model.predict(own.x_new), y)
 
 
 def test_models_of_the_same_missing_targets_are_compared() -> None:
     own, y = problem("deep_mlp"), partly_missing("gaussian")
     models = {name: fit("deep_mlp", ntkl.Gaussian(noise, missing="nan"), (own.x, y))
-              for name, noise in (("a", 0.3), ("b", 1.0))}  # fmt: skip
+              for name, noise in (("a", 0.3), ("b", 1.0))}
     assert len(compare_models(models).rows) == 2
     with pytest.raises(ntkl.DataError, match="other targets"):
         compare_models(models | {"c": fit("deep_mlp", ntkl.Gaussian(0.3), (own.x, y.nan_to_num()))})
@@ -495,7 +495,7 @@ def test_training_skips_what_is_missing() -> None:
     result = ntkl.train_with_evidence(
         network, DataLoader(TensorDataset(x, y), 6), ntkl.Categorical(), structure="full", epochs=2,
         optimizer=torch.optim.Adam, schedule=ntkl.EvidenceSchedule(frequency=2, steps=3),
-    )  # fmt: skip
+    )
     want = ntkl.laplace(network, (x[6:], y[6:]), ntkl.Categorical(), result.posterior.prior, "full")
     assert relative_error(result.posterior.log_marginal_likelihood(), want.log_marginal_likelihood()) < 1e-9
 

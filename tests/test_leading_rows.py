@@ -52,7 +52,7 @@ CASES = one_each(NETWORKS, LIKELIHOODS, PRIORS)
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_the_precision_is_that_of_its_rows_written_out(case: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch,
-                                                       ) -> None:  # fmt: skip
+                                                       ) -> None:
     monkeypatch.setattr(tuning, "ROWS_PER_LEADING", 1)
     monkeypatch.setattr(tuning, "FIRST_LEADING", 3)
     monkeypatch.setattr(tuning, "LEADING_SHARE", 0.3)
@@ -60,7 +60,7 @@ def test_the_precision_is_that_of_its_rows_written_out(case: tuple[str, str, str
     given = problem(network)
     posterior = ntkl.laplace(given.network, (given.x, targets(LIKELIHOODS[likelihood], given)),
                              LIKELIHOODS[likelihood].build(), PRIORS[prior].build(given),
-                             ntkl.Iterative(rank=1, probes=2))  # fmt: skip
+                             ntkl.Iterative(rank=1, probes=2))
     fitted: Any = posterior.fitted
     curvature, root = fitted.structure.curvature(fitted.model), fitted.points.root(fitted.curvature_type,
                                                                                   fitted.likelihood)
@@ -259,7 +259,7 @@ def test_shares_are_one_data_set(world_size: int) -> None:
 
     parts = shares(len(x), world_size)
     found = on_ranks(world_size, lambda reducer: look(take_all((x, y), parts[reducer.rank]), reducer=reducer,
-                                                      sharded=True))  # fmt: skip
+                                                      sharded=True))
     alone = look((x, y), reducer=SingleProcess())
     for numbers in found:
         for one, other in zip(numbers, alone, strict=True):
@@ -306,7 +306,7 @@ def test_more_rows_take_the_place_of_draws_that_cost_more(monkeypatch: pytest.Mo
 def test_rows_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the rows with their factorization nor the eigenvectors of all blocks may take more than half."""
     fits, tight = (classes(ntkl.Iterative(relative_error=0.5), memory_budget=memory, batch_size=40)
-                   for memory in (400_000, 40_000))  # fmt: skip
+                   for memory in (400_000, 40_000))
     sketch = of(fits)[0]
     row = sketch.rows.nbytes // sketch.rows.num_examples
     assert sketch.limit == min(int((400_000 / 16) ** 0.5), 400_000 // (8 * row))
@@ -314,7 +314,7 @@ def test_rows_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tuning, "LEADING_SHARE", 0.3)  # few rows, so that the blocks decide
     blocks = 2 * 4 * sketch.rest.nbytes
     enough, short = (classes(ntkl.Iterative(relative_error=0.5), memory_budget=blocks + more, batch_size=40)
-                     for more in (0, -1))  # fmt: skip
+                     for more in (0, -1))
     of(enough)
     assert isinstance(short.posterior_precision.sketch, RandomSketch)
 
@@ -354,7 +354,7 @@ def test_a_forecast_stores_what_the_fit_stores(monkeypatch: pytest.MonkeyPatch) 
     assert row.note == f"{base.rank:,} leading rows, rows kept"
     rows: Any = posterior.fitted.structure
     assert row.stored == {"leading rows": sketch.rows.nbytes + sketch.rest.nbytes, "factor": base.factor.nbytes,
-                          "rows of J": sum(rows.nbytes for rows in rows.rows)}  # fmt: skip
+                          "rows of J": sum(rows.nbytes for rows in rows.rows)}
     # the probe saw all examples: the first rows, and what they leave, are no estimates
     expected, exact = expected_rows(given), float(classes("full").log_det())
     assert expected is not None and expected.count == first_rows(posterior) < base.rank
@@ -388,7 +388,7 @@ def test_what_rows_leave_is_extrapolated_from_a_sample(monkeypatch: pytest.Monke
     """More examples explain the others: the sample alone leaves half as much again of log det B."""
     network, x, y = digits_like(600)
     posterior, full = (ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1), structure)
-                       for structure in ("iterative", "full"))  # fmt: skip
+                       for structure in ("iterative", "full"))
     monkeypatch.setattr(tuning, "PROBED_EXAMPLES", 200)
     _, given = forecast_of((x, y), network, monkeypatch)
     expected, structure, (sketch, base) = expected_rows(given), posterior.fitted.structure, of(posterior)

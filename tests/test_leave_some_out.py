@@ -25,7 +25,7 @@ CHOSEN = torch.tensor([1, 2, 5, 6, 11, 13])
 STRUCTURES = ("kfac", "ekfac", "inf", "diag")
 NAN, F64 = float("nan"), torch.float64
 OF_THE_MEAN = ("mean", "plug_in_log_density", "leverage", "self_influence", "effective_parameters", "information",
-               "importance")  # fmt: skip
+               "importance")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Any, Tensor, Tensor | None]] = {
     "categorical, missing and weights": (
         lambda: ntkl.Categorical(), LABELS.index_fill(0, torch.tensor([2, 4]), -100), WEIGHTS),
     "tempered": (lambda: ntkl.Tempered(ntkl.Categorical(), 0.5), LABELS, WEIGHTS),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -121,7 +121,7 @@ def refits(posterior: ntkl.Posterior, groups: list[Tensor]) -> tuple[Tensor, Ten
             means[point] += jac[point] @ here
             covariances[point] = jac[point] @ torch.linalg.solve(approximate, jac[point].T)
             whole = root[point].T @ jac[point] @ torch.linalg.solve(inner + information(torch.tensor([point])),
-                                                                    jac[point].T @ root[point])  # fmt: skip
+                                                                    jac[point].T @ root[point])
             leverages[point] = torch.linalg.eigvalsh(whole).max()
     return means, covariances, leverages
 
@@ -253,7 +253,7 @@ def test_float32_algebra() -> None:
 def test_other_hyperparameters_are_followed_and_told() -> None:
     network, x = problem()
     posterior, other = (ntkl.laplace(network, (x, CASES["gaussian"][1]), ntkl.Gaussian(noise), ntkl.GaussianPrior(2.0),
-                                     "kfac") for noise in (0.3, 0.8))  # fmt: skip
+                                     "kfac") for noise in (0.3, 0.8))
     posterior.likelihood.noise = 0.8
     moved, truth = posterior.leave_one_out(CHOSEN), other.leave_one_out(CHOSEN)
     assert relative_error(moved.mean, truth.mean) < 1e-9 and relative_error(moved.log_density, truth.log_density) < 1e-9
@@ -271,7 +271,7 @@ def test_the_posterior_stays_as_it_was() -> None:
     ("points", "got"),
     [(0, "points=0"), (-2, "points=-2"), (N + 1, "points=15"), ([], "none"), ([0.5], "float"), ([N], f"{N}"),
      ([1, 1], "more than once"), (torch.ones(3, dtype=torch.bool), "3 booleans"), ("five", "five"), ({"a": 1}, "a")],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("structure", ["gp", "kfac"])
 def test_points_that_are_none_are_refused(structure: str, points: Any, got: str) -> None:
     with refused(ntkl.DataError, "training point", got, "Pass"):

@@ -110,7 +110,7 @@ def test_every_likelihood_is_a_case() -> None:
     known = {*Likelihood.__subclasses__(), *PerOutput.__subclasses__()}
     # other tests define some, and run docstrings that do
     own = {kind for kind in known if kind.__module__.startswith("ntk_laplace.")
-           and hasattr(sys.modules[kind.__module__], kind.__name__)}  # fmt: skip
+           and hasattr(sys.modules[kind.__module__], kind.__name__)}
     elsewhere = {CustomLikelihood, PerOutput, HeteroscedasticGaussian, Everywhere}  # the last two have a module each
     assert {type(case.build()) for case in CASES} == own - elsewhere
 

@@ -187,7 +187,7 @@ def test_no_second_matrix_for_the_diagonal_of_an_inverse():
         (torch.float32, "cuda", "ieee", False), (torch.float32, "cpu", "none", False),
         (torch.float64, "cuda", "tf32", False), (torch.float64, "cpu", "bf16", False),
     ],
-)  # fmt: skip
+)
 def test_products_of_fewer_digits_are_refused(dtype, device, setting, refused, monkeypatch):
     """TF32 would make B indefinite. The setting is read for the device that multiplies, and left as it is."""
     backend = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}[device]

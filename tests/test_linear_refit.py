@@ -84,7 +84,7 @@ def test_the_factors_are_the_best_of_a_fine_grid(structure: str) -> None:
     s = (found.likelihood.noise / posterior.likelihood.noise).detach()
     assert torch.allclose(a, a[:1]) and torch.allclose(s, s[:1, :1])  # one factor each
     around = [float(sum(objective.parts({"precision": a[0] * p, "noise": s[0, 0] * q})))
-              for p in (0.95, 1.0, 1.05) for q in (0.95, 1.0, 1.05)]  # fmt: skip
+              for p in (0.95, 1.0, 1.05) for q in (0.95, 1.0, 1.05)]
     steps = torch.logspace(-4, 4, 17, dtype=torch.float64), torch.logspace(-2, 2, 17, dtype=torch.float64)
     grid = [float(sum(objective.parts({"precision": p, "noise": q}))) for p in steps[0] for q in steps[1]]
     assert best >= max(around + grid) - 1e-8
@@ -99,7 +99,7 @@ def test_a_refit_is_the_optimum_of_the_linear_model(structure: str) -> None:
     assert torch.allclose(found.outputs(x), posterior.latent_moments(x, mean="posterior")[0], atol=1e-10)
     assert found.leave_one_out().reliability.decrement < 1e-20
     assert float(found.log_marginal_likelihood()) == pytest.approx(
-        float(posterior.log_marginal_likelihood(correction=True)), rel=1e-12)  # fmt: skip
+        float(posterior.log_marginal_likelihood(correction=True)), rel=1e-12)
     assert "refitted" in repr(found) and "refitted" not in repr(posterior)
 
 
@@ -190,7 +190,7 @@ def test_a_saved_refit_answers_as_before(name: str, structure: str, tmp_path: Pa
     found = ntkl.load(tmp_path / "refit.pt", network)
     assert repr(found) == repr(posterior) and found.predictive == posterior.predictive
     asked = [lambda one: one.log_marginal_likelihood(), lambda one: one.latent_moments(x)[0],
-             lambda one: one.latent_moments(x)[1]]  # fmt: skip
+             lambda one: one.latent_moments(x)[1]]
     if structure == "gp":
         asked += [lambda one: one.leave_one_out().log_density, lambda one: one.relinearize(x).outputs(x)]
     for answer in asked:

@@ -35,7 +35,7 @@ X_NEW = torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(2), dt
 def fitted(rank: int | None, count: int = 40, batch_size: int | None = None):
     settings = ntkl.Settings(batch_size=batch_size)
     return ntkl.laplace(network(), data(count), ntkl.Categorical(), ntkl.GaussianPrior(0.7), ntkl.KFAC(rank=rank),
-                        settings=settings)  # fmt: skip
+                        settings=settings)
 
 
 def dense_factors() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -132,9 +132,9 @@ def test_few_examples_need_few_eigenvectors():
 def test_batches_and_merging_change_nothing(tmp_path):
     whole, (x, y) = fitted(4), data()
     assert relative_error(fitted(4, batch_size=7).log_marginal_likelihood().detach(),
-                          whole.log_marginal_likelihood().detach()) < 1e-10  # fmt: skip
+                          whole.log_marginal_likelihood().detach()) < 1e-10
     fit = functools.partial(ntkl.laplace, network(), likelihood=ntkl.Categorical(), prior=ntkl.GaussianPrior(0.7),
-                            structure=ntkl.KFAC(rank=4))  # fmt: skip
+                            structure=ntkl.KFAC(rank=4))
     parts = [fit(data=(x[part], y[part])) for part in (slice(0, 15), slice(15, 40))]
     merged = parts[0].merge(parts[1])
     assert relative_error(merged.latent_moments(X_NEW)[1], whole.latent_moments(X_NEW)[1]) < 1e-9
@@ -167,7 +167,7 @@ def test_single_precision_positions_and_other_layers():
                                    dtype=dtype).log_marginal_likelihood() for dtype in (torch.float32, torch.float64))
     assert abs(float(single - double)) < 1e-3 * abs(float(double))
     reduced = ntkl.laplace(net.double(), (x.double(), y), ntkl.Categorical(),
-                           structure=ntkl.KFAC(rank=100, sharing="reduce")).log_marginal_likelihood()  # fmt: skip
+                           structure=ntkl.KFAC(rank=100, sharing="reduce")).log_marginal_likelihood()
     exact = ntkl.laplace(net, (x.double(), y), ntkl.Categorical(), structure=ntkl.KFAC(sharing="reduce"))
     assert relative_error(reduced.detach(), exact.log_marginal_likelihood().detach()) < 1e-10
     words = nn.Sequential(nn.Embedding(12, 8), nn.Flatten(), nn.Linear(24, 3)).double()
@@ -244,7 +244,7 @@ def test_adapters_of_a_language_model():
     assert relative_error(exact, full.log_marginal_likelihood().detach()) < 1e-9
     assert len(gp.effective_parameters()) == 2
     mixed = ntkl.laplace(LanguageModel(torch.bfloat16), data, ntkl.Categorical(),
-                         ntkl.GaussianPrior([1.0, 2.0], groups=groups))  # fmt: skip
+                         ntkl.GaussianPrior([1.0, 2.0], groups=groups))
     assert relative_error(mixed.log_marginal_likelihood().detach(), exact) < 5e-3
     plan = ntkl.plan(model, data, ntkl.Categorical(), structures=["gp", "kfac", ntkl.KFAC(rank=4)])
     assert plan["gp"].stored["B"] <= 8 * (12 * 2) ** 2 < 8 * gp.num_parameters**2

@@ -102,7 +102,7 @@ def test_one_matrix_per_output_is_the_posterior_of_b_in_one_piece(likelihood, in
         "directions": lambda h: h.covariance_blocks(chosen), "leave-one-out": lambda h: h.inverse_blocks,
         "cross": lambda h: h.cross_covariance(rows.weighted(rows.f.unsqueeze(-1))).products(rows),
         "samples": lambda h: h.sample(4, torch.Generator().manual_seed(3)), "spectrum": lambda h: h.spectrum(),
-    }  # fmt: skip
+    }
     for name, verb in verbs.items():
         assert relative_error(verb(precision), verb(whole)) < 1e-10, name
     assert relative_error(precision.multiply(precision.solve(vectors)), vectors) < 1e-10
@@ -116,7 +116,7 @@ def test_evidence_and_its_gradients(likelihood, groups):
     for posterior in (ours, whole):
         moved = [posterior.prior.log_precision, *posterior.likelihood.parameters()]
         with mock.patch.object(function_space, "precision_by_output", lambda *_: None) if posterior is whole else \
-                nullcontext():  # fmt: skip
+                nullcontext():
             value = posterior.log_marginal_likelihood(correction=True)
         found.append([value.detach(), *torch.autograd.grad(value, moved)])
     for one, other in zip(*found, strict=True):
@@ -179,9 +179,9 @@ def test_saved_moved_and_single_precision(tmp_path):
     assert torch.equal(loaded.predict(X_NEW).probs, ours.predict(X_NEW).probs)
     x, y = data()
     single = ntkl.laplace(network(dtype=torch.float32), (x.float(), y), ntkl.Categorical(1.3), ntkl.GaussianPrior(0.5),
-                          parameters="last_layer", dtype=torch.float32)  # fmt: skip
+                          parameters="last_layer", dtype=torch.float32)
     unweighted = ntkl.laplace(network(), (x, y), ntkl.Categorical(1.3), ntkl.GaussianPrior(0.5),
-                              parameters="last_layer")  # fmt: skip
+                              parameters="last_layer")
     found, exact = single.predict(X_NEW.float(), "probit").probs, unweighted.predict(X_NEW, "probit").probs
     assert found.dtype == torch.float32 and relative_error(found.double(), exact) < 1e-5
     assert abs(float(single.log_marginal_likelihood() - unweighted.log_marginal_likelihood())) < 1e-3
@@ -224,15 +224,15 @@ def test_sums_in_closed_form_are_those_of_backward_passes(structure, likelihood,
     for closed in (True, False):
         passes = mock.patch("ntk_laplace.structures.accumulation.has_form", lambda _, closed=closed: closed)
         with passes, mock.patch("ntk_laplace.jacobian.fast.FusedSums.of_last_layer",
-                                wraps=ntkl.jacobian.fast.FusedSums.of_last_layer) as summed:  # fmt: skip
+                                wraps=ntkl.jacobian.fast.FusedSums.of_last_layer) as summed:
             spec = ntkl.INF(rank=1.0) if structure == "inf" else structure
             found.append(ntkl.laplace(network(7), (x, targets(y), torch.linspace(0.2, 2.0, N)), build(),
                                       ntkl.GaussianPrior(0.5, groups=groups), spec, parameters="last_layer",
-                                      settings=ntkl.Settings(batch_size=9)))  # fmt: skip
+                                      settings=ntkl.Settings(batch_size=9)))
             assert bool(summed.call_count) == closed
     ours, other = found
     for one, two in zip(ours.fitted.structure.summaries(ours.fitted.model),
-                        other.fitted.structure.summaries(other.fitted.model), strict=True):  # fmt: skip
+                        other.fitted.structure.summaries(other.fitted.model), strict=True):
         for name, value in one.sums.items():
             lower = (lambda v: v.tril()) if value.ndim > 1 else (lambda v: v)
             if name == "moments":  # eigenvectors of equal eigenvalues differ
@@ -268,7 +268,7 @@ def test_memory_is_forecast_and_refused():
         fit(settings=ntkl.Settings(memory_budget=10**5))
     posterior = fit()
     with mock.patch("ntk_laplace.runtime.resources.available_memory", lambda _: 10**6), \
-            pytest.raises(MemoryBudgetError, match="needs no inverse of B"):  # fmt: skip
+            pytest.raises(MemoryBudgetError, match="needs no inverse of B"):
         posterior.posterior_precision.factor  # noqa: B018
 
 
@@ -308,7 +308,7 @@ def test_the_memory_of_a_thousand_classes(structure, most):
     """N = 200, a layer of D = 128 inputs: B in one piece would take 149 GiB. Time is on the page."""
     with PeakMemory(torch.device("cpu")) as memory:
         ntkl.laplace(network(128, 1000), data(1000, 200), ntkl.Categorical(), structure=structure,
-                     parameters="last_layer")  # fmt: skip
+                     parameters="last_layer")
     assert 8 * 129_000 < memory.bytes < most
 
 

@@ -85,7 +85,7 @@ def test_on_cuda_the_allocator_is_asked_and_the_queue_waited_for(monkeypatch: py
     assert memory.bytes == 250 and {where for _, where in asked} == {device}
     assert [name for name, _ in asked] == [
         "reset_peak_memory_stats", "memory_allocated", "synchronize", "the work", "synchronize", "max_memory_allocated",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

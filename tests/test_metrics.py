@@ -102,7 +102,7 @@ def test_held_out_scores_are_those_that_fit(table: tuple[np.ndarray, np.ndarray]
         "accuracy": metrics.accuracy(*table),
         "brier": metrics.brier_score(*table),
         "ece": metrics.expected_calibration_error(*table, bins=7),
-    }, rel=1e-12)  # fmt: skip
+    }, rel=1e-12)
     real = MultivariateNormal(torch.zeros(5, 2), torch.eye(2))
     assert metrics.held_out_scores(real, torch.ones(5, 2)).keys() == {"log_likelihood", "rmse"}
     several = ntkl.Bernoulli().distribution(torch.zeros(5, 2))

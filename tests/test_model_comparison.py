@@ -95,7 +95,7 @@ def test_every_number_is_that_of_its_verb():
             "bic": one.bic(), "aic": one.aic(),
             "test_log_likelihood": predicted.log_prob(y_new).mean().detach(),
             "test_rmse": (predicted.mean - y_new).square().mean().sqrt(),
-        }  # fmt: skip
+        }
         for name, value in wanted.items():
             assert getattr(row, name) == pytest.approx(float(value), rel=1e-9), name
         assert row.test_accuracy is None and row.structure == "gp"
@@ -158,7 +158,7 @@ def test_vague_priors_are_named_and_tuned_ones_are_not():
 
 @pytest.mark.parametrize(("share", "evidence", "kinds"), [
     (1.0, -60.0, ("vague", "narrow")), (1.0, -80.0, ("narrow",)), (1.0, -300.0, ()), (0.1, 0.0, ()),
-])  # fmt: skip
+])
 def test_two_groups_one_vague_and_one_narrow(share, evidence, kinds):
     """γ of 10 and 20 with energies of 1 and 100: ρ of 10 and 1/5, and gaps of 7.01 and 23.9 nats, or a tenth of all."""
     distances, used = share * torch.tensor([2.0, 25.0]), share * torch.tensor([10.0, 20.0])
@@ -173,7 +173,7 @@ def test_two_groups_one_vague_and_one_narrow(share, evidence, kinds):
                  "better precisions would add about 7.01 nats",
         "narrow": "narrow in 1 of 2 groups, most in 'b': precision 4, a variance 5 times tighter than the weights'; "
                   "better precisions would add about 23.9 nats",
-    }  # fmt: skip
+    }
     assert found.words == "; ".join(words[kind] for kind in kinds)
     distances = torch.tensor([2000.0, 250.0])  # ρ of 1.5 and 0.7: gaps of 54 and 25 nats, but near the weights
     near = check_prior(posterior, torch.tensor([1500.0, 700.0]), evidence_of(0.0))

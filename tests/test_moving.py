@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ntk_laplace as ntkl
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, minimize
-from ntk_laplace.structures.joint import NetworkLikelihood
+from ntk_laplace.structures.joint import NetworkLikelihood, likelihood_of
 from ntk_laplace.structures.what_if import moving
 from ntk_laplace.structures.what_if.moving import ChangedObjectives
 from reference import outputs, relative_error, take
@@ -27,7 +27,7 @@ from registry import LIKELIHOODS, Problem, fresh, targets
 
 SOME = [("deep_mlp", "categorical", "full"),
         ("scalar_outputs", "gaussian", "kfac"), ("low_rank", "gaussian", "diag"),
-        ("direct_parameters", "bernoulli", "gp")]  # fmt: skip
+        ("direct_parameters", "bernoulli", "gp")]
 DECAY = 1.5
 GROUP = [1, 4]
 
@@ -51,7 +51,7 @@ class Brute:
     def trained(self, theta: Tensor, x, y: Tensor, weights: Tensor, held: Tensor | float = 0.0) -> Tensor:
         at = theta.clone().requires_grad_()
         optimizer = torch.optim.LBFGS([at], max_iter=600, tolerance_grad=1e-6, history_size=60,
-                                      tolerance_change=0.0, line_search_fn="strong_wolfe")  # fmt: skip
+                                      tolerance_change=0.0, line_search_fn="strong_wolfe")
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -115,7 +115,7 @@ def test_the_network_goes_where_training_goes(name, likelihood, structure, verb)
     assert relative_error(found.network.theta - start, theta - start) < 1e-6
     assert found.structure == model.structure and torch.equal(found.weights, weights)
     fitted = ntkl.laplace(found.network.module, (x, other, weights), LIKELIHOODS[likelihood].build(),
-                          ntkl.GaussianPrior(DECAY, mean=0.1), structure)  # fmt: skip
+                          ntkl.GaussianPrior(DECAY, mean=0.1), structure)
     for a, b in zip(found.latent_moments(own.x_new), fitted.latent_moments(own.x_new), strict=True):
         assert relative_error(a, b) < 1e-8
     assert relative_error(found.log_marginal_likelihood(), fitted.log_marginal_likelihood()) < 1e-9
@@ -176,7 +176,7 @@ def test_changes_can_follow_fixed_ones():
         at_once = found.remove([0, 4], linearization="moving").network.theta
         for after in (found.remove(0).remove(4, linearization="moving"),
                       found.remove(0, linearization="moving").remove(4, linearization="moving"),
-                      found.add(x[:1], y[:1]).remove([0, 4, 9], linearization="moving")):  # fmt: skip
+                      found.add(x[:1], y[:1]).remove([0, 4, 9], linearization="moving")):
             assert relative_error(after.network.theta, at_once) < 1e-7
 
 
@@ -221,6 +221,21 @@ def test_float32_networks_and_kinks():
     with pytest.warns(ntkl.NTKLaplaceWarning, match="not at its optimum.*kinks"):
         posterior = ntkl.laplace(kinked, (x, y), ntkl.Gaussian(0.1), ntkl.GaussianPrior())
         posterior.refit().remove(0, linearization="moving")
+
+
+@pytest.mark.filterwarnings("ignore:the network is not at its optimum")
+def test_inputs_on_a_kink_are_no_missing_second_derivative():
+    """As at an optimum of ReLU units: there a difference of gradients is no derivative."""
+    x, y = torch.ones(6, 1).double(), torch.tensor([0, 1, 1, 0, 1, 1])
+    relu = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2)).double()
+    with torch.no_grad():
+        relu[0].bias.copy_(-relu[0].weight[0])
+    posterior = ntkl.laplace(relu, (x, y), ntkl.Categorical())
+    found = posterior.remove(0, linearization="moving")
+    assert found.log_marginal_likelihood().isfinite()
+    theta, likelihood = posterior.network.theta, likelihood_of(posterior.fitted, "nn", x, 1)
+    noise = torch.randn(len(theta), generator=torch.Generator().manual_seed(0)).double()
+    assert likelihood._disagreement(theta, noise) > 0.2 > likelihood._disagreement(theta + 0.01, noise)
 
 
 def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):

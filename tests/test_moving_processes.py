@@ -35,7 +35,7 @@ def answers(posterior: Any, part: slice = slice(None)) -> dict[str, Tensor]:
         "thetas": found.thetas, "log densities": found.log_prob(), "outputs": found.outputs(x),
         "evidence": found.posterior(1).log_marginal_likelihood().detach(), "converged": found.converged.double(),
         "alone": posterior.remove([1, 2], linearization="moving").network.theta,
-    }  # fmt: skip
+    }
     if posterior.fitted.exact:
         x = None if posterior.structure == "full" else inputs()[part]
         result["Gauss-Newton"] = posterior.remove([1, 2], steps=None).relinearize(x).network.theta

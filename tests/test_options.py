@@ -52,11 +52,11 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "parametrization": lambda o: ntkl.HeteroscedasticGaussian(parametrization=o),
     "evidence": lambda o: ntkl.train_with_evidence(*classifier(), ntkl.Categorical(), epochs=1, evidence=o,
                                                    settings=QUIET),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("option", [np.array(["gp", "kfac"]), torch.ones(2), ["gp"], {"a": 1}],
-                         ids=["array", "tensor", "list", "dict"])  # fmt: skip
+                         ids=["array", "tensor", "list", "dict"])
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_no_name_is_refused(name: str, option: Any) -> None:
     with pytest.raises(NTKLaplaceError) as caught:
@@ -74,7 +74,7 @@ def test_a_choice_is_a_name_or_the_object_itself() -> None:
     (lambda: fitted().annealed_evidence(temperatures=10**13), "10,000,000,000,000 temperatures"),
     (lambda: ascended(samples=10**12), "1,000,000,000,000 samples of 26 weights"),
     (lambda: ascended(samples=10**12, algorithm="lgva", expectations="weights"), "samples of 26 weights"),
-])  # fmt: skip
+])
 def test_counts_that_do_not_fit_are_refused_before_allocation(call: Callable[[], Any], words: str) -> None:
     with refused(MemoryBudgetError, words, "predicted need", "Use fewer"):
         call()

@@ -348,7 +348,7 @@ def test_training_with_evidence() -> None:
         return ntkl.train_with_evidence(
             network, data, ntkl.Categorical(), structure="kfac", optimizer=torch.optim.Adam, epochs=3, batch_size=4,
             schedule=ntkl.EvidenceSchedule(frequency=1, steps=2), **options,
-        )  # fmt: skip
+        )
 
     pairs = DataLoader([({key: row[key] for key in ("words", "mask")}, row["labels"]) for row in rows()], batch_size=4)
     want = train(several(None), pairs)
@@ -374,7 +374,7 @@ def test_training_with_evidence() -> None:
 @pytest.mark.slow
 def test_comparisons_of_structures() -> None:
     found = ntkl.compare_evidence(several("dict"), DataLoader(rows(), batch_size=4), ntkl.Categorical(), prior(),
-                                  ["gp", "kfac"], **NAMED)  # fmt: skip
+                                  ["gp", "kfac"], **NAMED)
     assert found["gp"].evidence == pytest.approx(plain().log_marginal_likelihood().item(), rel=1e-11)
     assert found["kfac"].evidence == pytest.approx(plain("kfac").log_marginal_likelihood().item(), rel=1e-11)
 
@@ -529,7 +529,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Any, dict[str, Any]]], ty
         lambda: (TwoInputs(4, 3), {"a": numbers(), "y": labels()}, {"targets": "y"}), DataError,
         "missing 1 required positional argument: 'b'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -549,7 +549,7 @@ def test_an_extra_key_in_later_inputs_raises_an_error_with_the_keys_of_the_fit()
 def test_training_refuses_batches_without_targets_before_the_first_epoch() -> None:
     def train(**options: Any) -> None:
         ntkl.train_with_evidence(several("dict"), DataLoader(rows(), batch_size=4), ntkl.Categorical(),
-                                 optimizer=torch.optim.Adam, epochs=1, **options)  # fmt: skip
+                                 optimizer=torch.optim.Adam, epochs=1, **options)
 
     with pytest.raises(DataError, match="Name the key of the targets, targets='labels'"):
         train(output="logits")

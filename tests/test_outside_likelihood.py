@@ -71,7 +71,7 @@ def test_its_evidence_is_that_of_dense_matrices() -> None:
     torch.testing.assert_close(Gamma(0.3).curvature(f).detach(), curvature, rtol=1e-8, atol=1e-9)  # polygamma
     theta = nn.utils.parameters_to_vector(network().parameters()).detach()
     dense = Dense(vmap(density)(f, y), vmap(grad(density))(f, y), curvature,
-                  jacobian(network(), x), theta, torch.full_like(theta, 2.0))  # fmt: skip
+                  jacobian(network(), x), theta, torch.full_like(theta, 2.0))
     for structure in ("gp", "full"):
         for correction in (False, True):
             found = fit(structure).log_marginal_likelihood(correction=correction)
@@ -169,7 +169,7 @@ def test_gpytorch() -> None:
 def test_the_command_line(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text("from torch import nn\n\n\ndef make_network():\n"
-                                "    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))\n")  # fmt: skip
+                                "    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))\n")
     torch.save(network().state_dict(), "w.pt")
     x, y = data()
     np.savez("d.npz", X=x.numpy(), y=y.numpy())
@@ -203,7 +203,7 @@ def test_files_without_a_likelihood(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("from torch import nn\n\nmake_network = lambda: nn.Linear(3, 4)\nnumber = 3\n"
-                              "no_likelihood = list\n\n\ndef fails():\n    raise ValueError('no')\n")  # fmt: skip
+                              "no_likelihood = list\n\n\ndef fails():\n    raise ValueError('no')\n")
     torch.save(nn.Linear(3, 4).state_dict(), "w.pt")
     np.savez("d.npz", X=data()[0].numpy(), y=data()[1].numpy())
     line = ["evidence", "own.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", likelihood]

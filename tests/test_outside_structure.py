@@ -26,7 +26,7 @@ CASES = [
     ("deep_mlp", "gaussian", "layer"), ("cnn_groups", "categorical", "scalar"),
     ("transformer_tied", "poisson", "tensor"), ("scalar_outputs", "bernoulli", "parameter"),
     ("far_from_optimum", "categorical", "layer"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ PLAIN = ("subset", "merged", "condition", "added", "relinearized", "reweighted a
 
 # every law on the first case, and on another one in turns
 PAIRS = [*product(CASES[:1], LAWS),
-         *((case, law) for law, case in one_each([law for law in LAWS if law not in PLAIN], CASES[1:]))]  # fmt: skip
+         *((case, law) for law, case in one_each([law for law in LAWS if law not in PLAIN], CASES[1:]))]
 
 
 @pytest.mark.parametrize(("case", "law"), PAIRS, ids=str)
@@ -135,7 +135,7 @@ def test_the_command_line_takes_it_from_the_network_s_file(
     torch.save(build().state_dict(), "w.pt")
     np.savez("d.npz", X=np.random.default_rng(0).normal(size=(20, 2)), y=np.arange(20) % 3)
     own = [str(Path(__file__).with_name("outside_structure.py")) + ":build", "--checkpoint", "w.pt", "--data", "d.npz",
-           "--likelihood", "categorical"]  # fmt: skip
+           "--likelihood", "categorical"]
     assert cli.main(["evidence", *own, "--structures", "gp,eigh", "--json", "o.json"]) == 0
     exact, own_row = json.loads(Path("o.json").read_text())["rows"]
     assert own_row["structure"] == "eigh" and own_row["evidence"] == pytest.approx(exact["evidence"], rel=1e-9)

@@ -27,7 +27,7 @@ def fit(network: str, likelihood: str, prior: str, structure: str = "gp", **opti
     case = problem(network)
     y = targets(LIKELIHOODS[likelihood], case)
     return ntkl.laplace(case.network, (case.x, y), LIKELIHOODS[likelihood].build(), prior=PRIORS[prior].build(case),
-                        structure=structure, **options)  # fmt: skip
+                        structure=structure, **options)
 
 
 def slopes(posterior: ntkl.Posterior) -> Tensor:
@@ -52,7 +52,7 @@ VERBS: dict[str, Callable[[ntkl.Posterior, Any], Tensor]] = {
     "curve": lambda p, x: p.evidence_curve(torch.tensor([0.1, 1.0, 30.0])),
 }
 CASES = [("deep_mlp", "categorical", "scalar"), ("cnn_groups", "gaussian", "layer"),
-         ("direct_parameters", "categorical", "parameter")]  # fmt: skip
+         ("direct_parameters", "categorical", "parameter")]
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
@@ -178,7 +178,7 @@ def test_a_setting_of_few_digits_reaches_gram_and_factor():
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         for work in (lambda: engine.gram(rows, None, delta), lambda: engine.gram_lower(rows, delta),
                      lambda: engine.cross_gram(rows, rows, delta), lambda: engine.diagonal_blocks(rows, delta),
-                     lambda: next(engine.gram_tiles(rows, None, delta)), triangle.cholesky_):  # fmt: skip
+                     lambda: next(engine.gram_tiles(rows, None, delta)), triangle.cholesky_):
             with pytest.raises(ntkl.UnsupportedError, match="float32 matrix products with all digits"):
                 work()
         double = rows.to(torch.float64)

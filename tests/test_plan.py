@@ -40,7 +40,7 @@ def mlp() -> nn.Module:
 def conv() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Flatten(),
-                         nn.Linear(12, 3)).double()  # fmt: skip
+                         nn.Linear(12, 3)).double()
 
 
 def words() -> nn.Module:
@@ -73,7 +73,7 @@ def test_function_space_stores_what_was_forecast(make: Any) -> None:
     posterior, row = of(make, "gp")
     precision = posterior.fitted.function_space
     assert row.stored == {"B": precision.factor.nbytes, "rows of J": precision.rows.nbytes,
-                          "rows of SᵀJ": precision.weighted.nbytes, "S": precision.root.nbytes}  # fmt: skip
+                          "rows of SᵀJ": precision.weighted.nbytes, "S": precision.root.nbytes}
 
 
 def test_weight_space_stores_two_matrices() -> None:
@@ -139,7 +139,7 @@ def test_auto_takes_what_fits() -> None:
 
     def chosen(budget: float) -> ntkl.Posterior:
         return ntkl.laplace(network, data, ntkl.Categorical(), structure="auto",
-                            settings=replace(QUIET, memory_budget=int(budget)))  # fmt: skip
+                            settings=replace(QUIET, memory_budget=int(budget)))
 
     needs = {row.structure: sum(row.stored.values()) for row in
              ntkl.plan(network, data, ntkl.Categorical(), structures=["gp", "full"], settings=QUIET).rows}
@@ -164,7 +164,7 @@ def test_auto_takes_the_larger_matrix_if_only_that_fits() -> None:
     gp, full = (sum(row.stored.values()) for row in rows)
     assert full == 2 * 60**2 * 8 < gp
     found = ntkl.laplace(network, data, ntkl.Categorical(), structure="auto",
-                         settings=replace(QUIET, memory_budget=full))  # fmt: skip
+                         settings=replace(QUIET, memory_budget=full))
     assert found.structure == "full" and "factors the larger matrix" in found.reason
 
 
@@ -176,7 +176,7 @@ def test_shares_of_processes() -> None:
     built_in = [name for name, spec in ntkl.structures.REGISTERED.items() if spec.__module__.startswith("ntk_laplace")]
     names = [name for name in structure_names() if name in built_in]  # others need not make a forecast
     alone, shared = (ntkl.plan(network, data, ntkl.Categorical(), structures=names, processes=k, settings=QUIET)
-                     for k in (1, 4))  # fmt: skip
+                     for k in (1, 4))
     for one, other in zip(alone.rows, shared.rows, strict=True):
         assert other.memory is not None and other.shared_memory is not None and other.communication is not None
         assert other.shared_memory <= other.memory == one.memory and one.shared_memory is None
@@ -269,7 +269,7 @@ def test_every_structure_has_a_row_and_outside_ones_say_that_they_do_not_know() 
     ("options", "words"),
     [({"processes": 0}, "processes"), ({"structures": ["auto"]}, "whose cost"), ({"structures": []}, "a list"),
      ({"structures": ["kfax"]}, "structure among")],
-)  # fmt: skip
+)
 def test_bad_questions(options: dict[str, Any], words: str) -> None:
     network, data = problem(mlp)
     with pytest.raises(ntkl.NTKLaplaceError, match=words):
@@ -285,7 +285,7 @@ def test_the_command(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     torch.save(nn.Linear(4, 3).state_dict(), "w.pt")
     np.savez("d.npz", X=np.random.default_rng(0).normal(size=(20, 4)), y=np.arange(20) % 3)
     arguments = ["plan", "planned_model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical",
-                 "--structures", "gp,kfac", "--processes", "2", "--json", "p.json"]  # fmt: skip
+                 "--structures", "gp,kfac", "--processes", "2", "--json", "p.json"]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "each of 2" in printed and "kfac" in printed and "full" not in printed

@@ -104,7 +104,7 @@ FIGURES = {
     "source_effects": two_sources,
 }
 UNTITLED = {"image_explanations", "explanation", "hyperparameter_history", "training_history", "learning_curve",
-            "removal_curves", "variational_history"}  # fmt: skip
+            "removal_curves", "variational_history"}
 
 
 def test_every_public_picture_is_drawn_here() -> None:
@@ -159,7 +159,7 @@ def test_histograms_show_shares_of_each_group() -> None:
     assert [h.sum() for h in heights] == pytest.approx([100.0] * 4)
     assert [patch.get_label() for patch in axes.patches if "mean" in patch.get_label()] == [
         "a: mean 0.75", "b: mean 0.99",
-    ]  # fmt: skip
+    ]
 
 
 def test_best_candidate_is_ringed() -> None:
@@ -173,7 +173,7 @@ def test_structures_show_their_distance_from_the_exact_one_and_what_they_cost() 
     assert [tick.get_text() for tick in evidence.get_yticklabels()] == ["gp", "kfac", "diag"]
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in evidence.lines if line.get_marker() == "o"] == [
         (-10.0, 0), (-12.5, 1),
-    ]  # fmt: skip
+    ]
     assert [text.get_text() for text in evidence.texts] == ["\N{MINUS SIGN}10.0", "\N{MINUS SIGN}2.5", "no value"]
     assert [bar.get_width() for bar in seconds.patches] == pytest.approx([0.5, 0.1, 0.2, 0.1])
     assert [bar.get_width() for bar in memory.patches] == [2.0]

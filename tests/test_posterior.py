@@ -37,7 +37,7 @@ def test_the_eigendecomposition_is_the_cholesky_factorization(likelihood, prior,
     posterior = ntkl.laplace(
         problem(CASE).network, data(likelihood), LIKELIHOODS[likelihood].build(),
         prior=PRIORS[prior].build(problem(CASE)), structure=structure,
-    )  # fmt: skip
+    )
     factors = torch.logspace(-3, 3, 7, dtype=torch.float64)
     curve = posterior.evidence_curve(factors)
     precision = posterior.prior.precision.detach().clone()
@@ -76,7 +76,7 @@ def moving(name: str, curvature: str = "ggn") -> ntkl.Likelihood:
 @pytest.mark.parametrize(("name", "precisions", "curvature", "weights"), pairwise(
     ["nearly certain", "subclass", "tempered", "noise per output", "covariance", "noise per point"],
     [True, False], ["ggn", "ef", "mc"], [None, (0.0, 2.5)],
-))  # fmt: skip
+))
 def test_gradients_of_function_space_are_those_of_weight_space(name, precisions, curvature, weights):
     """V_nn through a left inverse of S and the blocks of B⁻¹, against V_nn from H⁻¹; entries of their own size."""
     kind = "categorical" if isinstance(moving(name), (ntkl.Categorical, ntkl.Tempered)) else "gaussian"
@@ -111,7 +111,7 @@ def test_the_terms_of_the_evidence(structure, correction):
     posterior = ntkl.laplace(
         problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
         prior=PRIORS["tensor"].build(problem(CASE)), structure=structure,
-    )  # fmt: skip
+    )
     found = posterior.evidence(correction)
     assert torch.equal(found.value, posterior.log_marginal_likelihood(correction)) and found.standard_error == 0.0
     assert relative_error(found.log_likelihood, want.log_prob.sum()) < 1e-12
@@ -144,7 +144,7 @@ def test_the_empirical_fisher_has_the_gradients_as_root(likelihood, structure):
     posterior = ntkl.laplace(
         problem(CASE).network, data(likelihood), LIKELIHOODS[likelihood].build(),
         prior=PRIORS["tensor"].build(problem(CASE)), structure=structure, curvature="ef",
-    )  # fmt: skip
+    )
     assert relative_error(posterior.log_marginal_likelihood(), reference.evidence()) < 1e-9
     assert relative_error(posterior.log_marginal_likelihood(True), reference.regression_evidence()) < 1e-9
     covariance = reference.latent_covariance(jacobians(CASE)[1])
@@ -166,7 +166,7 @@ def test_the_monte_carlo_fisher(likelihood):
             curvature=ntkl.CurvatureType("mc", samples=2, seed=5),
         ).log_marginal_likelihood()
         for structure in STRUCTURES
-    ]  # fmt: skip
+    ]
     assert relative_error(evidences[0], evidences[1]) < 1e-9
 
 
@@ -206,7 +206,7 @@ def test_parameters_chosen_by_the_caller(choice):
     door = ntkl.laplace(
         problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
         prior=ntkl.GaussianPrior(0.7), parameters=wanted,
-    )  # fmt: skip
+    )
     assert door.num_parameters == len(columns)
     assert door.network.names == [problem(CASE).names[i] for i in kept]
     assert relative_error(door.log_marginal_likelihood(correction=True), reference.evidence(True)) < 1e-9
@@ -228,7 +228,7 @@ def test_single_precision_algebra_is_close_and_single(structure):
     posterior = ntkl.laplace(
         problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
         prior=PRIORS["tensor"].build(problem(CASE)), structure=structure, dtype=torch.float32,
-    )  # fmt: skip
+    )
     want = truth(CASE, "categorical", "tensor")
     assert posterior.f.dtype == posterior.latent_moments(problem(CASE).x_new)[1].dtype == torch.float32
     assert relative_error(posterior.log_marginal_likelihood(), want.evidence()) < 1e-4
@@ -261,7 +261,7 @@ def test_chunks_of_any_size_change_nothing(prior, structure, batch_size, monkeyp
         problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
         prior=PRIORS[prior].build(problem(CASE)), structure=structure,
         settings=ntkl.Settings(batch_size=batch_size, progress=False),
-    )  # fmt: skip
+    )
     for found, expected in zip(answers(small), want, strict=True):
         assert relative_error(found, expected) < 1e-9
 

@@ -111,7 +111,7 @@ CASES: dict[str, Callable[[torch.dtype], tuple[nn.Module, nn.Module, Callable]]]
         Layers(), lambda net: net, functools.partial(torch.autocast, "cpu", half)
     ),
     "all": lambda half: _case(Layers(), lambda net: net.to(half)),
-}  # fmt: skip
+}
 
 
 def _case(network: nn.Module, change: Callable, context: Callable = nullcontext) -> tuple:
@@ -340,7 +340,7 @@ def test_products_are_rounded_once(half):
             F.linear(cast(a), own), F.linear(cast(a), own, cast(bias)), cast(a)[None] @ own.mT,
             F.conv2d(cast(images), own_kernel), F.conv2d(cast(images), own_kernel, cast(bias), padding=1, stride=2),
             F.conv_transpose2d(cast(images), own_kernel.transpose(0, 1)),
-        ]  # fmt: skip
+        ]
         back = [g for y in products for g in torch.autograd.grad(y, [own, own_kernel], y.sign(), allow_unused=True)]
         return [found for found in products + back if found is not None]
 

@@ -84,9 +84,9 @@ def test_classes_are_fitted_to_the_optimum_of_a_fine_grid(classifier: ntkl.Poste
     best = class_score(found.mean, found.covariance, classifier.targets, fit.scale, fit.temperature)
     assert fit.after == pytest.approx(best, abs=1e-9)
     around = [class_score(found.mean, found.covariance, classifier.targets, fit.scale * a, fit.temperature * b)
-              for a in (0.97, 1.0, 1.03) for b in (0.99, 1.0, 1.01)]  # fmt: skip
+              for a in (0.97, 1.0, 1.03) for b in (0.99, 1.0, 1.01)]
     grid = [class_score(found.mean, found.covariance, classifier.targets, c, t)
-            for c in torch.logspace(-3, 1.2, 9).tolist() for t in torch.logspace(-0.8, 0.8, 9).tolist()]  # fmt: skip
+            for c in torch.logspace(-3, 1.2, 9).tolist() for t in torch.logspace(-0.8, 0.8, 9).tolist()]
     assert fit.scale > 0 and max(around + grid) <= best + 1e-7
     assert fit.before == pytest.approx(class_score(found.mean, found.covariance, classifier.targets, 1.0, 1.0))
     assert fit.network == pytest.approx(class_score(found.mean, found.covariance, classifier.targets, 0.0, 1.0))
@@ -405,7 +405,7 @@ def test_labels_that_are_all_right_are_told(classifier: ntkl.Posterior) -> None:
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"objective": "evidence"}, "held-out data"), ({"parameters": ["noise"]}, "parameters among"),
     ({"parameters": []}, "parameters among"), ({"parameters": ["common", "scale"]}, "parameters among"),
-])  # fmt: skip
+])
 def test_unknown_objectives_and_parameters(classifier: ntkl.Posterior, arguments: dict, message: str) -> None:
     with pytest.raises(ntkl.UnsupportedError, match=message):
         classifier.fit_predictive(**{"strict": False, **arguments})

@@ -38,7 +38,7 @@ def spread(values: dict[str, float]) -> Tensor:
 EACH = draw(0).exp()
 # of groups="input": the inputs of body.0.weight, then by layer
 BY_INPUT = torch.cat([spread(dict.fromkeys(SHAPES, 0.1))[:1], torch.tensor([0.6, 5.0], dtype=torch.float64).repeat(3),
-                      spread(dict(zip(SHAPES, [0.1, 0.0, 0.2, 0.3, 0.4, 0.4], strict=True)))[7:]])  # fmt: skip
+                      spread(dict(zip(SHAPES, [0.1, 0.0, 0.2, 0.3, 0.4, 0.4], strict=True)))[7:]])
 TENTHS = [0.1, 0.2, 0.3, 0.4]
 INPUTS = ["body.0.weight[:, 0]", "body.0.weight[:, 1]", "", "body.0", "body.1", "head"]
 # name -> groups, precision, the flat P0 it stands for, and the groups' names

@@ -50,12 +50,12 @@ FOREIGN = {
     "_setup_privateuseone_for_python_backend", "_to_copy", "_version", "_C", "_input_metadata",
     "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported", "_modules", "_backward_pre_hooks",
     "_local_scalar_dense", "_interleaved",
-}  # fmt: skip
+}
 # strings that only look like names
 WORDS = {
     "_accuracy", "_build", "_deep", "_fit", "_log_likelihood", "_ntk_laplace_network_fails", "_ntk_laplace_network_net",
     "_only_new_objects", "_reverse",
-}  # fmt: skip
+}
 
 
 def private_names(path: Path) -> Iterator[tuple[str, int]]:
@@ -78,7 +78,7 @@ def test_private_names_have_a_reason() -> None:
     unknown = [
         f"{path.relative_to(HERE)}:{line} uses {name}: use what is public, or add it with the reason"
         for path in files for name, line in private_names(path) if name not in known and not name.isupper()
-    ]  # fmt: skip
+    ]
     assert unknown == []
 
 

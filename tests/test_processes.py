@@ -39,7 +39,7 @@ def fit(data: Any, likelihood: ntkl.Likelihood, structure: Any, curvature: str =
 
 
 def compare(data: Callable[[], Any], structure: Any, likelihood: Callable[[], ntkl.Likelihood] = ntkl.Categorical,
-            ranks: int = 3, curvature: str = "ggn") -> None:  # fmt: skip
+            ranks: int = 3, curvature: str = "ggn") -> None:
     expected = quantities(fit(data(), likelihood(), structure, curvature))
     found = on_ranks(ranks, lambda reducer: quantities(fit(data(), likelihood(), structure, curvature,
                                                            reducer=reducer)))
@@ -89,7 +89,7 @@ def shuffled() -> DataLoader:
     lambda: TensorDataset(inputs(), real()), lambda: DataLoader(Stream(), batch_size=2), shuffled,
     lambda: DataLoader(TensorDataset(inputs(), real()), batch_size=3),
     lambda: DataLoader(TensorDataset(inputs(), real()), batch_size=3, shuffle=True),
-], ids=["dataset", "stream", "shuffled", "loader", "shuffled by the library"])  # fmt: skip
+], ids=["dataset", "stream", "shuffled", "loader", "shuffled by the library"])
 def test_any_kind_of_data_is_shared(data: Callable[[], Any]) -> None:
     """In the order of one process: the noise per point tells."""
     compare(data, "ekfac", noise_per_point)
@@ -156,7 +156,7 @@ class Dying(Counted):
 def disturbed(
     path: Path, ranks: int, victim: int, at: int, structure: Any, error: type[BaseException] = Killed,
     curvature: str = "ggn", **settings: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Fit on several ranks, one of which dies."""
 
     def run(reducer: Reducer) -> None:
@@ -312,9 +312,9 @@ def test_the_command_in_processes_that_torchrun_started(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(4, 3).state_dict(), tmp_path / "net.pt")
     np.savez(tmp_path / "data.npz", X=inputs().numpy(), y=labels().numpy())
     model = [f"{tmp_path}/net.py", "--checkpoint", f"{tmp_path}/net.pt", "--data", f"{tmp_path}/data.npz",
-             "--likelihood", "categorical"]  # fmt: skip
+             "--likelihood", "categorical"]
     calls = [["evidence", *model, "--structures", "kfac", "--json", f"{tmp_path}/found.json"],
-             ["explain", *model, "--inputs", f"{tmp_path}/data.npz"]]  # fmt: skip
+             ["explain", *model, "--inputs", f"{tmp_path}/data.npz"]]
     (first, refused), (second, also) = commands(2, calls, tmp_path)
     network = torch.nn.Linear(4, 3).double()
     network.load_state_dict(torch.load(tmp_path / "net.pt"))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWa
 CASES = [
     ("deep_mlp", "categorical", "layer"), ("scalar_outputs", "gaussian", "scalar"),
     ("far_from_optimum", "bernoulli", "tensor"), ("transformer_tied", "poisson", "scalar"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("by", ["output", "probability", "variance", "probability_variance"])
@@ -51,7 +51,7 @@ def test_effects_are_the_dense_ones_of_the_structure(case, structure, by):
         assert torch.equal(explanation.indices[side], best)
         assert relative_error(explanation.effects[side], expected.gather(1, best)) < 1e-8
     leverage = [torch.linalg.eigvals(c @ j @ torch.linalg.solve(reference.posterior_precision, j.T)).real.max()
-                for j, c in zip(reference.jac, reference.hessian, strict=True)]  # fmt: skip
+                for j, c in zip(reference.jac, reference.hessian, strict=True)]
     assert relative_error(explanation.leverage, torch.stack(leverage)) < 1e-7
     assert "no refit" in explanation.guarantees[1]
 
@@ -127,7 +127,7 @@ WIDE = {
                                              torch.nn.Flatten(), torch.nn.Linear(128, 3)),
     "table": lambda: torch.nn.Sequential(Tokens(), torch.nn.Embedding(9, 5), torch.nn.Flatten(),
                                          torch.nn.Linear(200, 3)),
-}  # fmt: skip
+}
 
 
 class Tokens(torch.nn.Module):
@@ -247,7 +247,7 @@ def test_weight_space_leaves_points_out_as_function_space(case):
     found, expected = (exact_fit(*case, structure).leave_one_out() for structure in ("full", "gp"))
     assert found.guarantees == expected.guarantees and "exact for one Newton step" in found.guarantees[0]
     for name in ("mean", "covariance", "leverage", "self_influence", "effective_parameters", "information",
-                 "importance", "plug_in_log_density"):  # fmt: skip
+                 "importance", "plug_in_log_density"):
         one, other = getattr(found, name), getattr(expected, name)
         finite = other.isfinite()
         assert relative_error(one[finite], other[finite]) < 1e-6

@@ -15,7 +15,7 @@ KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN, "relu": lambda *a, **k:
 OPTIONS = {
     "one layer": {}, "two": {"num_layers": 2}, "both directions": {"bidirectional": True, "num_layers": 2},
     "batch first": {"batch_first": True}, "no biases": {"bias": False},
-}  # fmt: skip
+}
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "tanh": nn.RNNCell}
 
 
@@ -103,7 +103,7 @@ def test_torchscript_has_the_same_factors(layer, scripted):
     """No mode sees its calls; without oneDNN and cuDNN its kernels are products too."""
     network, x, y = Sequence(layer(3, 4, batch_first=True)), torch.randn(8, 5, 3), torch.arange(8) % 2
     found = [float(ntkl.laplace(one, (x, y), ntkl.Categorical(), structure="kfac").log_marginal_likelihood())
-             for one in (network, scripted(network))]  # fmt: skip
+             for one in (network, scripted(network))]
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 

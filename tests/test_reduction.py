@@ -34,7 +34,7 @@ from ranks import on_ranks, shares, take_all
 def compare(
     data: tuple[Tensor, ...], world_size: int, likelihood: Callable[[], ntkl.Likelihood],
     look: Callable[[Any], dict[str, Tensor]] = quantities, network: nn.Module | None = None, **arguments: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Fit on one process and on several; `look` at both."""
     network = small() if network is None else network
 
@@ -91,7 +91,7 @@ def moved(posterior: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("structure", "likelihood"), [
     ("full", lambda: ntkl.Categorical(temperature=1.3)), ("kfac", lambda: ntkl.Categorical(temperature=1.3)),
     ("ekfac", lambda: ntkl.Categorical(temperature=1.3)), ("diag", lambda: ntkl.Gaussian(0.3)),
-])  # fmt: skip
+])
 def test_changed_hyperparameters(structure: str, likelihood: Callable[[], ntkl.Likelihood]) -> None:
     targets = labels() if structure != "diag" else real()
     compare((inputs(), targets), 2, likelihood, moved, structure=structure)

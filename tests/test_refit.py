@@ -17,7 +17,7 @@ LIKELIHOODS = {
     "categorical": (ntkl.Categorical, lambda f: f.argmax(1),
                     lambda f, y: nn.functional.cross_entropy(f, y, reduction="sum")),
     "poisson": (ntkl.Poisson, lambda f: f.exp().round(), lambda f, y: (f.exp() - y * f).sum()),
-}  # fmt: skip
+}
 
 
 X_NEW = torch.linspace(-1, 1, 12).view(4, 3).double()

@@ -25,7 +25,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def run(*arguments: str | Path, cwd: Path, **environment: str) -> str:
     """What a Python process prints."""
     found = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env={**os.environ, **environment},
-                           capture_output=True, text=True)  # fmt: skip
+                           capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
@@ -48,7 +48,7 @@ def test_a_wheel_of_the_sdist_works_alone(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"a,b,price\n{rows}\n")
     command = place / "bin" / "ntk-laplace"
     printed = run("-c", INSTALLED, command, "fit", "t.csv", "--target", "price", "--epochs", "1", "--hidden", "4",
-                  "--out", "price", cwd=tmp_path, PYTHONPATH=str(place))  # fmt: skip
+                  "--out", "price", cwd=tmp_path, PYTHONPATH=str(place))
     assert printed.startswith(f"{place / 'ntk_laplace' / '__init__.py'} {ntkl.__version__}\n")
     assert "6 held out" in printed and {"predictions.csv", "explanations.html", "model.joblib"} <= {
-        path.name for path in (tmp_path / "price").iterdir()}  # fmt: skip
+        path.name for path in (tmp_path / "price").iterdir()}

@@ -41,7 +41,7 @@ def problem(noise: float = 1.5) -> tuple[nn.Module, Tensor, Tensor]:
 def fit(structure: object = "gp", precision: object = 1.0, groups: str = "layer", **options) -> ntkl.Posterior:
     network, x, y = problem()
     return ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(precision, groups=groups), structure,
-                        **options)  # fmt: skip
+                        **options)
 
 
 def moved(**options) -> ntkl.Posterior:
@@ -182,7 +182,7 @@ def vague_regression(after: nn.Module, structure: str = "gp", frozen: bool = Fal
     for weight in after.parameters():
         weight.requires_grad_(not frozen)
     return ntkl.laplace(network.to(dtype), (x.to(dtype), y.to(dtype)), ntkl.Gaussian(noise), ntkl.GaussianPrior(1e-7),
-                        structure)  # fmt: skip
+                        structure)
 
 
 class Bent(nn.Module):
@@ -219,7 +219,7 @@ def test_a_vague_prior_stays_a_reason_where_one_newton_step_is_not_exact(tmp_pat
     posteriors = {
         "tanh": vague_regression(nn.Tanh()), "nearly linear": vague_regression(Bent()),
         "two layers": vague_regression(own), "frozen": vague_regression(own, frozen=True),
-    }  # fmt: skip
+    }
     for name, posterior in posteriors.items():
         found = quietly(posterior)
         assert found.reliability.prior_ratio < 0.03 and not found.reliability.linear, name
@@ -266,7 +266,7 @@ def test_the_comparison_marks_the_column_and_gives_the_reason() -> None:
 def test_the_page_shows_the_warning_beside_the_columns() -> None:
     _, x, _ = problem()
     pages = {name: explore(posterior, x[:2]).html()
-             for name, posterior in {"own": fit(), "tuned": moved(), "kfac": saturated("kfac")}.items()}  # fmt: skip
+             for name, posterior in {"own": fit(), "tuned": moved(), "kfac": saturated("kfac")}.items()}
     assert DISTRUST not in pages["own"]
     for name, words in (("tuned", "the weights are not at the optimum"), ("kfac", "with leverages up to")):
         assert f'<p class="flag" role="note">Mind: {DISTRUST}' in pages[name] and words in pages[name]

@@ -47,7 +47,7 @@ def valued(f: Tensor, parameters: list[Tensor], kind: str, y: Tensor, weights: T
 def retrained(network: nn.Module, kind: str, x: Tensor, y: Tensor, weights: Tensor) -> nn.Module:
     """On from its weights by L-BFGS, in place, and by Newton's method with autograd's Hessian to the last digits."""
     optimizer = torch.optim.LBFGS(network.parameters(), max_iter=5000, tolerance_grad=1e-11, tolerance_change=0.0,
-                                  history_size=50, line_search_fn="strong_wolfe")  # fmt: skip
+                                  history_size=50, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -81,7 +81,7 @@ def posterior(kind: str, structure: str):
 @pytest.mark.parametrize("verb, kind, structure", [
     ("remove", "classes", "full"), ("remove", "values", "gp"), ("reweight", "values", "full"),
     ("relabel", "classes", "gp"), ("add", "values", "gp"), ("add", "values", "full"),
-])  # fmt: skip
+])
 def test_enough_steps_are_training(verb, kind, structure):
     """The minimum that L-BFGS finds on the changed data, from the same weights; and a posterior fitted there."""
     network, x, y = trained(kind)
@@ -111,7 +111,7 @@ def test_enough_steps_are_training(verb, kind, structure):
     if verb in ("remove", "add", "relabel"):
         stay = weights > 0
         fitted = ntkl.laplace(arrived.network.module, (x[stay], others[stay]), likelihood(kind),
-                              ntkl.GaussianPrior(DECAY), structure)  # fmt: skip
+                              ntkl.GaussianPrior(DECAY), structure)
         for a, b in zip(arrived.latent_moments(new), fitted.latent_moments(new), strict=True):
             assert relative_error(a, b) < 1e-8
         assert relative_error(arrived.log_marginal_likelihood(), fitted.log_marginal_likelihood()) < 1e-9

@@ -146,7 +146,7 @@ def test_the_page_has_both_effects(kind: str) -> None:
     likelihood, y = {
         "classes": (ntkl.Categorical(), labels()), "binary": (ntkl.Bernoulli(), (x[:, :1] > 0).double()),
         "values": (ntkl.Gaussian(0.3), x[:, :1].sin()),
-    }[kind]  # fmt: skip
+    }[kind]
     posterior = ntkl.laplace(module, (x, y), likelihood, ntkl.GaussianPrior(2.0))
     page = ntkl.explore(posterior, NEW, x, k=2, candidates=3)
     found = posterior.rerank(NEW, 3)
@@ -154,7 +154,7 @@ def test_the_page_has_both_effects(kind: str) -> None:
         sign = -1.0 if kind == "binary" and found.f[i, 0] < 0 else 1.0
         assert [row[0] for row in point["reranked"]] == found.indices[i].tolist()
         for row, linear, moving, apart in zip(point["reranked"], found.linear[i], found.moving[i], found.disagrees[i],
-                                              strict=True):  # fmt: skip
+                                              strict=True):
             assert row[1] == pytest.approx(sign * float(linear), rel=1e-3)
             assert row[2] == pytest.approx(sign * float(moving), rel=1e-3) and row[4] == bool(apart)
         group = [j for side in ("for", "against") for j, *_ in point[side]]

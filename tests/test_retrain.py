@@ -119,7 +119,7 @@ def test_training_decreases_the_log_joint_to_an_optimum(activation: type[nn.Modu
     after = before.retrain((x, y), tolerance=1e-3, steps=300, **KEPT)
     assert newton_decrement(after.fitted) <= min(left, 0.2 * newton_decrement(before.fitted))
     joint = [-nn.functional.cross_entropy(p.network.module(x), y, reduction="sum")
-             - 0.25 * p.network.theta.square().sum() for p in (before, after)]  # fmt: skip
+             - 0.25 * p.network.theta.square().sum() for p in (before, after)]
     assert joint[1] > joint[0]
     assert not after.leave_one_out().reliability.moved
 
@@ -127,7 +127,7 @@ def test_training_decreases_the_log_joint_to_an_optimum(activation: type[nn.Modu
 def test_exact_structures_agree() -> None:
     data = sine()
     found = [posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.1), structure=structure).retrain(data)
-             for structure in ("gp", "full")]  # fmt: skip
+             for structure in ("gp", "full")]
     torch.testing.assert_close(found[0].network.theta, found[1].network.theta, rtol=1e-6, atol=1e-6)
     means = [p.predict(data[0]).mean for p in found]
     torch.testing.assert_close(*means, rtol=1e-6, atol=1e-6)
@@ -255,7 +255,7 @@ def test_weights_that_do_not_move_are_an_error(monkeypatch: pytest.MonkeyPatch) 
      ({"predictive": "cv"}, ntkl.UnsupportedError, 'predictive="loo" or None'),
      ({"data": sine(29)}, ntkl.DataError, "30 training examples of the fit; got 29"),
      ({"data": 3}, ntkl.DataError, "a DataLoader")],
-)  # fmt: skip
+)
 def test_bad_input(options: dict[str, Any], error: type[Exception], text: str) -> None:
     posterior = posterior_of(mlp(1, 3, 1), sine(), ntkl.Gaussian(0.1))
     with pytest.raises(error, match=text):

@@ -33,7 +33,7 @@ def bound(kind: str, risk: float, kl: float, n: int, delta: float = DELTA) -> fl
 
 
 @pytest.mark.parametrize(("log_evidence", "n", "low", "high"), [(-300.0, 200, 0.2, 3.0), (-9.5, 7, 0.0, 0.7),
-                                                                (-4e4, 10_000, 1.0, 12.0)])  # fmt: skip
+                                                                (-4e4, 10_000, 1.0, 12.0)])
 def test_germain_is_catoni_at_the_range_of_the_loss(log_evidence: float, n: int, low: float, high: float) -> None:
     """-log Z = n R + KL for the Bayes posterior, so any such pair gives the same number."""
     for kl in (0.0, 0.3 * (-log_evidence - low * n)):
@@ -76,7 +76,7 @@ def test_seegers_bound_is_that_of_pacbb_up_to_its_tolerance() -> None:
     random, gaps = np.random.default_rng(0), {1e-5: [], 1e-13: []}
     for _ in range(2000):
         risk, kl, n, draws = random.uniform(), 10 ** random.uniform(-1, 4), int(10 ** random.uniform(1.5, 5)), \
-            int(10 ** random.uniform(2, 4))  # fmt: skip
+            int(10 ** random.uniform(2, 4))
         sampled, room = math.log(2 / 0.01) / draws, (kl + math.log(2 * math.sqrt(n) / 0.04)) / n
         own = pac_bayes.seeger(pac_bayes.inverse_divergence(risk, sampled), kl, n, 0.04)
         for tolerance, found in gaps.items():
@@ -124,7 +124,7 @@ def test_coverage_of_a_finite_class() -> None:
     generator = torch.Generator().manual_seed(0)
     errors = torch.stack([  # classifiers predict at random, labels are random: independent errors
         (torch.rand(n, classifiers, generator=generator) < 0.5).double().mean(0) for _ in range(DATA_SETS)
-    ])  # fmt: skip
+    ])
     best = errors.min(1).values
     covered(best, torch.full_like(best, math.log(classifiers)), n)
     weights = torch.softmax(-2.0 * n * errors, 1)
@@ -202,7 +202,7 @@ def network(count: int, classes: int = 3) -> nn.Module:
     found = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, classes)).double()
     x, y = (part[:count] for part in points())
     optimizer = torch.optim.LBFGS(found.parameters(), max_iter=300, line_search_fn="strong_wolfe",
-                                  tolerance_grad=1e-10, tolerance_change=1e-14)  # fmt: skip
+                                  tolerance_grad=1e-10, tolerance_change=1e-14)
 
     def loss() -> Tensor:
         optimizer.zero_grad()
@@ -235,7 +235,7 @@ def test_the_divergence_of_two_posteriors() -> None:
     mine.append(ntkl.gaussian_posterior(network(ALL), (x, y), ntkl.Categorical(), precision=torch.full((31,), 7.0)))
     theirs = [fitted(FIRST, s, prior=ntkl.GaussianPrior(0.7, groups="tensor")) for s in ("gp", "full", "kfac")]
     theirs.append(ntkl.gaussian_posterior(network(FIRST), (x[:FIRST], y[:FIRST]), ntkl.Categorical(),
-                                          precision=torch.linspace(1, 9, 31)))  # fmt: skip
+                                          precision=torch.linspace(1, 9, 31)))
     for one in mine:
         for other in theirs:
             expected = kl_divergence(gaussian(one), gaussian(other))
@@ -282,7 +282,7 @@ def sine(f: Tensor, y: Tensor) -> Tensor:
 LOSSES: dict[str, tuple[Any, Callable[[Tensor, Tensor], float], float, float]] = {
     "zero-one": ("zero-one", zero_one, 0.0, 1.0), "log": ("log", log_loss, 0.0, math.log(100)),
     "brier": ("brier", brier, 0.0, 2.0), "custom": (sine, lambda f, y: float(sine(f, y).mean()), 1.0, 5.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -312,7 +312,7 @@ def test_the_bound_from_a_loop_over_draws(name: str) -> None:
     if name == "log":
         germain = ntkl.risk_bound(posterior, (x, y), prior, "log", "germain", draws=count)
         same = ntkl.risk_bound(posterior, (x, y), prior, "log", "catoni", draws=count,
-                               beta=np.array([math.log(100)]))  # fmt: skip
+                               beta=np.array([math.log(100)]))
         assert float(germain) == pytest.approx(float(same), abs=1e-12)
         log_z = -(n * germain.sampled_risk + kl)  # its lower bound, in place of that of Eq. 17
         printed = pac_bayes.germain(log_z, n, DELTA / 2, 0.0, high)
@@ -329,7 +329,7 @@ def test_a_fixed_prior_takes_the_divergence_from_it_and_little_memory_the_same_r
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=7)
     assert ntkl.risk_bound(wide, loader, draws=50, delta=0.1) == first
     one, other = (ntkl.risk_bound(wide, (x, y), loss="brier", draws=50, generator=generator)
-                  for generator in (None, torch.Generator().manual_seed(5)))  # fmt: skip
+                  for generator in (None, torch.Generator().manual_seed(5)))
     assert one.risk != other.risk
 
 
@@ -343,7 +343,7 @@ def test_binary_labels_and_outputs_that_are_not_finite() -> None:
     p = torch.sigmoid(fs)
     joint = torch.distributions.Bernoulli(p).log_prob(y).sum(-1)
     expected = {"zero-one": ((p > 0.5) != (y > 0.5)).double().mean(), "brier": 2 * (p - y).square().mean(),
-                "log": -joint.clamp(min=math.log(0.01)).mean()}  # fmt: skip
+                "log": -joint.clamp(min=math.log(0.01)).mean()}
     for loss, value in expected.items():
         assert ntkl.risk_bound(posterior, (x, y), loss=loss, draws=30).risk == pytest.approx(float(value), abs=1e-12)
 
@@ -378,7 +378,7 @@ def test_words() -> None:
     assert repr(found).startswith(f"RiskBound({found.value:.4f}, loss='zero-one', kind='seeger', risk=")
     assert found.vacuous and repr(found).endswith(", vacuous)")  # 28 points and three classes
     for words in ("random network", "probability 0.95, for each of 4 models", "vacuous", "28 points", "100 draws",
-                  "prior given 12 other points"):  # fmt: skip
+                  "prior given 12 other points"):
         assert words in str(found)
     assert found.chance == pytest.approx(2 / 3) and found.value > found.chance
     tight = ntkl.risk_bound(posterior, others(), prior, lambda f, y: 0.0 * f[:, 0], bounds=(0, 1), draws=100)
@@ -395,13 +395,13 @@ def test_a_bound_above_a_guess_is_vacuous(loss: str, likelihood: ntkl.Likelihood
     nn.init.zeros_(silent.weight)
     nn.init.zeros_(silent.bias)
     given = ntkl.gaussian_posterior(silent, (x, y), likelihood, ntkl.GaussianPrior(1.0, mean=0.1),
-                                    precision=torch.full((4 * outputs,), 1e12).double())  # fmt: skip
+                                    precision=torch.full((4 * outputs,), 1e12).double())
     found = ntkl.risk_bound(given, (x, y), loss=loss, draws=np.int64(20), models=np.int64(2))  # type: ignore
     assert found.chance == pytest.approx(found.risk, rel=1e-5) and found.chance < found.value
     assert found.vacuous and "a guess has" in str(found) and repr(found).endswith(", vacuous)")
     assert type(found.value) is float and type(found.draws) is type(found.models) is int
     counts = ntkl.gaussian_posterior(nn.Linear(3, 1).double(), (x, y[:, None] if outputs == 3 else y[:, :1]),
-                                     ntkl.Poisson(), precision=torch.ones(4).double())  # fmt: skip
+                                     ntkl.Poisson(), precision=torch.ones(4).double())
     assert ntkl.risk_bound(counts, (x, torch.ones(40, 1)), loss="log", draws=5).chance is None
 
 
@@ -447,7 +447,7 @@ def test_tuned_precisions_and_losses(tmp_path: Path) -> None:
     with refused(ntkl.UnsupportedError, "fixed before the data", "optimized", "models=k"):
         ntkl.risk_bound(tuned, points())
     training = ntkl.train_with_evidence(copy.deepcopy(network(FIRST)), tuple(p[:FIRST] for p in points()),
-                                        ntkl.Categorical(), epochs=6, batch_size=None)  # fmt: skip
+                                        ntkl.Categorical(), epochs=6, batch_size=None)
     with refused(ntkl.UnsupportedError, "fixed before the data", "optimized", "models=k"):
         ntkl.risk_bound(training.posterior, tuple(p[:FIRST] for p in points()))
     again = fitted(ALL, prior=training.posterior.prior)  # a copy of a tuned prior is tuned
@@ -556,7 +556,7 @@ def test_options() -> None:
         (ntkl.HyperparameterError, {"beta": -1.0, "kind": "catoni"}), (ntkl.UnsupportedError, {"kind": "germain"}),
         (ntkl.HyperparameterError, {"beta": [], "kind": "catoni"}), (ntkl.UnsupportedError, {"generator": 3}),
         (ntkl.UnsupportedError, {"bounds": (0, 1)}), (ntkl.UnsupportedError, {"prior_posterior": network(FIRST)}),
-    ]  # fmt: skip
+    ]
     for error, options in wrong:
         with refused(error, "", "", ""):
             ntkl.risk_bound(posterior, data, **options)

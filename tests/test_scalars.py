@@ -42,11 +42,11 @@ def test_numbers_of_a_posterior_are_read_without_a_warning(structure):
     for one in (posterior, changed):
         for found in (one.log_likelihood(), one.log_joint(), one.log_det(), one.log_marginal_likelihood(),
                       one.log_marginal_likelihood(correction=True), one.likelihood.temperature, one.bic(),
-                      one.aic()):  # fmt: skip
+                      one.aic()):
             assert isinstance(float(found), float) and float(found) == found.item()
     assert float(posterior.conditional_log_marginal_likelihood(3)) < 0.0
     for found in (posterior.log_likelihood(), posterior.log_joint(), posterior.log_det(),
-                  posterior.log_marginal_likelihood(), posterior.likelihood.temperature):  # fmt: skip
+                  posterior.log_marginal_likelihood(), posterior.likelihood.temperature):
         assert found.requires_grad and found.ndim == 0
     assert float(posterior.log_marginal_likelihood() - changed.log_marginal_likelihood()) != 0.0
     assert float(ntkl.Gaussian(0.25).noise) == pytest.approx(0.25)

@@ -391,7 +391,7 @@ def test_points_that_a_what_if_removed_count_for_nothing():
         (lambda p: p("gp").subset([3, 3]), ntkl.DataError, "3 more than once"),
         (lambda p: p("gp").subset([40]), ntkl.DataError, "0 to 39"),
     ],
-)  # fmt: skip
+)
 def test_bad_questions_are_answered(ask, error, words):
     with pytest.raises(error, match=words):
         ask(of_classes)

@@ -83,7 +83,7 @@ def fitted(network: str, likelihood: str, prior: str, structure: str):
     case = problem(network)
     y = targets(LIKELIHOODS[likelihood], case)
     return ntkl.laplace(case.network, (case.x, y), LIKELIHOODS[likelihood].build(), PRIORS[prior].build(case),
-                        structure=structure).fitted  # fmt: skip
+                        structure=structure).fitted
 
 
 def reference(network: str, likelihood: str, prior: str, start: float | None) -> Reference:
@@ -102,7 +102,7 @@ def reference(network: str, likelihood: str, prior: str, start: float | None) ->
     ("deep_mlp", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"),
     ("cnn_groups", "gaussian", "parameter"), ("transformer_tied", "bernoulli", "tensor"),
     ("layer_twice", "poisson", "layer"),
-], ids="-".join)  # fmt: skip
+], ids="-".join)
 def test_sites_are_the_natural_parameters(case: tuple[str, str, str], start: float | None) -> None:
     slow, fast = reference(*case, start), AnchoredSites(fitted(*case, "gp"), start)
     for size in STEPS:
@@ -116,7 +116,7 @@ def test_sites_are_the_natural_parameters(case: tuple[str, str, str], start: flo
 
 @pytest.mark.parametrize("start", [None, 10.0])
 @pytest.mark.parametrize("case", [("deep_mlp", "categorical", "layer"), ("cnn_groups", "categorical", "scalar")],
-                         ids="-".join)  # fmt: skip
+                         ids="-".join)
 def test_sites_are_weight_space(case: tuple[str, str, str], start: float | None) -> None:
     """The points of f are those of both spaces, because they depend on the identified directions alone."""
     sites, weights = AnchoredSites(fitted(*case, "gp"), start), AnchoredWeights(fitted(*case, "full"), start)
@@ -133,7 +133,7 @@ def test_sites_are_weight_space(case: tuple[str, str, str], start: float | None)
 @pytest.mark.parametrize("case", [
     ("scalar_outputs", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"),
     ("deep_mlp", "bernoulli", "scalar"),
-], ids="-".join)  # fmt: skip
+], ids="-".join)
 def test_fixed_point(case: tuple[str, str, str]) -> None:
     """[T20] 2.19 of the linearized model: Jᵀ E r = P0 (μ - μ0), and H = P0 + Jᵀ E[Λ] J."""
     slow, sites = reference(*case, None), AnchoredSites(fitted(*case, "gp"))
@@ -174,7 +174,7 @@ def test_saturated_points() -> None:
 @pytest.mark.parametrize("likelihood", [
     ntkl.Gaussian(0.3, missing="nan"), ntkl.Bernoulli(missing="nan"), ntkl.HeteroscedasticGaussian("natural"),
     ntkl.HeteroscedasticGaussian(),
-], ids=repr)  # fmt: skip
+], ids=repr)
 def test_other_likelihoods(likelihood: ntkl.Likelihood) -> None:
     """Missing targets, of one output and of all; two outputs for one response."""
     generator = torch.Generator().manual_seed(0)
@@ -229,7 +229,7 @@ def as_reference(network: nn.Module, x: Tensor, y: Tensor, sites: AnchoredSites)
     theta = network.weight.detach()[0]
     jac = x.unsqueeze(1)
     found = Reference(jac, (x @ theta).unsqueeze(1), y, LIKELIHOODS["bernoulli"].log_density,
-                      (torch.full((6,), 0.5, dtype=torch.float64), theta), torch.eye(6), theta)  # fmt: skip
+                      (torch.full((6,), 0.5, dtype=torch.float64), theta), torch.eye(6), theta)
     found.precision = torch.linalg.inv(sites.precision.solve(torch.eye(6, dtype=torch.float64)))
     found.natural = found.precision @ (sites.mean - theta)
     return found
@@ -256,7 +256,7 @@ class _Logistic(gpytorch.likelihoods.Likelihood):
         return torch.distributions.Bernoulli(logits=f)
 
     def expected_log_prob(self, y: Tensor, q: gpytorch.distributions.MultivariateNormal, *args: object,
-                          **kwargs: object) -> Tensor:  # fmt: skip
+                          **kwargs: object) -> Tensor:
         return gpytorch.utils.quadrature.GaussHermiteQuadrature1D()(lambda f: self.forward(f).log_prob(y), q)
 
 
@@ -266,7 +266,7 @@ class _FullRank(gpytorch.models.ApproximateGP):
     def __init__(self, x: Tensor) -> None:
         distribution = gpytorch.variational.NaturalVariationalDistribution(len(x))
         super().__init__(gpytorch.variational.VariationalStrategy(self, x, distribution, learn_inducing_locations=False,
-                                                                  jitter_val=1e-10))  # fmt: skip
+                                                                  jitter_val=1e-10))
         self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), gpytorch.kernels.LinearKernel()
         self.covar_module.variance = 2.0
 
@@ -301,7 +301,7 @@ def test_optimum_is_that_of_gpytorch() -> None:
 @pytest.mark.parametrize("spec", [KFAC(), Diagonal()], ids=["kfac", "diag"])
 @pytest.mark.parametrize("network", [
     "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "layer_twice", "lstm", "embedding_as_head",
-])  # fmt: skip
+])
 def test_averages_of_sums(network: str, spec: BlockSpec, start: str) -> None:
     """With the inputs of every layer fixed, H is linear in the sums, so the dense recursion is exact for KFAC too."""
     case = problem(network)
@@ -395,7 +395,7 @@ def test_converged() -> None:
 
 @pytest.mark.parametrize("options", [
     {"algorithm": "voggn"}, {"batch_size": 4}, {"structure": "kfac"}, {"expectations": "weights", "samples": 2},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_only_lgva_is_anchored(options: dict[str, object]) -> None:
     network, data = classes()
     with pytest.raises(ntkl.UnsupportedError, match="relinearize"):
@@ -459,7 +459,7 @@ def test_block_structures_with_options() -> None:
 
 @pytest.mark.parametrize("options", [
     ANCHORED, {"structure": "kfac", "batch_size": 6, "step_size": 0.009}, {"structure": "diag", "batch_size": 6},
-], ids=lambda options: options.get("structure", "gp"))  # fmt: skip
+], ids=lambda options: options.get("structure", "gp"))
 def test_resumed_runs_are_bit_identical(options: dict[str, object]) -> None:
     """Also between two eigendecompositions of the Kronecker factors."""
     network, data = classes()

@@ -104,7 +104,7 @@ def test_labels_of_every_kind_say_the_same() -> None:
     number = torch.tensor([NAMES.index(label) for label in SOURCES])
     series = pandas.Series(SOURCES, index=range(20, 29))
     for given in (tuple(SOURCES), np.array(SOURCES), np.array(SOURCES, dtype=object), series,
-                  series.astype("category")):  # fmt: skip
+                  series.astype("category")):
         found = posterior.source_effects(x_new, given)
         assert found.names == NAMES and torch.equal(found.effect, want.effect)
     for given in (number, number.tolist(), number.numpy(), pandas.Series(number.numpy()), list(number)):
@@ -230,6 +230,6 @@ def test_what_makes_no_sense() -> None:
     with refused(ntkl.UnsupportedError, 'structure="gp" or "full"', "'kfac'", "moving"):
         case("classes", "kfac")[0].source_effects(x_new, SOURCES, by="variance")
     small = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(),
-                         settings=ntkl.Settings(memory_budget=2**13))  # fmt: skip
+                         settings=ntkl.Settings(memory_budget=2**13))
     with refused(ntkl.MemoryBudgetError, "the weights of 4 networks", "predicted need", "fewer groups"):
         small.source_effects(x_new, SOURCES, linearization="moving")

@@ -28,7 +28,7 @@ def case(kind: str):
     network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3 if kind == "classes" else 1)).double()
     x = torch.rand(42, 4).double()
     y = {"classes": torch.randint(3, (42,)), "binary": torch.randint(2, (42, 1)).double(),
-         "values": torch.randn(42, 1).double()}[kind]  # fmt: skip
+         "values": torch.randn(42, 1).double()}[kind]
     likelihood = {"classes": ntkl.Categorical, "binary": ntkl.Bernoulli, "values": lambda: ntkl.Gaussian(0.3)}[kind]()
     posterior = ntkl.laplace(network, (x[:30], y[:30]), likelihood, ntkl.GaussianPrior(0.5))
     return posterior, x[:30], x[30:], y[30:]
@@ -116,7 +116,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def explained(data: str, inputs: str, *more: str) -> int:
     target = ["--target", "price"] if data.endswith(".csv") else []
     return cli.main(["explain", "model.py", "--checkpoint", "w.pt", "--likelihood", "gaussian", "--data", data,
-                     "--inputs", inputs, "--out", "page.html", *target, *more])  # fmt: skip
+                     "--inputs", inputs, "--out", "page.html", *target, *more])
 
 
 def shown() -> dict:
@@ -131,7 +131,7 @@ def test_the_command_takes_the_sources_from_a_column_or_an_array(
     """The column is no input of the network, in the training data and in the inputs."""
     tables = {}
     for data, inputs in (("train.csv", "new.csv"), ("train.csv", "also.csv"), ("train.npz", "new.npz"),
-                         ("train.pt", "new.npz")):  # fmt: skip
+                         ("train.pt", "new.npz")):
         assert explained(data, inputs, "--group", "annotator") == 0
         printed = capsys.readouterr().out
         assert "linearization='fixed'" in printed and "written to page.html" in printed

@@ -51,7 +51,7 @@ def test_a_start_may_be_a_whole_number_that_no_tensor_holds() -> None:
 def test_priors_are_scaled_bound_or_not() -> None:
     shapes = {"0.weight": torch.Size((2, 3)), "0.bias": torch.Size((2,))}
     for prior in (ntkl.GaussianPrior(2.0), ntkl.GaussianPrior({"0": 2.0}, groups="layer"),
-                  ntkl.GaussianPrior(2.0, groups="input").bind(shapes)):  # fmt: skip
+                  ntkl.GaussianPrior(2.0, groups="input").bind(shapes)):
         scaled = prior.scaled(0.25).bind(shapes)
         torch.testing.assert_close(scaled.flat_precision().detach(), torch.full((8,), 0.5).double())
         assert scaled.as_given and torch.all(prior.bind(shapes).flat_precision() == 2.0)
@@ -60,7 +60,7 @@ def test_priors_are_scaled_bound_or_not() -> None:
 @pytest.mark.filterwarnings("ignore:no predictive is fitted", "ignore:the network stays")
 @pytest.mark.parametrize("options", [
     {"predictive": None}, {"settings": ntkl.Settings(progress=False, memory_budget=5000)}
-], ids=["not wanted", "does not fit in memory"])  # fmt: skip
+], ids=["not wanted", "does not fit in memory"])
 def test_without_leave_one_out_the_largest_evidence_is_first(options: dict) -> None:
     network, data = made()
     found = ntkl.train_from_starts(network, data, ntkl.Gaussian(0.5), starts=(30.0, 1e-3, 1.0), **QUICK | options)

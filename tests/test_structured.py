@@ -40,13 +40,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWa
 CROSSED = (
     "deep_mlp", "cnn_groups", "resnet_batchnorm", "transformer_tied", "frozen_part", "layer_twice", "scalar_outputs",
     "decoder_dict", "conv1d", "conv_transpose2d", "shared_positions",
-)  # fmt: skip
+)
 # Reduced factors of few examples are singular in directions that the examples' rows do have: whatever eigenvectors
 # LAPACK picks there are EKFAC's. In these networks they are regular, or positions are single.
 DETERMINED = (
     "deep_mlp", "linear_model", "scalar_outputs", "frozen_part", "conv1d", "conv_transpose1d", "layer_twice",
     "shared_positions", "direct_parameters", "prelu_bilinear", "embedding_as_head", "self_attention_sequence_first",
-)  # fmt: skip
+)
 # with a Gaussian likelihood the last layer's eigenvalues are tied, and a tie decides what INF keeps
 CHOSEN = {name: [each for each in offered(name) if each != "gaussian"] for name in NETWORKS}
 
@@ -57,7 +57,7 @@ def covered(network: str, likelihood: str, prior: str, curvature: str, structure
         and (structure != "ekfac reduce" or network in DETERMINED)
         # one cotangent for each example: the outputs' factor is singular too
         and (network, curvature, structure) != ("self_attention_sequence_first", "ef", "ekfac reduce")
-    )  # fmt: skip
+    )
 
 
 # every network with every structure, every curvature, and every likelihood and prior that these take; with this seed,
@@ -76,12 +76,12 @@ def test_the_table_covers_what_it_claims():
     assert {(case[0], case[4]) for case in CASES} == {
         (network, structure) for network in NETWORKS for structure in STRUCTURES
         if structure != "ekfac reduce" or network in DETERMINED
-    }  # fmt: skip
+    }
     assert {case[2:] for case in CASES} >= {
         (prior, curvature, structure)
         for structure in ("kfac", "ekfac", "inf", "diag") for curvature in CURVATURES
         for prior in ("scalar", "tensor", "layer")
-    }  # fmt: skip
+    }
     assert {case[4] for case in CASES} == set(STRUCTURES)
     parts = [part for name in CROSSED for part in structured(name, CHOSEN[name][0], "scalar", "ggn").parts]
     assert {type(part) for part in parts} == {Kronecker, Block}
@@ -129,7 +129,7 @@ PARTITIONS = {
             *[f"encoder.layers.0.norm{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")],
         ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("network", PARTITIONS)
@@ -296,7 +296,7 @@ def raising(network: str, curvature: str, rank) -> torch.Tensor:
     return ntkl.laplace(
         case.network, data, LIKELIHOODS[likelihood].build(), prior=ntkl.GaussianPrior(precision=1e4),
         structure=ntkl.INF(rank=rank, violation="raise"), curvature=curvature,
-    ).posterior_precision.information()  # fmt: skip
+    ).posterior_precision.information()
 
 
 LEMMAS = ("deep_mlp", "cnn_groups", "resnet_batchnorm", "transformer_tied", "layer_twice")
@@ -309,7 +309,7 @@ def test_errors_are_in_the_order_of_lemma_one(network, curvature):
     dense = structured(network, CHOSEN[network][0], "scalar", curvature)
     found = [raising(network, curvature, 1.0)]
     found += [fit(network, CHOSEN[network][0], "scalar", curvature, each).posterior_precision.information()
-              for each in ("ekfac", "kfac")]  # fmt: skip
+              for each in ("ekfac", "kfac")]
     norms = []
     for part in dense.parts:
         index = part.index.flatten()
@@ -345,7 +345,7 @@ def count(rank):
 
 @pytest.mark.parametrize(("rank", "kept"), [
     (1, 1), (9, 3), (0.1, 1), (0.4, 2), (1.0, 3), ("trace:0.5", 1), ("trace:0.6", 2), ("trace:0.95", 3),
-])  # fmt: skip
+])
 def test_a_rank_is_a_number_of_eigenvalues_none_of_them_zero(rank, kept):
     assert chosen_rank(torch.tensor([[3.0, 0.0], [5.0, 0.0], [2.0, 1e-20]]).double()[:, :, None], rank) == kept
 

@@ -70,7 +70,7 @@ def test_a_basis_of_something_else(basis):
     found = {
         "gp": lambda: kfac(structure="gp"), "diag": lambda: kfac(structure="diag"), "nothing": lambda: "kfac",
         "other": lambda: fresh_fit("far_from_optimum", "categorical", "layer", "ggn", "kfac"),
-    }[basis]()  # fmt: skip
+    }[basis]()
     got = {"gp": "gp", "diag": "diag", "nothing": "kfac", "other": "other parameters"}[basis]
     with refused(UnsupportedError, "basis=", got, "Fit"):
         kfac(structure=ntkl.EKFAC(basis=found))

@@ -51,7 +51,7 @@ def assert_same(posterior, other, x, limit: float = 1e-9) -> None:
     ("deep_mlp", "diag", "ef", True), ("cnn_groups", "kfac", "ef", True), ("cnn_groups", "kfac reduce", "ggn", False),
     ("cnn_groups", "inf", "ef", True), ("decoder_dict", "ekfac", "ggn", False), ("decoder_dict", "diag", "ggn", False),
     ("lstm", "kfac", "ggn", True),
-])  # fmt: skip
+])
 def test_order_and_batches_change_nothing(network, structure, curvature, shuffled):
     """Identity 6: permuted data in batches of three (the last is smaller), and a loader that shuffles each pass.
 
@@ -159,7 +159,7 @@ def test_drawn_labels_stay_with_their_examples_in_a_shuffled_loader(structure):
     posterior = ntkl.laplace(
         case.network, data, ntkl.Categorical(), structure=structure, curvature=ntkl.CurvatureType("mc", samples=400),
         settings=ntkl.Settings(batch_size=2),
-    )  # fmt: skip
+    )
     exact = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(),
                          structure=structure).posterior_precision.information()
     # SSᵀ has expectation Λ: with so many draws only a mix-up of examples is further off
@@ -372,7 +372,7 @@ def gradients(network: nn.Module, x) -> Tensor:
     parameters = list(network.parameters())
     found = [torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True) for f in network(x).flatten()]
     return torch.stack([torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten()
-                                   for p, g in zip(parameters, row, strict=True)]) for row in found])  # fmt: skip
+                                   for p, g in zip(parameters, row, strict=True)]) for row in found])
 
 
 @pytest.mark.parametrize("batch_size", [None, 4])
@@ -397,7 +397,7 @@ def test_the_diagonal_follows_any_graph(how, order, batch_size):
 def test_factors_that_would_hang_on_the_cut_are_refused(how):
     network = Ways(how).double()
     data = [({"x": torch.randn(8, 3).double(), "plain": torch.full((8,), flag)}, torch.randn(8, 2).double())
-            for flag in (how != "not used", how == "not used")]  # fmt: skip
+            for flag in (how != "not used", how == "not used")]
     with pytest.raises(ntkl.UnsupportedError, match="every batch to reach"):
         ntkl.laplace(network, DataLoader(data, batch_size=None), ntkl.Gaussian(0.3), structure="kfac")
 
@@ -455,7 +455,7 @@ def test_a_pass_that_fails_leaves_the_sums_as_they_were(structure):
     posterior = ntkl.laplace(
         network, DataLoader(data, batch_size=10), ntkl.Categorical(), structure=structure,
         settings=ntkl.Settings(batch_size=10),
-    )  # fmt: skip
+    )
     before = posterior.log_marginal_likelihood().item(), posterior.latent_moments(data.x[:4])[1]
     posterior.likelihood.temperature, data.fails = 2.0, True
     with pytest.raises(OSError, match="disk"):
@@ -507,7 +507,7 @@ def test_a_batch_leaves_no_tensor_behind(structure, curvature):
     posterior = ntkl.laplace(
         network, DataLoader(data, batch_size=None), ntkl.Categorical(), None, structure, curvature,
         settings=ntkl.Settings(batch_size=Watched.SIZE),
-    )  # fmt: skip
+    )
     posterior.log_marginal_likelihood(correction=True)
     alive = torch.tensor(data.alive).view(-1, len(data.batches))  # pass by pass
     assert len(alive) >= 3 and alive.min() > 3
@@ -586,7 +586,7 @@ def test_files_of_early_versions_resume_and_later_ones_are_refused(tmp_path):
     with pytest.raises(ntkl.FitInterrupted):
         fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac",
                   data=DataLoader(Interrupted(case.x, y, 5), batch_size=2),
-                  settings=ntkl.Settings(batch_size=2, checkpoint=path))  # fmt: skip
+                  settings=ntkl.Settings(batch_size=2, checkpoint=path))
     record = torch.load(path, weights_only=True)
     assert record["format"] == "ntk_laplace fit" and record["version"] == 2
     asked = {"data": loader(case.x, y, batch_size=2), "settings": ntkl.Settings(batch_size=2, resume=path)}
@@ -606,7 +606,7 @@ def test_resuming_with_other_weights_is_refused(tmp_path):
     settings = ntkl.Settings(batch_size=2, checkpoint=path)
     with pytest.raises(ntkl.FitInterrupted) as stop:
         ntkl.laplace(network, DataLoader(Interrupted(case.x, y, 6), batch_size=2), ntkl.Categorical(),
-                     structure="kfac", settings=settings)  # fmt: skip
+                     structure="kfac", settings=settings)
     with torch.no_grad():
         next(network.parameters())[0, 0] += 1e-6
     for resume in (stop.value.state, path):
@@ -614,7 +614,7 @@ def test_resuming_with_other_weights_is_refused(tmp_path):
         with pytest.raises(ntkl.UnsupportedError, match="to resume with the network of the interrupted fit"):
             ntkl.laplace(network, loader(case.x, y, batch_size=2), ntkl.Categorical(), structure="kfac", settings=again)
         kept = ntkl.laplace(case.network, loader(case.x, y, batch_size=2), ntkl.Categorical(), structure="kfac",
-                            settings=again)  # fmt: skip
+                            settings=again)
         assert kept.num_examples == 7
 
 
@@ -681,7 +681,7 @@ def test_the_network_is_untouched(structure):
 
 @pytest.mark.parametrize(("n", "width", "sizes"), [
     (10_000, 4, [2_000] * 5), (2_049, 4, [1_025, 1_024]), (7, 4, [7]), (3_000, 10_000, [750] * 4),
-])  # fmt: skip
+])
 def test_tensors_come_in_even_batches_of_bounded_memory(n, width, sizes):
     """At most 2,048 examples and 32 MiB at a time, or what suits their use, and 512 examples at least."""
     def lengths(batches: Batches) -> list[int]:
@@ -724,9 +724,9 @@ def test_batches_of_another_form_stay_apart(other):
     """Those before and after are read together."""
     def pair(changed: bool) -> tuple:
         x = torch.zeros(2, 4 if changed and other == "shape" else 3, dtype=torch.int if changed and other == "type"
-                        else torch.double)  # fmt: skip
+                        else torch.double)
         return {"y" if changed and other == "key" else "x": x}, torch.zeros((2, 1) if changed and other == "targets"
-                                                                           else 2)  # fmt: skip
+                                                                           else 2)
 
     class Keys(nn.Module):
         def __init__(self) -> None:
@@ -763,7 +763,7 @@ def test_merged_batches_are_stored_once():
                 del x
 
     for x, _ in merged_batches(Batches(DataLoader(Parts(), batch_size=None), None, torch.device("cpu")),
-                         Network(Turns().double())):  # fmt: skip
+                         Network(Turns().double())):
         assert len(x) == 8 and [part() for part in seen[:3]] == [None] * 3
 
 
@@ -786,7 +786,7 @@ def test_progress_counts_examples(monkeypatch):
 
 @pytest.mark.parametrize(("structure", "conv", "batch"), [
     ("kfac", False, 4_000), ("kfac", True, 2_000), ("diag", False, 4_000), ("ekfac", True, 2_000),
-])  # fmt: skip
+])
 def test_a_fit_reads_tensors_in_batches_that_suit_the_network(structure, conv, batch, monkeypatch):
     """Many examples at a time where little is done with each."""
     seen, plain = [], JacobianPass.batches

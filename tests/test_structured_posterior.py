@@ -48,7 +48,7 @@ def test_evidence_curve_is_the_dense_one(case):
             information=reference.information,
         ).evidence()
         for factor in factors.double()
-    ])  # fmt: skip
+    ])
     assert relative_error(fit(*case).evidence_curve(factors), curve) < tolerance(case[0], 1e-9)
 
 
@@ -136,7 +136,7 @@ def check_gradients(posterior, correction: bool, limit: float = 1e-7) -> None:
 GRADIENTS = pairwise(
     ("deep_mlp", "cnn_groups", "transformer_tied", "decoder_dict"), ("gaussian", "categorical"),
     ("layer", "tensor", "scalar"), ("ggn", "ef"), CHOSEN, (False, True),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("network", "likelihood", "prior", "curvature", "structure", "correction"), GRADIENTS)
@@ -224,7 +224,7 @@ def test_noise_of_every_shape(noise, structure):
     posterior = ntkl.laplace(
         case.network, (case.x, y), ntkl.Gaussian(noise=value), prior=PRIORS["tensor"].build(case),
         structure=structure, settings=ntkl.Settings(batch_size=3),
-    )  # fmt: skip
+    )
     assert relative_error(posterior.posterior_precision.information(), dense) < 1e-10
     for correction in (False, True):
         assert relative_error(posterior.log_marginal_likelihood(correction), reference.evidence(correction)) < 1e-10
@@ -260,7 +260,7 @@ def test_the_last_layer_alone(network, structure):
     posterior = fresh_fit(network, likelihood, "scalar", "ggn", structure, parameters="last_layer")
     chosen = torch.cat([
         torch.full((p.numel(),), name in posterior.network.shapes) for name, p in problem(network).parameters.items()
-    ])  # fmt: skip
+    ])
     assert 0 < chosen.sum() == posterior.num_parameters < len(chosen)
     whole = fit(network, likelihood, "scalar", "ggn", structure).posterior_precision.information()
     assert relative_error(posterior.posterior_precision.information(), whole[chosen][:, chosen]) < 1e-9

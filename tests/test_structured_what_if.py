@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWa
 EXACT = [
     ("deep_mlp", "categorical", "layer"), ("scalar_outputs", "gaussian", "scalar"),
     ("far_from_optimum", "bernoulli", "tensor"), ("transformer_tied", "poisson", "scalar"),
-]  # fmt: skip
+]
 CASES = [*EXACT[:2], ("cnn_groups", "categorical", "scalar")]
 NAMES = [name for name in STRUCTURES if "reduce" not in name]
 GROUP = [1, 4]
@@ -50,7 +50,7 @@ def asked(case: tuple[str, str, str], posterior, verb: str, **steps):
         "add": lambda: posterior.add(take(own.x_new, slice(0, 2)), y[:2], **steps),
         "one after the other": lambda: posterior.relabel(GROUP[:1], relabeled(y)[GROUP[:1]], **steps).add(
             take(own.x_new, slice(0, 1)), y[:1], **steps).remove(GROUP[1:], **steps),
-    }[verb]()  # fmt: skip
+    }[verb]()
 
 
 def same(found, expected, x, limit: float = 1e-8) -> None:
@@ -74,7 +74,7 @@ def stays_finite(case: tuple[str, str, str], verb: str, steps: int | None) -> bo
 # every case with every verb, and both with one step and with the optimum
 @pytest.mark.parametrize(("case", "verb", "steps"), pairwise(
     EXACT, ["remove", "reweight", "relabel", "add", "one after the other"], [1, None], allowed=stays_finite,
-))  # fmt: skip
+))
 def test_weight_space_answers_as_function_space(case, verb, steps):
     same(*(asked(case, exact_fit(*case, name), verb, steps=steps) for name in ("full", "gp")), problem(case[0]).x_new)
 
@@ -111,7 +111,7 @@ def test_other_curvatures_lose_the_points_too(curvature):
     own = problem("deep_mlp")
     y = targets(LIKELIHOODS["categorical"], own)
     gp, full = (ntkl.laplace(own.network, (own.x, y), ntkl.Categorical(), structure=name,
-                             curvature=MC if curvature == "mc" else curvature) for name in ("gp", "full"))  # fmt: skip
+                             curvature=MC if curvature == "mc" else curvature) for name in ("gp", "full"))
     for verb in ("remove", "reweight", "relabel", *["add"] * (curvature == "ef")):
         same(*(asked(("deep_mlp", "categorical", ""), p, verb) for p in (full, gp)), own.x_new)
     with refused(ntkl.UnsupportedError, "steps=1 for structure='gp'", "steps=None", 'curvature="ggn"'):
@@ -143,7 +143,7 @@ class Changed:
         extra = {"add": 2, "one after the other": 1}.get(verb, 0)
         if verb == "one after the other":
             labels_, after[GROUP[1]] = torch.where(torch.arange(len(y)).view(-1, *[1] * (y.ndim - 1)) == GROUP[0],
-                                                   labels_, y), 0  # fmt: skip
+                                                   labels_, y), 0
         f = torch.cat([f, outputs(own.network, take(own.x_new, slice(0, extra)))]) if extra else f
         self.jac = torch.cat([jac, jacobians(name)[1][:extra]])
         before, after = (torch.cat([w, w.new_full((extra,), v)]) for w, v in ((before, 0.0), (after, 1.0)))
@@ -159,7 +159,7 @@ class Changed:
 
         self.matrix = changed(difference)
         self.held = 1 - float(torch.linalg.eigvals(
-            torch.linalg.solve(self.reference.posterior_precision, self.matrix)).real.min())  # fmt: skip
+            torch.linalg.solve(self.reference.posterior_precision, self.matrix)).real.min())
         if self.held > 0.9:  # what is added is added, nothing is taken out
             gain = (after - before).clamp_min(0)[:, None, None] * h
             self.matrix = changed(gain if torch.equal(h, h_new) else after[:, None, None] * h_new)
@@ -225,7 +225,7 @@ def test_explanations_and_samples_of_a_changed_structure(structure):
         assert relative_error(found.removal_effects(own.x_new, by=by), effects) < 1e-8
     inverse = torch.linalg.inv(expected.matrix)
     leverage = [torch.linalg.eigvals(c @ j @ inverse @ j.T).real.max()
-                for j, c in zip(expected.jac, expected.hessian, strict=True)]  # fmt: skip
+                for j, c in zip(expected.jac, expected.hessian, strict=True)]
     assert relative_error(found.leave_one_out(strict=False).leverage, torch.stack(leverage)) < 1e-7
     # a draw of N(0, H⁻¹) is turned into one of N(0, H'⁻¹): columns of a root of the one make a root of the other
     changed = found.posterior_precision
@@ -273,7 +273,7 @@ def test_hyperparameters_of_a_changed_structure_may_move():
     own = problem("deep_mlp")
     y = targets(LIKELIHOODS["gaussian"], own)
     posterior = ntkl.laplace(own.network, (own.x, y), ntkl.Gaussian(noise=0.7), ntkl.GaussianPrior(2.0, groups="layer"),
-                             "kfac")  # fmt: skip
+                             "kfac")
     found = posterior.reweight([1, 4], [0.4, 1.5])
     found.log_marginal_likelihood().backward()
     for parameter in (found.prior.log_precision, found.likelihood.log_noise):
@@ -319,7 +319,7 @@ def test_what_a_changed_structure_refuses():
     with refused(ntkl.UnsupportedError, "not damped", "damped", "KFAC"):
         damped.reweight([0], 2.0).effective_parameters()
     small = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), structure="diag",
-                         settings=ntkl.Settings(memory_budget=6_000))  # fmt: skip
+                         settings=ntkl.Settings(memory_budget=6_000))
     with refused(ntkl.MemoryBudgetError, "points", ".", "fewer points"):
         small.reweight(range(9), 2.0)
 

@@ -68,7 +68,7 @@ def test_scores_of_batches_are_those_of_gpytorch(exact: Any) -> None:
     for name, (kernel, own) in cases.items():
         covariance = (own + 0.04 * torch.eye(12).double()).expand(2, 12, 12)
         found = (scores.log_density(covariance, y), scores.conditional(covariance, y, 9, order),
-                 scores.left_out(covariance, y))  # fmt: skip
+                 scores.left_out(covariance, y))
         for i in range(2):
             model, likelihood = gp(x, y[i], kernel, 0.04)
             output = model(x)
@@ -106,7 +106,7 @@ def test_fourier(tmp_path: Path, exact: Any) -> None:
     problem, grid = fourier.Problem.of_paper(), np.linspace(-1, 11, 7)
     for name in ("m3", "m9", "m9c"):
         np.savez(folder / f"fourier_{name}.npz", x_train=problem.x[:100], y_train=problem.y[:100], x_test=grid,
-                 pred_mu=np.zeros(7))  # fmt: skip
+                 pred_mu=np.zeros(7))
     names = ("m3_cmlls", "m9_cmlls", "m9c_cmlls")
     np.savez(folder / "fourier_cmll_results.npz", **{name: np.arange(120.0) for name in names})
     printed, found = run("exact/fourier.py", tmp_path, "--data", str(tmp_path / "data"))
@@ -149,7 +149,7 @@ def test_cautions(tmp_path: Path, exact: Any) -> None:
             ahead, spread = density.predictions(train, variance, at)
             scores[name] = (density.log_density(covariance.expand(12, -1, -1), train - at),
                             density.left_out(covariance.expand(12, -1, -1), train - at),
-                            density.normal(test, ahead[:, -1:], spread[-1:]).mean(1))  # fmt: skip
+                            density.normal(test, ahead[:, -1:], spread[-1:]).mean(1))
         case = found["cases"][f"density: M_1, M_2 with μ = {mean:g}"]
         better = scores["M_2"][2] > scores["M_1"][2]
         for score, index in (("evidence", 0), ("loo", 1)):
@@ -166,7 +166,7 @@ def test_mean_function(tmp_path: Path, exact: Any) -> None:
     """The first score of training is GPyTorch's, at its starting values; the perceptron already fits more."""
     printed, found = run("exact/mean_function.py", tmp_path)
     assert set(found["histories"]) == {f"{mean} mean, {by}" for mean in ("constant", "perceptron") for by in
-                                       ("evidence", "conditional", "one subset", "left out")}  # fmt: skip
+                                       ("evidence", "conditional", "one subset", "left out")}
     mean_function = exact("mean_function")
     y = mean_function.DataSets.drawn(3).y[:, :50]
     scores = []
@@ -200,13 +200,13 @@ def test_rational_quadratic(tmp_path: Path) -> None:
     np.savez(folder / "gp_rq_data.npz", x_train=x[:50], x_test=x[50:], y_train=x[:50] ** 2, y_test=x[50:] ** 2)
     for size in ("big", "small"):
         np.savez(folder / f"gp_rq_alpha_optimization_{size}_noise.npz", alpha=np.array([0.0, 0.01, 0.1, 0.3]),
-                 mll=np.arange(4.0), cmll=np.arange(4.0), test_likelihood=np.arange(4.0))  # fmt: skip
+                 mll=np.arange(4.0), cmll=np.arange(4.0), test_likelihood=np.arange(4.0))
     np.savez(folder / "gp_rq_learning_curve.npz", **{f"mlls_{a}": np.zeros(200) for a in ("0001", "001", "01", "03")})
     printed, found = run("exact/rational_quadratic.py", tmp_path, "--data", str(tmp_path / "data"))
     assert len(found["results"]) == 4 and "the authors' data set, noise 0.2" in printed
     for result in found["results"].values():
         assert all(result[name]["regret"][0] >= 0 and -1 <= result[name]["test"][0] <= 1
-                   for name in ("evidence", "conditional", "left out"))  # fmt: skip
+                   for name in ("evidence", "conditional", "left out"))
     assert found["authors"]["0.2"]["largest"]["evidence"] == [pytest.approx(0.3), 3.0]
 
 

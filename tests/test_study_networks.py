@@ -53,7 +53,7 @@ def test_regret_and_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
     import _summary_l22 as summary
 
     shared = {"gap": 1.0, "effective": 5.0, "scale": 0.5, "vague": True, "narrow": False, "bma_validation": -1.0,
-              "map_validation": -0.5, "clml": 0.0, "clml_draws": 0.0}  # fmt: skip
+              "map_validation": -0.5, "clml": 0.0, "clml_draws": 0.0}
     rows = []
     for size, loo, lml, tested in ((3, -1.0, -5.0, -0.1), (2, -1.0, -4.0, -0.2), (1, -2.0, -3.0, -0.4)):
         test = {f"{name}_log_likelihood": tested for name in summary.TESTS}

@@ -145,7 +145,7 @@ def test_forms_with_options(name: str) -> None:
     ("groups", "structure", "count"),
     [("all", "gp", 1), ("layer", "kfac", 2), ("tensor", "full", 4), ("parameter", "diag", 16),
      ({"first": ["0"], "rest": ["2"]}, "ekfac", 2)],
-)  # fmt: skip
+)
 def test_every_grouping(groups: Any, structure: str, count: int) -> None:
     network = mlp(1, 5, 1)
     prior = ntkl.GaussianPrior(2.0, mean=0.1, groups=groups)
@@ -259,7 +259,7 @@ def test_hyperparameter_steps_read_the_data_once(name: str, monkeypatch: pytest.
 
     for data, widths, likelihood in (
         (sine(), (1, 5, 1), ntkl.Gaussian(1.0)), (classes(), (3, 4, 3), ntkl.Categorical())
-    ):  # fmt: skip
+    ):
         read = []
         for steps in (1, 30):
             counts.clear()
@@ -377,7 +377,7 @@ def test_modes_are_right_at_every_step(training: bool) -> None:
     "make",
     [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.LBFGS,
      lambda p, **kw: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True)],
-)  # fmt: skip
+)
 def test_any_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
     options = {"weight_decay": 0.0} if make is torch.optim.AdamW else {}
     network = mlp(1, 5, 1)
@@ -437,7 +437,7 @@ def test_gradients_can_be_clipped() -> None:
 def test_a_weight_of_three_is_the_data_three_times(name: str, curvature: str) -> None:
     for (x, y), widths, likelihood in (
         (sine(10), (1, 3, 1), ntkl.Gaussian(0.3)), (classes(12), (3, 2, 3), ntkl.Categorical(1.5))
-    ):  # fmt: skip
+    ):
         network, structure = mlp(*widths), STRUCTURES[name]
         thrice = ntkl.laplace(network, (torch.cat([x] * 3), torch.cat([y] * 3)), likelihood, None, structure, curvature)
         once = ntkl.laplace(network, (x, y), ntkl.Tempered(likelihood, 3), None, structure, curvature)
@@ -573,7 +573,7 @@ def test_the_default_optimizer_is_adam_with_a_cosine() -> None:
     options: list[dict[str, Any]] = [
         {}, {"optimizer": own_adam, "scheduler": lambda o: cosine(o, 8)},
         {"scheduler": lambda o: step(o, 2)}, {"optimizer": own_adam, "scheduler": lambda o: step(o, 2)},
-    ]  # fmt: skip
+    ]
     for network, own in zip(networks, options, strict=True):
         predicted(network, epochs=8, predictive=None, **own)
     assert torch.equal(flat(networks[0]), flat(networks[1])) and torch.equal(flat(networks[2]), flat(networks[3]))
@@ -622,14 +622,14 @@ def trainings(network: nn.Module, kind: str) -> dict[str, Any]:
     if kind == "tensors":
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR
         return common | {"data": sine(), "likelihood": ntkl.Gaussian(0.5), "batch_size": 8,
-                         "scheduler": lambda o: cosine(o, 7)}  # fmt: skip
+                         "scheduler": lambda o: cosine(o, 7)}
     generator = torch.Generator().manual_seed(5)
     loader = DataLoader(Jittered(classes()), batch_size=10, shuffle=True, generator=generator)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     return common | {
         "data": loader, "likelihood": ntkl.Categorical(), "evidence_data": classes(), "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7),
-    }  # fmt: skip
+    }
 
 
 def interrupted(state: ntkl.TrainingState) -> None:
@@ -720,7 +720,7 @@ def odd(kind: str) -> dict[str, Any]:
     def sampled() -> DataLoader:
         generator = torch.Generator().manual_seed(4)
         return DataLoader(TensorDataset(*sine()), batch_sampler=BatchSampler(
-            RandomSampler(range(24), generator=generator), 7, drop_last=False))  # fmt: skip
+            RandomSampler(range(24), generator=generator), 7, drop_last=False))
 
     cycle = torch.optim.lr_scheduler.OneCycleLR
     return {
@@ -728,7 +728,7 @@ def odd(kind: str) -> dict[str, Any]:
         "optimizer": (lambda p: torch.optim.NAdam(p, lr=0.01)) if kind == "nadam" else adam,
         "scheduler": (lambda o: cycle(o, 0.05, total_steps=21)) if kind == "cycle" else None,
         "scheduler_interval": "batch",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("moment", ["batch", "hyperparameters"])
@@ -793,7 +793,7 @@ def test_a_history_for_people() -> None:
     frame = history.to_dataframe()
     assert list(frame.columns) == [
         "epoch", "evidence", "evidence_before", "loss", "precision[0]", "precision[2]", "noise"
-    ]  # fmt: skip
+    ]
     assert list(frame["epoch"]) == [2, 4, 6] and frame["loss"].iloc[-1] == history.loss[-1] and len(history.loss) == 6
     assert json.loads(json.dumps(history.to_dict()))["epochs"] == [2, 4, 6]
     top, bottom = history.plot().axes
@@ -867,7 +867,7 @@ def test_the_loss_of_a_closure_is_what_the_minibatch_saw_first() -> None:
         ({"settings": ntkl.Settings(memory_budget=100), "structure": "full"}, ntkl.MemoryBudgetError, "16 x 16"),
         ({"prior": ntkl.GaussianPrior(groups="parameter")}, ntkl.HyperparameterError, "one prior precision per layer"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(options: dict[str, Any], error: type[Exception], words: str) -> None:
     network, epochs = mlp(1, 5, 1), []
     with pytest.raises(error, match=words):

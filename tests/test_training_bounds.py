@@ -56,7 +56,7 @@ def test_the_steps_are_adam_on_the_bound(kind: str, form: str) -> None:
     torch.manual_seed(5)  # the loader draws no number, nor do minibatches of all examples
     result = train(network, data, likelihood, epochs=4, schedule=ntkl.EvidenceSchedule(1, 3), batch_size=None,
                    structure="diag", callbacks=lambda state: seen.append(copy.deepcopy(state.network)),
-                   evidence="subset", examples=3)  # fmt: skip
+                   evidence="subset", examples=3)
     assert result.history.examples == [3, 6, 12, 12]
     torch.manual_seed(5)
     if form == "loader":

@@ -227,6 +227,6 @@ def test_training_adapters_with_evidence() -> None:
     found = ntkl.train_with_evidence(
         net, DataLoader(rows("bert"), batch_size=4), ntkl.Categorical(), optimizer=torch.optim.Adam, epochs=2,
         schedule=ntkl.EvidenceSchedule(frequency=1, steps=5), **NAMED,
-    )  # fmt: skip
+    )
     assert found.history.evidence[-1] > found.history.evidence_before[0]
     assert all(torch.equal(p, frozen[name]) for name, p in net.named_parameters() if name in frozen)

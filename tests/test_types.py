@@ -126,7 +126,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / "wrong.py").write_text(head + "\n".join(WRONG) + "\n")
     files = ["ntk_laplace", *(str(ROOT / "tests" / name) for name in OUTSIDE)]
     command = [sys.executable, "-m", "mypy", "--cache-dir", os.devnull, "--no-error-summary", *files,
-               str(folder / "right.py"), str(folder / "wrong.py")]  # fmt: skip
+               str(folder / "right.py"), str(folder / "wrong.py")]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode in (0, 1), run.stdout + run.stderr
     return [line for line in run.stdout.splitlines() if ": error:" in line]

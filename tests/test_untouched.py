@@ -200,7 +200,7 @@ def test_choosing_parameters_freezes_nothing_of_the_callers(parameters, structur
     ntkl.laplace(
         network, (x, torch.randn(8, 2, generator=generator()).double()), ntkl.Gaussian(),
         structure=structure, parameters=parameters,
-    ).latent(NEW)  # fmt: skip
+    ).latent(NEW)
     assert (network_state(network), process_state()) == before
 
 
@@ -391,7 +391,7 @@ def test_what_a_forward_pass_left_behind(kind):
     posterior = ntkl.laplace(made, data, ntkl.Gaussian(0.3))
     jacobian = torch.cat([torch.stack([
         torch.cat([g.flatten() for g in torch.autograd.grad(out, list(made.parameters()), retain_graph=True)])
-        for out in row]) for row in made(data[0])])  # fmt: skip
+        for out in row]) for row in made(data[0])])
     kernel = jacobian @ jacobian.T
     assert torch.allclose(posterior.log_det(), torch.logdet(torch.eye(12) + kernel / 0.3), rtol=1e-10)
     if kind == "activations":

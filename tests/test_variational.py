@@ -37,13 +37,13 @@ def fitted(network: str, likelihood: str, prior: str, structure: str = "full") -
     case = problem(network)
     y = targets(LIKELIHOODS[likelihood], case)
     return ntkl.laplace(case.network, (case.x, y), LIKELIHOODS[likelihood].build(), PRIORS[prior].build(case),
-                        structure=structure).fitted  # fmt: skip
+                        structure=structure).fitted
 
 
 def iteration(
     fit: FittedModel, data: tuple, algorithm: Algorithm, form: Representation, start: float | None = 10.0,
     seed: int = 0, batch_size: int | None = None,
-) -> SampledIteration:  # fmt: skip
+) -> SampledIteration:
     """An algorithm on data, from a precision or from the fit's own."""
     model = fit.model
     examples = Examples(model, Batches(data, None, model.network.device, model.network.input_dtype), batch_size)
@@ -54,7 +54,7 @@ def iteration(
 def started(
     network: str, likelihood: str, prior: str, algorithm: Algorithm, space: str = "full", start: float | None = 10.0,
     seed: int = 0,
-) -> SampledIteration:  # fmt: skip
+) -> SampledIteration:
     case = problem(network)
     data = case.x, targets(LIKELIHOODS[likelihood], case)
     return iteration(fitted(network, likelihood, prior, space), data, algorithm, SPACES[space], start, seed)
@@ -101,7 +101,7 @@ def conjugate(algorithm: Algorithm, space: str = "full", seed: int = 0) -> Sampl
 
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("algorithm", [OGGN(), VOGGN(2), VOGGN(4), LGVA(), SampledLGVA(2), VOGGN(1), VOGGN(3)],
-                         ids=repr)  # fmt: skip
+                         ids=repr)
 def test_conjugate_models_are_solved_exactly(algorithm: Algorithm, space: str) -> None:
     """H approaches its limit as (1-γ)^t with any samples; with pairs the mean has no noise."""
     slow, run, size = truth("linear_model", "gaussian", "layer"), conjugate(algorithm, space), 0.3
@@ -199,7 +199,7 @@ def terms_at(fit: FittedModel, theta: Tensor, samples: int) -> list[DataTerms]:
 @torch.no_grad()
 @pytest.mark.parametrize(("prior", "start", "samples", "steps"), [
     ("layer", 10.0, 1, 40), ("scalar", None, 4, 11), ("tensor", None, 1, 12), ("parameter", None, 2, 5),
-])  # fmt: skip
+])
 def test_function_space_is_weight_space(prior: str, start: float | None, samples: int, steps: int) -> None:
     """The same draws, those of function space: after every step the same mean, and the same H at the end."""
     rows, matrix, fit = pair(prior, start)
@@ -225,7 +225,7 @@ class _Subclass(ntkl.Categorical):
 
 
 @pytest.mark.parametrize("likelihood", [ntkl.Categorical(), ntkl.Tempered(ntkl.Categorical(), 0.5), _Subclass()],
-                         ids=["categorical", "tempered", "subclass"])  # fmt: skip
+                         ids=["categorical", "tempered", "subclass"])
 def test_averaged_curvatures_join_the_rows_of_a_posterior(likelihood: ntkl.Likelihood) -> None:
     """LGVA from Laplace's rows, and VOGGN from LGVA's: the roots of Λ and of an average may differ in columns."""
     case, found = problem("layer_twice"), []
@@ -236,10 +236,10 @@ def test_averaged_curvatures_join_the_rows_of_a_posterior(likelihood: ntkl.Likel
         prior = PRIORS["layer"].build(case)
         averaged = ntkl.variational(case.network, data, likelihood, prior, algorithm="lgva", start=laplace, **given)
         sampled = ntkl.variational(case.network, data, likelihood, prior, algorithm="voggn", start=averaged.posterior,
-                                   **given | {"step_size": 1e-3})  # fmt: skip
+                                   **given | {"step_size": 1e-3})
         ones = torch.ones_like(laplace.fitted.theta)
         found.append([(fit.posterior.fitted.theta, fit.posterior.posterior_precision.solve(ones))
-                      for fit in (averaged, sampled)])  # fmt: skip
+                      for fit in (averaged, sampled)])
     (dense_mean, dense_solved), (rows_mean, rows_solved) = found[0][0], found[1][0]
     assert relative_error(rows_mean, dense_mean) < 1e-9 and relative_error(rows_solved, dense_solved) < 1e-9
     # the same q draws other numbers from rows: equal up to the noise of small steps
@@ -302,7 +302,7 @@ def test_minibatches_add_up(algorithm: Algorithm) -> None:
 
     def sums(examples: Examples, steps: int) -> tuple[Tensor, Tensor]:
         parts = [one for _ in range(steps)
-                 for one in algorithm.terms(model, state, examples.next(generator), generator)]  # fmt: skip
+                 for one in algorithm.terms(model, state, examples.next(generator), generator)]
         rows = torch.cat([one.rows.dense(model.network.shapes).flatten(0, 1) for one in parts])
         return sum(one.gradient for one in parts) / steps, rows.T @ rows / steps
 
@@ -340,7 +340,7 @@ def fit_sine(**arguments: Any) -> Any:
 LIKELIHOOD_CASES = [
     ("one_column", "gaussian"), ("scalar_outputs", "poisson"), ("deep_mlp", "bernoulli"),
     ("layer_twice", "categorical"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("structure", ["full", "gp", "auto", "kfac", "diag"])
@@ -353,7 +353,7 @@ def test_ends_in_a_posterior(network: str, likelihood: str, structure: str) -> N
     fit = ntkl.variational(
         case.network, (case.x, y), LIKELIHOODS[likelihood].build(), PRIORS["scalar"].build(case), structure, start=20.0,
         step_size=0.05, steps=3, elbo_every=2, callbacks=lambda step: seen.append((step.step, step.mean)),
-    )  # fmt: skip
+    )
     posterior, history = fit.posterior, fit.history
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in case.network.state_dict().items())
@@ -458,7 +458,7 @@ def test_auto_leaves_function_space() -> None:
     network = nn.Sequential(nn.Linear(1, 60), nn.Tanh(), nn.Linear(60, 1)).double()
     _, data = sine()
     rows = ntkl.variational(network, data, ntkl.Gaussian(0.1), structure="auto", start=10.0, steps=5, step_size=0.1,
-                            elbo_every=0).history.rows  # fmt: skip
+                            elbo_every=0).history.rows
     assert rows == [48, 96, 144]  # of at most 181
 
 
@@ -504,7 +504,7 @@ def test_an_average_that_never_began_is_told() -> None:
     {"structure": "full", "start": "map"}, {"structure": "kfac"},
     {"structure": "gp", "batch_size": 9, "start": "map", "row_tolerance": 0.6},
     {"structure": "auto", "average": True, "batch_size": 5}, {"algorithm": "lgva", "relinearize": False},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> None:
     """Bit-identical, from the error and from the file."""
     whole = fit_sine(elbo_every=3, **arguments)
@@ -523,7 +523,7 @@ def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> No
         assert torch.equal(again.posterior.network.theta, whole.posterior.network.theta)
         assert again.history == whole.history
         assert torch.equal(*(one.posterior.sample(2, generator=torch.Generator().manual_seed(0))
-                             for one in (again, whole)))  # fmt: skip
+                             for one in (again, whole)))
     with pytest.raises(ntkl.UnsupportedError, match="seed of the interrupted run"):
         fit_sine(elbo_every=3, **arguments, seed=1, settings=ntkl.Settings(resume=path))
     with pytest.raises(ntkl.DataError, match="state of variational inference"):
@@ -546,7 +546,7 @@ def test_resuming_another_tempering_is_refused(tmp_path: Any) -> None:
     network, (x, y) = sine()
     given = {"start": 10.0, "steps": 2, "elbo_every": 0}
     for weight, settings in ((0.5, ntkl.Settings(checkpoint=tmp_path / "state")),
-                             (0.25, ntkl.Settings(resume=tmp_path / "state"))):  # fmt: skip
+                             (0.25, ntkl.Settings(resume=tmp_path / "state"))):
         likelihood = ntkl.Tempered(ntkl.Gaussian(0.1), weight)
         if weight == 0.5:
             ntkl.variational(network, (x, y), likelihood, settings=settings, **given)
@@ -596,7 +596,7 @@ def _every_step() -> Any:
     ({"algorithm": "oggn", "samples": 4}, ntkl.UnsupportedError, "4 with algorithm"),
     ({"settings": ntkl.Settings(memory_budget=1000)}, ntkl.MemoryBudgetError, "copy to resume from"),
     ({"structure": "gp", "settings": ntkl.Settings(memory_budget=1000)}, ntkl.MemoryBudgetError, "row_tolerance"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         fit_sine(**arguments)

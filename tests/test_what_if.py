@@ -23,7 +23,7 @@ GROUP = [1, 4]
 SOME = [case for case in TURNS if case[0] in (
     "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "cross_attention_tuple", "far_from_optimum",
     "direct_parameters",
-)]  # fmt: skip
+)]
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def linearized(case: tuple[str, str, str]) -> tuple[Linearized, Tensor, Tensor]:
     own = problem(name)
     precision, mean = PRIORS[prior].dense(own)
     model = Linearized(LIKELIHOODS[likelihood].log_density, outputs(own.network, own.x), jacobians(name)[0], precision,
-                       own.theta - mean)  # fmt: skip
+                       own.theta - mean)
     y = targets(LIKELIHOODS[likelihood], own)
     ones = torch.ones(len(model.f), dtype=torch.float64)
     return model, y, model.gradient(torch.zeros_like(precision), y, ones)[0]
@@ -56,7 +56,7 @@ def changes(case: tuple[str, str, str]):
         "reweight": (lambda p, s: p.reweight(GROUP, [0.3, 2.0], steps=s), y,
                      without(n, [1], 0.3) * without(n, [4], 2.0)),
         "relabel": (lambda p, s: p.relabel(GROUP, other[GROUP], steps=s), other, torch.ones(n, dtype=torch.float64)),
-    }  # fmt: skip
+    }
 
 
 def check(found, model: Linearized, moved: tuple[Tensor, Tensor], case, x_new, jac_new: Tensor, limit: float) -> None:
@@ -97,7 +97,7 @@ def test_added_points_pull(case, steps):
     if own.case.dtype != torch.float64:
         pytest.skip("one pass in float32 or two: the same to rounding alone")
     more = Linearized(model.density, torch.cat([model.f, outputs(own.network, x_more)]),
-                      torch.cat([model.jac, jacobians(name)[1][:2]]), model.precision, model.offset)  # fmt: skip
+                      torch.cat([model.jac, jacobians(name)[1][:2]]), model.precision, model.offset)
     found = fit(*case, "gp").add(x_more, y_more, steps=steps)
     assert found.num_examples == len(y) + 2
     moved = more.refit(torch.cat([y, y_more]), without(len(y) + 2, []), steps, held)
@@ -111,7 +111,7 @@ def test_at_the_map_a_removal_is_the_plain_refit(likelihood):
     prior = PRIORS["scalar"].build(case)
     posterior = ntkl.laplace(case.network, (case.x, y), LIKELIHOODS[likelihood].build(), prior)
     model = Linearized(LIKELIHOODS[likelihood].log_density, outputs(case.network, case.x),
-                       jacobian(case.network, case.x), torch.full_like(_theta(case), 0.7), _theta(case))  # fmt: skip
+                       jacobian(case.network, case.x), torch.full_like(_theta(case), 0.7), _theta(case))
     n = len(y)
     for indices in ([0], [2, 5], [0, 1, 3, 6]):
         found = posterior.remove(indices, steps=None)
@@ -158,7 +158,7 @@ def test_a_linear_model_without_points_is_the_model_of_the_rest():
     for found in (
         whole.remove([1, 4, 7]), whole.remove([1, 4, 7], steps=None), whole.remove(7).remove([4, 1]),
         posterior(rest[:-1]).add(x[rest[-1:]], y[rest[-1:]]),
-    ):  # fmt: skip
+    ):
         for a, b in zip(found.latent_moments(new), truth.latent_moments(new), strict=True):
             assert relative_error(a, b) < 1e-10
         assert relative_error(found.predict(new).log_prob(y[:4]), truth.predict(new).log_prob(y[:4])) < 1e-10
@@ -269,7 +269,7 @@ def small(structure: str = "gp", curvature: str = "ggn"):
 @pytest.mark.parametrize("indices, got", [
     ([9], "9"), ([-1], "-1"), ([1, 1], "1 more than once"), ([0.5], "float"), (torch.ones(4, dtype=torch.bool),
     "4 booleans"), ("abc", "abc"),
-])  # fmt: skip
+])
 def test_indices_that_are_none(indices, got):
     with refused(ntkl.DataError, "training point", got, "from 0 to 8"):
         small().remove(indices)
@@ -303,7 +303,7 @@ def test_a_change_of_no_points_is_none():
     for same in (
         posterior.remove([]), posterior.remove(nothing), posterior.reweight([], []), posterior.reweight([], 2.0),
         posterior.relabel([], []), posterior.relabel([], 1), posterior.relabel(nothing, torch.zeros(0)),
-    ):  # fmt: skip
+    ):
         assert torch.equal(same.outputs(x), posterior.outputs(x)) and torch.equal(same.targets, posterior.targets)
     with refused(ntkl.TargetError, "no target for no points", "2", "which points"):
         posterior.relabel([], [1, 2])

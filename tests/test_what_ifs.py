@@ -143,7 +143,7 @@ def test_what_makes_no_sense():
         ([list(range(9))], ntkl.DataError, "left in every group"),
         (torch.zeros(2, 5, dtype=torch.bool), ntkl.DataError, "9 columns"),
         (torch.full((1, 9), -1.0), ntkl.HyperparameterError, "at least 0"),
-    ):  # fmt: skip
+    ):
         with refused(error, expected, ".", "."):
             posterior.what_ifs(groups)
     with refused(ntkl.UnsupportedError, 'linearization="fixed" or "moving"', "'no'", "moving"):
@@ -154,6 +154,6 @@ def test_what_makes_no_sense():
     with refused(ntkl.DataError, "a group from 0 to 0", "3", "number of a group"):
         posterior.what_ifs([[0]]).posterior(3)
     small = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(),
-                         settings=ntkl.Settings(memory_budget=2**20))  # fmt: skip
+                         settings=ntkl.Settings(memory_budget=2**20))
     with refused(ntkl.MemoryBudgetError, "the weights of 9,000 networks", "predicted need", "fewer groups"):
         small.what_ifs(torch.ones(9000, 9))

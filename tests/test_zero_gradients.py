@@ -53,7 +53,7 @@ class Residual(nn.Module):
                 nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
                 nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4),
             ) for _ in range(2)
-        )  # fmt: skip
+        )
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:

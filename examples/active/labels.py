@@ -116,7 +116,7 @@ def labeled(name: str, choice: Choice, seed: int, options: Any) -> dict[str, lis
 def main(
     ways: dict[str, Choice], description: str | None, title: str, *, scored: Run = labeled, score: str = "accuracy",
     problems: tuple[str, ...] = ("digits", "mnist"), rounds: int = 8,
-) -> None:  # fmt: skip
+) -> None:
     """Every way, on every problem; the first is random choice."""
     arguments = parser(description, "labels")
     arguments.add_argument("--problems", default=problems[0], help=f"of {', '.join(problems)}, with commas between")
@@ -137,7 +137,7 @@ def main(
             way: [once(options.out / f"{name} {way} {seed}.json", [str(options.small), str(options.rounds)],
                        lambda n=name, w=way, s=seed: scored(n, ways[w], s, options)) for seed in range(options.seeds)]
             for way in ways
-        }  # fmt: skip
+        }
         rows = []
         for number, way in enumerate(ways):
             scores = {key: np.array([run[key] for run in runs[way]]) for key in (score, "log_likelihood")}
@@ -151,13 +151,13 @@ def main(
                 "labels": labels, score: scores[score].mean(0).tolist(),
                 "log_likelihood": scores["log_likelihood"].mean(0).tolist(),
                 "above_random": area.mean(), "error": error,
-            }  # fmt: skip
+            }
         panel.set(title=name, xlabel="labels", ylabel=f"test {score}")
         panel.legend()
         print(f"\n{name}, {options.seeds} seeds\n")
         half, last = labels[len(labels) // 2], labels[-1]
         print(table(["way", f"{score} at {half}", f"at {last}", f"log likelihood at {last}",
-                     f"mean {score} above random"], rows))  # fmt: skip
+                     f"mean {score} above random"], rows))
     (options.out / f"{title}.png").write_bytes(png(figure))
     write(options.out / f"{title}.json", {"machine": machine(options.threads), "results": results})
 

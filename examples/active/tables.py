@@ -54,7 +54,7 @@ def largest(method: str, structure: str) -> Choice:
 WAYS: dict[str, Choice] = {
     "random": at_random, "information": largest("information", "gp"), "epig": largest("epig", "gp"),
     "information, kfac": largest("information", "kfac"), "information, diag": largest("information", "diag"),
-}  # fmt: skip
+}
 
 
 def rows(name: str, folder: Path | None) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def labeled(name: str, choice: Choice, seed: int, options: Any) -> dict[str, lis
         posterior = ntkl.train_with_evidence(
             network, (x[known], y[known]), ntkl.Gaussian(noise=0.1), structure="gp", schedule=schedule,
             epochs=20 if options.small else 200, settings=ntkl.Settings(progress=False),
-        ).posterior  # fmt: skip
+        ).posterior
         response = posterior.predict(x_test)
         found["labels"].append(len(known))
         found["rmse"].append(float(scale * (response.mean - y_test).square().mean().sqrt()))

@@ -59,7 +59,7 @@ class Problem:
     def likelihood(self) -> ntkl.Likelihood:
         """A fresh one."""
         return {"categorical": ntkl.Categorical, "bernoulli": ntkl.Bernoulli,
-                "gaussian": lambda: ntkl.Gaussian(noise=self.noise)}[self.kind]()  # fmt: skip
+                "gaussian": lambda: ntkl.Gaussian(noise=self.noise)}[self.kind]()
 
     def posterior(self, theta: np.ndarray, structure: str = "gp") -> ntkl.Posterior:
         """Of the trained network."""
@@ -172,7 +172,7 @@ class Convolutions(Problem):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(1, c // 2, 5, 2), nn.Tanh(), nn.Conv2d(c // 2, c, 3),
-                                    nn.Tanh(), nn.Flatten(), nn.Linear(9 * c, self.outputs)).double()  # fmt: skip
+                                    nn.Tanh(), nn.Flatten(), nn.Linear(9 * c, self.outputs)).double()
         if theta is not None:
             nn.utils.vector_to_parameters(torch.as_tensor(theta.copy()), network.parameters())
         return network
@@ -249,7 +249,7 @@ def mnist(folder: Path | None, delta: float = 10.0) -> Problem:
     split = miniature() if folder is None else load(folder)
     count = min(1000, len(split.y))
     x, y, x_test, y_test = (found.numpy() for found in (split.x[:count], split.y[:count], split.x_test[:100],
-                                                        split.y_test[:100]))  # fmt: skip
+                                                        split.y_test[:100]))
     x, x_test = (found[:, None] / 255.0 for found in (x, x_test))
     return Convolutions("mnist", x, y, x_test, y_test, 10, "categorical", delta, halves=20, hidden=8)
 
@@ -265,10 +265,10 @@ def _standardized(values: np.ndarray) -> np.ndarray:
 
 
 PROBLEMS = {"digits": digits, "fours-nines": fours_and_nines, "cancer": breast_cancer, "diabetes": diabetes,
-            "iris": iris, "wine": wine}  # fmt: skip
+            "iris": iris, "wine": wine}
 
 
 def small(problem: Problem) -> Problem:
     """The same in miniature."""
     return replace(problem, x=problem.x[:40], y=problem.y[:40], x_test=problem.x_test[:8],
-                   y_test=problem.y_test[:8], halves=6, hidden=4)  # fmt: skip
+                   y_test=problem.y_test[:8], halves=6, hidden=4)

@@ -44,7 +44,7 @@ COUNT = 300  # training points
 SHOWN = {
     "leave-one-out log density": ("#0072b2", "o"), "self-influence": ("#56b4e9", "s"),
     "leverage": ("#9aa3ad", "v"), "loss": ("#d55e00", "^"), "5-fold self-confidence": ("#009e73", "D"),
-}  # fmt: skip
+}
 
 
 def drawn(name: str, seed: int, small: bool) -> Problem:
@@ -119,7 +119,7 @@ def suspicions(problem: Problem, seed: int, evidence: bool) -> tuple[dict[str, n
         "leave-one-out log density": found.suspicion, "the same, plug-in": -found.plug_in_log_density,
         "self-influence": found.self_influence, "leverage": found.leverage, "information": found.information,
         "residual": found.importance,
-    }  # fmt: skip
+    }
     begun = time.perf_counter()
     kfac = problem.posterior(theta, "kfac").leave_one_out(strict=False)  # as a ranking
     spent["KFAC posterior"] = time.perf_counter() - begun
@@ -141,7 +141,7 @@ def measured(suspicion: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
     worst = np.argsort(-suspicion, kind="stable")[:flips]
     return {"auroc": attribution.mislabel_auroc(suspicion, wrong),
             "average precision": float(average_precision_score(wrong, suspicion)),
-            "precision": float(wrong[worst].mean())}  # fmt: skip
+            "precision": float(wrong[worst].mean())}
 
 
 def result(name: str, kind: str, rate: float, seed: int, options: argparse.Namespace) -> dict:
@@ -168,7 +168,7 @@ def summary(runs: list[dict]) -> dict:
         "scores": {words: {m: over([run["scores"][words][m] for run in runs]) for m in own}
                    for words, own in first["scores"].items()},
         "more": {words: over([run["more"][words] for run in runs]) for words in first["more"]},
-    }  # fmt: skip
+    }
 
 
 def draw(found: dict[str, dict], rates: tuple[float, ...], path: Path) -> None:
@@ -181,7 +181,7 @@ def draw(found: dict[str, dict], rates: tuple[float, ...], path: Path) -> None:
                 values = [found[f"{name} {kind} {rate:g}"]["scores"][words]["average precision"] for rate in rates]
                 at = np.array(rates) + 0.003 * (number - 2)
                 axes.errorbar(at, [v[0] for v in values], [v[1] for v in values], color=color, marker=marker, ms=5,
-                              capsize=2, label=words)  # fmt: skip
+                              capsize=2, label=words)
             flips = 1.0 if kind == "symmetric" or name == "digits" else (PROBLEMS[name]().y == 1).mean()  # benign alone
             axes.plot(rates, flips * np.array(rates), color="0.6", ls=":", label="chance")
             axes.set_title(f"{'breast cancer' if name == 'cancer' else name}, {kind} flips", fontsize=10)
@@ -213,10 +213,10 @@ def main() -> None:
     rankings = list(next(iter(found.values()))["scores"])
     for measure in ("auroc", "average precision", "precision"):
         rows = [[where, *(f"{one['scores'][r][measure][0]:.3f} ± {one['scores'][r][measure][1]:.3f}" for r in rankings)]
-                for where, one in found.items()]  # fmt: skip
+                for where, one in found.items()]
         print(f"\n{measure}\n{table(['flips', *rankings], rows)}")
     rows = [[where, *(f"{mean:.3g} ± {error:.2g}" for mean, error in one["more"].values())]
-            for where, one in found.items()]  # fmt: skip
+            for where, one in found.items()]
     print(f"\n{table(['flips', *next(iter(found.values()))['more']], rows)}")
     way = "evidence" if options.evidence else "given"
     draw(found, rates, options.out / f"mislabels-{way}.png")

@@ -149,7 +149,7 @@ def draw(found: dict[str, Any], split: Split, path: Path) -> None:
                 j, effect = found[side][i][place], found[f"effects_{side}"][i][place]
                 show(line[start + place], split.x[j], f"{int(split.y[j])}: {effect:+.2g}", color)
     figure.suptitle("training images for (blue) and against (orange) what the network says: label, and change of "
-                    "that logit if left out", fontsize=10)  # fmt: skip
+                    "that logit if left out", fontsize=10)
     figure.savefig(path, dpi=110)
 
 
@@ -187,7 +187,7 @@ def main() -> None:
     results, close = {count: run(count) for count in sizes}, run("agreement")
     rows = [[f"{n:,}", *(f"{r[key]:.1f}" for key in ("fit_seconds", "fit_cpu_seconds", "seconds", "cpu_seconds")),
              f"{r['fit_peak_bytes'] / 1e6:.0f}", f"{r['peak_bytes'] / 1e6:.0f}", f"{r['flagged']:,}"]
-            for n, r in results.items()]  # fmt: skip
+            for n, r in results.items()]
     head = ["N", "fit, s", "CPU, s", "rankings, s", "CPU, s", "peak of the fit, MB", "peak, MB", "flagged"]
     print(f"{results[sizes[1]]['explained']} test images, {options.threads} threads\n\n{table(head, rows)}\n")
     rows = [[name, *(f"{r[key]:.2f}" for key in ("spearman", "least", "top"))] for name, r in close.items()]
@@ -195,7 +195,7 @@ def main() -> None:
     draw(results[sizes[1]], split, options.out / "rankings.png")
     write(options.out / "mnist.json", {
         "machine": machine(options.threads), "results": {str(n): r for n, r in results.items()}, "agreement": close,
-    })  # fmt: skip
+    })
 
 
 if __name__ == "__main__":

@@ -123,20 +123,20 @@ def compared(problem: Problem, options: argparse.Namespace) -> dict:
         quarters = np.quantile(slopes[words], (0.25, 0.5, 0.75))
         rows.append([words, f"{everything.correlation:.2f}, {everything.slope:.2f}",
                      "" if part is None else f"{part.correlation:.2f}, {part.slope:.2f}",
-                     f"{quarters[1]:.2f} ({quarters[0]:.2f} to {quarters[2]:.2f})"])  # fmt: skip
+                     f"{quarters[1]:.2f} ({quarters[0]:.2f} to {quarters[2]:.2f})"])
         numbers[words] = {"all": vars(everything), "back": part and vars(part), "quartiles": quarters.tolist()}
     print(f"\n{problem.name}, δ = {problem.delta:g}: outputs without {len(chosen)} of {count} points, one by one; "
-          f"{int(back.sum())} come back")  # fmt: skip
+          f"{int(back.sum())} come back")
     print(table(["prediction", "r, slope: all", "those that come back", "median of the points' slopes (quartiles)"],
-                rows))  # fmt: skip
+                rows))
     points = {
         "points": chosen, "shares": (truth**2).sum((1, 2)) / (truth**2).sum(), "back": back, "least": least,
         "leverages": posterior.leave_one_out().leverage.numpy()[chosen],
-    }  # fmt: skip
+    }
     tell(points, slopes, f"relinearized, {options.steps} step{'s' if options.steps > 1 else ''}")
     return {"machine": machine(options.threads), "problem": name, "agreement": numbers,
             **{words: values.tolist() for words, values in points.items()},
-            "slopes": {words: values.tolist() for words, values in slopes.items()}}  # fmt: skip
+            "slopes": {words: values.tolist() for words, values in slopes.items()}}
 
 
 def tell(points: dict[str, np.ndarray], slopes: dict[str, np.ndarray], last: str) -> None:
@@ -150,7 +150,7 @@ def tell(points: dict[str, np.ndarray], slopes: dict[str, np.ndarray], last: str
     head = ["point", "share of the squared change", "leverage", "least eigenvalue", "comes back", "slope, refitted"]
     rows = [[str(points["points"][k]), f"{share[k]:.3f}", f"{leverage[k]:.2f}", f"{least[k]:.2g}",
              "yes" if back[k] else "no", f"{slopes['refitted'][k]:.2f}", f"{slopes[last][k]:.2f}"]
-            for k in order[: many + 4]]  # fmt: skip
+            for k in order[: many + 4]]
     print(table([*head, f"slope, {last}"], rows))
     if (least >= 0).any():
         print(f"least eigenvalue of the others: {least[least >= 0].min():.2g} and more")

@@ -58,9 +58,9 @@ def main() -> None:
         figures[name] = {"fixed": ours[0], "moving": ours[1], "retrained": truth}
     figures["seconds, retrained"] = time.process_time() - start
     print(table(["left out", "wrong labels", "Δ test log p: fixed", "moving", "retrained", "own log p without: fixed",
-                 "moving", "retrained"], rows))  # fmt: skip
+                 "moving", "retrained"], rows))
     print(", ".join(f"{words.partition(', ')[2]} {value:.1f} s" for words, value in figures.items()
-                    if words.startswith("seconds")), "of processor time for all annotators")  # fmt: skip
+                    if words.startswith("seconds")), "of processor time for all annotators")
     (options.out / "sources.png").write_bytes(plotting.png(found["moving"].plot()))
     write(options.out / "sources.json", {"machine": machine(options.threads), **figures})
 
@@ -87,7 +87,7 @@ def trained(x: Tensor, y: Tensor, tolerance: float) -> nn.Module:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
     optimizer = torch.optim.LBFGS(network.parameters(), max_iter=5000, max_eval=10_000, tolerance_grad=tolerance,
-                                  tolerance_change=0.0, history_size=30, line_search_fn="strong_wolfe")  # fmt: skip
+                                  tolerance_change=0.0, history_size=30, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()

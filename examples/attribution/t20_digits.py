@@ -72,7 +72,7 @@ def network(side: int, smooth: bool) -> nn.Module:
         nn.Conv2d(1, 3, kernel, padding=border), bend(), pool(2),
         nn.Conv2d(3, 10, kernel, padding=border), bend(), pool(2),
         nn.Flatten(), nn.Linear(10 * after**2, 20), bend(), nn.Linear(20, 24), bend(), nn.Linear(24, 1),
-    ).double()  # fmt: skip
+    ).double()
 
 
 def train(own: nn.Module, x: Tensor, y: Tensor, precision: float, epochs: int) -> nn.Module:
@@ -222,7 +222,7 @@ def similarities(
             "similar_of_the_predicted_class": int((training[1][similar, 0] == predicted).sum()),
             "residuals_of_the_similar": [float(found.importance[j, 0]) for j in similar],
             "largest_effect": float(found.effect[i, moving[0]]),
-        })  # fmt: skip
+        })
     figure.savefig(path, dpi=110)
     return records
 
@@ -265,7 +265,7 @@ def main() -> None:
         "objective": value, "gradient": float(gradient.norm()),
         "adds_up_to": float((parts - found.f).abs().max()), "inputs": records,
         "seconds_training": trained - start, "seconds_explaining": time.perf_counter() - trained,
-    }  # fmt: skip
+    }
     write(options.out / "t20_digits.json", result)
     print(
         f"{len(x):,} images, {posterior.num_parameters:,} parameters; objective {result['objective']:.4f}, "

@@ -67,10 +67,10 @@ def main() -> None:
         each, each_one = spent / len(kept), spent_one / len(chosen)
         rows.append([linearization, str(score), f"{found.correlation:.2f}, {found.slope:.2f}",
                      f"{np.median(medians):.2f}", f"{converged}/{len(kept)}, {back}/{len(chosen)}", f"{each:.3f}",
-                     f"{each_one:.3f}"])  # fmt: skip
+                     f"{each_one:.3f}"])
         scores[linearization] = {"score": score.value, "error": score.error, "slope": found.slope, "each": each,
                                  "correlation": found.correlation, "median slope": float(np.median(medians)),
-                                 "each single point": each_one}  # fmt: skip
+                                 "each single point": each_one}
     home = come_back(problem, posterior, ~alone, folder.parent / f"{folder.name}-one")
     one, *_ = answers(problem, posterior, ~alone, "moving", folder.parent / f"{folder.name}-one")
     at_home = attribution.leave_one_out_agreement((one - before)[home], (outputs - before)[home])
@@ -78,15 +78,15 @@ def main() -> None:
     ceiling = attribution.seed_ceiling(outcomes)
     print(f"{problem.name}, δ = {problem.delta:g}, {len(kept)} halves, {len(chosen)} single points; another seed of "
           f"retraining (ceiling): {ceiling}; retraining on a half: {seconds:.2f} s of processor time in numpy, "
-          f"{by_torch:.2f} s in torch")  # fmt: skip
+          f"{by_torch:.2f} s in torch")
     print(table(["linearization", "LDS", "one out: r, slope", "median slope", "converged", "s a half", "s a point"],
-                rows))  # fmt: skip
+                rows))
     print(f"retraining without a point stopped at a saddle point, and a push led to other outputs: {saddles} points")
     print(f"moving, the {home.sum()} of {len(home)} points that come back: correlation, slope "
-          f"{at_home.correlation:.2f}, {at_home.slope:.2f}")  # fmt: skip
+          f"{at_home.correlation:.2f}, {at_home.slope:.2f}")
     write(options.out / f"{folder.name}-what-ifs.json",
           {"machine": machine(options.threads), "problem": folder.name, "scores": scores, "numpy": seconds,
-           "torch": by_torch, "ceiling": {"score": ceiling.value, "error": ceiling.error}})  # fmt: skip
+           "torch": by_torch, "ceiling": {"score": ceiling.value, "error": ceiling.error}})
 
 
 def answers(
@@ -117,7 +117,7 @@ def trained_by_torch(problem: Problem, indices: np.ndarray) -> None:
     x, y = torch.as_tensor(problem.x[indices]), torch.as_tensor(problem.y[indices])
     parameters, likelihood = list(network.parameters()), problem.likelihood()
     optimizer = torch.optim.LBFGS(parameters, max_iter=20_000, max_eval=40_000, tolerance_grad=1e-5, history_size=30,
-                                  tolerance_change=0.0, line_search_fn="strong_wolfe")  # fmt: skip
+                                  tolerance_change=0.0, line_search_fn="strong_wolfe")
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

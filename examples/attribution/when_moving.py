@@ -29,7 +29,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import attribution
 
 CASES = {"digits, δ = 0.1": ("digits", 0.1), "digits, δ = 1": ("digits", 1.0), "breast cancer": ("cancer", 0.5),
-         "diabetes": ("diabetes", 5.0), "iris": ("iris", 0.5), "wine": ("wine", 1.0)}  # fmt: skip
+         "diabetes": ("diabetes", 5.0), "iris": ("iris", 0.5), "wine": ("wine", 1.0)}
 EDGES = (0.0, 0.1, 0.3, 0.5, 1.0)
 SHARES = (0.01, 0.03, 0.1, 0.25, 0.5)
 COLORS = ("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#E69F00", "#CC79A7")
@@ -57,7 +57,7 @@ def errors(problem: Problem, single: int, repeats: int) -> dict[str, Any]:
     back = alone.comes_back().numpy()
     return {"leverage": leverage[chosen][back].tolist(), "single": error[back].tolist(), "away": int((~back).sum()),
             "groups": errors_together.reshape(len(SHARES), repeats).tolist(),
-            "converged": bool(alone.converged.all() and together.converged.all())}  # fmt: skip
+            "converged": bool(alone.converged.all() and together.converged.all())}
 
 
 def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -79,7 +79,7 @@ def picture(found: dict[str, dict[str, Any]]) -> Figure:
         left.plot(one["leverage"], one["single"], "o", ms=4, mew=0, alpha=0.7, color=color, label=name)
         right.plot(SHARES, [np.median(own) for own in one["groups"]], "o-", ms=4, color=color, label=name)
     left.set(xlabel="leverage of the point", ylabel="error of the fixed linearization", yscale="log",
-             title="Single points that come back")  # fmt: skip
+             title="Single points that come back")
     right.set(xlabel="share of the data that leaves", xscale="log", title="Random groups, medians")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -104,7 +104,7 @@ def main() -> None:
         problem = small(PROBLEMS[kind](delta)) if options.small else PROBLEMS[kind](delta)
         given = [str(options.small), str(options.single), str(options.repeats)]
         found[name] = once(options.out / f"when-{problem.name_of_files}.json", given,
-                           lambda own=problem: errors(own, options.single, options.repeats))  # fmt: skip
+                           lambda own=problem: errors(own, options.single, options.repeats))
     heads = [f"leverage {low:g} to {high:g}" for low, high in pairwise(EDGES)]
     print("median error of the fixed linearization (number of points)\n")
     print(table(["problem", *heads, *(f"{share:.0%} leave" for share in SHARES)], rows(found)))

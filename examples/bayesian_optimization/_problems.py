@@ -112,7 +112,7 @@ def problem(name: str, seed: int) -> Problem:
     if name == "sequences":
         return sequences(seed)
     found = {"hartmann6": Hartmann(dim=6, negate=True), "branin": Branin(negate=True),
-             "ackley5": Ackley(dim=5, negate=True, bounds=[(-32.768, 32.768)] * 5)}[name]  # fmt: skip
+             "ackley5": Ackley(dim=5, negate=True, bounds=[(-32.768, 32.768)] * 5)}[name]
     return Problem(found.dim, float(found.optimal_value), cube(found, found.bounds))
 
 

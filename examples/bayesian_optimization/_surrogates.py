@@ -55,7 +55,7 @@ def laplace_bayesopt(problem: Problem, options: Any) -> Surrogate:
         if problem.choices is not None:
             return Binding().double()
         return nn.Sequential(nn.Linear(problem.dimension, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
-                             nn.Linear(64, 1)).double()  # fmt: skip
+                             nn.Linear(64, 1)).double()
 
     class Centered(LaplaceBoTorch):
         def posterior(self, X: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def laplace_bayesopt(problem: Problem, options: Any) -> Surrogate:
     def fit(x: Tensor, y: Tensor) -> Model:
         inputs = x if problem.choices is not None else centered(x)
         return Centered(network, inputs, y, outcome_transform=Standardize(1), n_epochs=options.epochs,
-                        enable_backprop=problem.choices is None)  # fmt: skip
+                        enable_backprop=problem.choices is None)
 
     return fit
 
@@ -82,4 +82,4 @@ def gaussian_process(problem: Problem, options: Any) -> Surrogate:
 
 METHODS: dict[str, Callable[[Problem, Any], Surrogate] | None] = {
     "ntk_laplace": ours, "laplace-bayesopt": laplace_bayesopt, "SingleTaskGP": gaussian_process, "Sobol": None,
-}  # fmt: skip
+}

@@ -51,7 +51,7 @@ def proposed(model: Any, x: Tensor, y: Tensor, task: Problem, small: bool, batch
     if task.choices is None:
         bounds = torch.stack([torch.zeros(task.dimension), torch.ones(task.dimension)]).double()
         found, _ = optimize_acqf(acquisition, bounds, q=1, num_restarts=2 if small else 5,
-                                 raw_samples=8 if small else 64, options={"maxiter": 5 if small else 50})  # fmt: skip
+                                 raw_samples=8 if small else 64, options={"maxiter": 5 if small else 50})
         return found.detach()
     parents, kept, values = x[y.squeeze(1).topk(PARENTS).indices], x[:0], y.new_zeros(0)
     for count in GENERATIONS:
@@ -88,7 +88,7 @@ def summary(runs: dict[str, dict[int, Any]]) -> list[list[str]]:
         won = sum(own[seed]["regret"][-1] < last[seed] for seed in both)
         rows.append([method, str(len(last)), f"{np.median(list(last.values())):.4g}",
                      "" if method == "ntk_laplace" else f"{won} of {len(both)}",
-                     f"{np.median([run['seconds'] for run in found.values()]):.2f}"])  # fmt: skip
+                     f"{np.median([run['seconds'] for run in found.values()]):.2f}"])
     return rows
 
 
@@ -113,9 +113,9 @@ def main() -> None:
         for name in names:
             for method in methods:
                 given = [str(options.small), str(options.steps), method == "ntk_laplace" and json.dumps(options.ours),
-                         method == "laplace-bayesopt" and str(options.epochs)]  # fmt: skip
+                         method == "laplace-bayesopt" and str(options.epochs)]
                 once(options.out / f"{name} {method} {seed}.json", [str(one) for one in given],
-                     lambda n=name, m=method, s=seed: regrets(n, m, s, options))  # fmt: skip
+                     lambda n=name, m=method, s=seed: regrets(n, m, s, options))
     results: dict[str, Any] = {}
     figure = Figure(figsize=(4 * len(names), 3.5), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(names)))
@@ -131,7 +131,7 @@ def main() -> None:
         panel.set(title=name, xlabel="evaluations", ylabel="median regret", yscale="log")
         results[name] = {method: {"regret": [run["regret"][-1] for run in found.values()],
                                   "seconds": [run["seconds"] for run in found.values()]}
-                         for method, found in runs.items()}  # fmt: skip
+                         for method, found in runs.items()}
         print(f"\n{name}\n")
         print(table(["method", "seeds", "median regret", "ours is below", "seconds a step"], summary(runs)))
     axes[-1].legend()

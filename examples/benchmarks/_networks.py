@@ -30,7 +30,7 @@ def cnn() -> nn.Sequential:
         nn.Conv2d(1, 8, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(8, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 10),
-    )  # fmt: skip
+    )
 
 
 class Residual(nn.Module):
@@ -56,7 +56,7 @@ def resnet() -> nn.Sequential:
         nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
         Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-    )  # fmt: skip
+    )
 
 
 class Transformer(nn.Module):

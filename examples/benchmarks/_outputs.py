@@ -43,7 +43,7 @@ def main() -> None:
     probabilities = predicted(posterior, x_test)
     np.savez(options.target, fit_seconds=fitted - start, fit_bytes=after - base, evidence=float(evidence),
              predict_seconds=(time.process_time() - fitted) / len(x_test), predict_bytes=peak_bytes() - base,
-             probabilities=probabilities.detach().numpy())  # fmt: skip
+             probabilities=probabilities.detach().numpy())
 
 
 def ours(network: nn.Module, x: Tensor, y: Tensor, structure: str) -> tuple[Any, Tensor]:
@@ -59,7 +59,7 @@ def laplace_torch(network: nn.Module, x: Tensor, y: Tensor, structure: str) -> t
     from laplace import Laplace
 
     posterior = Laplace(network, "classification", subset_of_weights="last_layer", hessian_structure=structure,
-                        prior_precision=1.0)  # fmt: skip
+                        prior_precision=1.0)
     posterior.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=20))
     return posterior, posterior.log_marginal_likelihood()
 

@@ -126,7 +126,7 @@ def dattri_task(case: Problem) -> Any:
         return case.each_target(torch.func.functional_call(case.network, params, x), y).mean()
 
     return AttributionTask(loss_func=loss, model=case.network, checkpoints=case.network.state_dict(),
-                           target_func=None if case.target == "loss" else target)  # fmt: skip
+                           target_func=None if case.target == "loss" else target)
 
 
 def dattri_inner(name: str, argument: str) -> Scores:
@@ -162,7 +162,7 @@ def dattri_rps(case: Problem, damping: float | None) -> Tensor:
         raise NotImplementedError("representer points are for classification")
     loss = functional.cross_entropy if case.kind == "categorical" else functional.binary_cross_entropy_with_logits
     task = AttributionTask(loss_func=lambda f, y: loss(f, y), model=case.network,
-                           checkpoints=case.network.state_dict())  # fmt: skip
+                           checkpoints=case.network.state_dict())
     chosen = given("l2_strength", damping)
     attributor = RPSAttributor(task=task, final_linear_layer_name="2", **chosen)
     train, test = case.loaders()
@@ -231,10 +231,10 @@ def kronfluence(case: Problem, damping: float | None) -> Tensor:
     chosen = ScoreArguments(**given("damping_factor", damping))
     with tempfile.TemporaryDirectory() as folder:
         analyzer = Analyzer("benchmark", model, task, cpu=True, output_dir=folder, disable_tqdm=True,
-                            log_level=logging.ERROR)  # fmt: skip
+                            log_level=logging.ERROR)
         analyzer.fit_all_factors("ekfac", train, per_device_batch_size=len(train))
         analyzer.compute_pairwise_scores("scores", "ekfac", test, train, per_device_query_batch_size=len(test),
-                                         per_device_train_batch_size=len(train), score_args=chosen)  # fmt: skip
+                                         per_device_train_batch_size=len(train), score_args=chosen)
         return analyzer.load_pairwise_scores("scores")["all_modules"] / len(case.x)
 
 
@@ -265,7 +265,7 @@ def traker(case: Problem, damping: float | None) -> Tensor:
     states = [{k: v.clone() for k, v in state.items()} for state in states]
     with tempfile.TemporaryDirectory() as folder:
         judge = TRAKer(model=case.network, task=task, train_set_size=len(case.x), save_dir=folder, device="cpu",
-                       logging_level=logging.ERROR, **chosen)  # fmt: skip
+                       logging_level=logging.ERROR, **chosen)
         for i, state in enumerate(states):
             judge.load_checkpoint(state, model_id=i)
             for batch in train:
@@ -302,7 +302,7 @@ def captum(name: str, argument: str | None) -> Scores:
             torch.save(case.network.state_dict(), path)
             where = [path] if name == "TracInCP" else path
             judge = known[name](case.network, train, where, loss_fn=case.each_loss, test_loss_fn=case.each_target,
-                                batch_size=None, **chosen)  # fmt: skip
+                                batch_size=None, **chosen)
             return judge.influence(next(iter(test))).detach()
 
     return scores

@@ -38,7 +38,7 @@ def main() -> None:
     posterior = Laplace(
         network, "classification", subset_of_weights="all", hessian_structure=options.structure,
         prior_precision=float(arrays["precision"]),
-    )  # fmt: skip
+    )
     posterior.fit(loader)
     fitted = time.perf_counter()
     evidence = posterior.log_marginal_likelihood()

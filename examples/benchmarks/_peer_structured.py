@@ -60,7 +60,7 @@ def posterior(network: nn.Module, structure: str, backend: str) -> Any:
     return laplace.Laplace(
         network, "classification", subset_of_weights="all", hessian_structure=structure, prior_precision=1.0,
         backend=getattr(laplace.curvature, BACKENDS[backend]),
-    )  # fmt: skip
+    )
 
 
 def fit_laplace(structure: str, backend: str) -> Callable[[nn.Module, Batches], Any]:
@@ -79,7 +79,7 @@ def fit_curvlinops(network: nn.Module, batches: Batches, ekfac: bool = False, se
         network, nn.CrossEntropyLoss(reduction="sum"), list(network.parameters()), batches,
         fisher_type=curvlinops.FisherType.TYPE2, check_deterministic=False, num_data=len(batches.dataset),
         num_per_example_loss_terms=1, separate_weight_and_bias=separate,
-    )  # fmt: skip
+    )
     operator.compute_kronecker_factors()
     if ekfac:
         operator.compute_eigenvalue_correction()

@@ -21,13 +21,13 @@ from torch.func import functional_call
 
 
 def ivon(network: nn.Module, x: Tensor, y: Tensor, noise: float, precision: float, steps: int,
-         lr: float, hess_init: float, samples: int, beta2: float) -> dict[str, Tensor]:  # fmt: skip
+         lr: float, hess_init: float, samples: int, beta2: float) -> dict[str, Tensor]:
     """A cosine schedule, the whole data at each step, as its README has it."""
     from ivon import IVON
 
     n = len(x)
     optimizer = IVON(network.parameters(), lr=lr, ess=n, hess_init=hess_init, beta2=beta2,
-                     weight_decay=precision / n, mc_samples=samples)  # fmt: skip
+                     weight_decay=precision / n, mc_samples=samples)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         for _ in range(samples):
@@ -42,7 +42,7 @@ def ivon(network: nn.Module, x: Tensor, y: Tensor, noise: float, precision: floa
 
 
 def posteriors_vi(network: nn.Module, x: Tensor, y: Tensor, noise: float, precision: float, steps: int,
-                  kind: str, lr: float, samples: int, initial: float) -> dict[str, Tensor]:  # fmt: skip
+                  kind: str, lr: float, samples: int, initial: float) -> dict[str, Tensor]:
     """`posteriors.vi.diag` or `vi.dense` with Adam."""
     import posteriors
     import torchopt

@@ -94,7 +94,7 @@ def fit_small(rank: int, structure: str, n: int, out: Path, checkpoint: Path | N
     settings = ntkl.Settings(batch_size=4, distributed=True, progress=False, checkpoint=checkpoint, resume=resume)
     try:
         posterior = ntkl.laplace(network.double(), (x.double(), y), ntkl.Categorical(), structure=structure,
-                                 settings=settings)  # fmt: skip
+                                 settings=settings)
     except ntkl.ProcessLostError as error:
         (out.parent / f"lost.{rank}").write_text(str(error))
         raise SystemExit(3) from None
@@ -148,5 +148,5 @@ def kill_one(folder: Path, structure: str, n: int, seconds: float, ranks: int = 
 def done(folder: Path) -> str:
     """The pass of each file that is left, and how many examples of it are done."""
     records = [torch.load(path, weights_only=True)["accumulation"] for path in sorted(folder.glob("fit.pt*"))
-               if not path.name.endswith(".block")]  # fmt: skip
+               if not path.name.endswith(".block")]
     return " and ".join(f"{record['stage']} {len(record['done'])}" for record in records)

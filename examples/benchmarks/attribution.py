@@ -134,7 +134,7 @@ def ours(problem: Problem, thetas: np.ndarray, known: Truth) -> dict[str, dict[s
         alone = attribution.without_each_in_turn(known.chosen, len(problem.x))
         before = target(posterior).numpy()
         return (attribution.predicted(posterior, known.kept, target, steps),
-                attribution.predicted(posterior, alone, target, steps) - before)  # fmt: skip
+                attribution.predicted(posterior, alone, target, steps) - before)
 
     def mean(steps: int | None) -> tuple[np.ndarray, np.ndarray]:
         found = [joint(theta, steps) for theta in thetas]
@@ -161,16 +161,16 @@ def ours(problem: Problem, thetas: np.ndarray, known: Truth) -> dict[str, dict[s
 
 
 def theirs(python: str, problem: Problem, thetas: np.ndarray, known: Truth, name: str, options: argparse.Namespace
-           ) -> list[dict[str, Any]]:  # fmt: skip
+           ) -> list[dict[str, Any]]:
     """One peer with each damping, the default first."""
     peer = PEERS[name]
     arrays = {"x": problem.x, "y": problem.y, "x_test": problem.x_test, "y_test": problem.y_test, "thetas": thetas,
               "kind": np.asarray(problem.kind), "noise": np.asarray(problem.noise),
               "target": np.asarray(problem.target),
-              "outputs": np.asarray(problem.outputs)}  # fmt: skip
+              "outputs": np.asarray(problem.outputs)}
     dampings = peer.dampings(problem)[: 2 if options.small else None]
     command = ["_peer_attribution.py", "--method", name, "--limit", str(options.limit), "--threads",
-               str(options.threads), "--dampings", *map(repr, dampings)]  # fmt: skip
+               str(options.threads), "--dampings", *map(repr, dampings)]
     raw = run_python(python, command, arrays)
     if "error" in raw:
         return [{"damping": None, "error": raw["error"].splitlines()[-1][:160]}]
@@ -214,10 +214,10 @@ def report(mine: dict[str, Any], peers: dict[str, list[dict[str, Any]]], problem
             where = "default" if best["damping"] is None else f"{best['damping'] / each:g}{unit}"
         took = f"{min(one['seconds'] for one in found if 'seconds' in one):.1f}" if scored else ""
         rows.append([peer.words, *cells(default, peer.effects), *cells(decay, peer.effects), where,
-                     *cells(best, peer.effects), took])  # fmt: skip
+                     *cells(best, peer.effects), took])
     rows.append(["another seed of retraining (ceiling)", str(ceiling), *[""] * 7])
     print(table(["method", "LDS, default", "one out: r, slope", "LDS, damping δ", "r, slope", "tuned to", "LDS, tuned",
-                 "r, slope", "seconds"], rows))  # fmt: skip
+                 "r, slope", "seconds"], rows))
 
 
 def written(file: Path, name: str) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def main() -> None:
     if not options.peers_python:
         print("peers left out: give their interpreter with --peers-python")
     print(f"\n{problem.name}, N={len(problem.x)}, δ = {problem.delta:g}, {len(known.kept)} halves, "
-          f"{len(known.chosen)} single points\n")  # fmt: skip
+          f"{len(known.chosen)} single points\n")
     report(mine, ordered(peers), problem, ceiling)
     write(options.out, result)
 

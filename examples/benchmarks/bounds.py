@@ -50,16 +50,16 @@ def bounds(posterior: ntkl.Posterior) -> list[dict[str, Any]]:
     """Every bound with its seconds; all blocks are used, so that each is certain."""
     n, found = posterior.num_examples, []
     cases: list[tuple[str, dict[str, Any]]] = [(f"M = N/{k}" if k > 1 else "M = N", {"examples": -(-n // k)})
-                                               for k in (1, 2, 4, 10)]  # fmt: skip
+                                               for k in (1, 2, 4, 10)]
     quarter = {"examples": -(-n // 4)}
     cases += [("one output, M = N", {"outputs": "one"}), ("one output, M = N/4", quarter | {"outputs": "one"}),
               ("layers", {"parameters": "layers"}), ("diagonal", {"parameters": "diagonal"}),
-              ("layers, M = N/4", quarter | {"parameters": "layers"})]  # fmt: skip
+              ("layers, M = N/4", quarter | {"parameters": "layers"})]
     for name, options in cases:
         start = time.perf_counter()
         bound = posterior.evidence_bound(**options)
         found.append({"name": name, "value": float(bound), "seconds": time.perf_counter() - start,
-                      "blocks": bound.num_blocks})  # fmt: skip
+                      "blocks": bound.num_blocks})
     return found
 
 
@@ -82,11 +82,11 @@ def trained(x: Tensor, y: Tensor, options: argparse.Namespace, **evidence: Any) 
         network, (x, y), ntkl.Categorical(), prior(), "gp", epochs=options.epochs, batch_size=options.batch,
         schedule=schedule, optimizer=lambda p: torch.optim.Adam(p, lr=2e-3), settings=ntkl.Settings(progress=False),
         **evidence,
-    )  # fmt: skip
+    )
     return {
         "seconds": time.perf_counter() - start, "evidence": float(result.posterior.evidence()),
         "precisions": result.posterior.prior.precision.tolist(), "history": result.history.to_dict(),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -114,17 +114,17 @@ def main() -> None:
     print(f"N={n:,}, MLP {widths}, P={posterior.num_parameters:,}; exact evidence {exact:.3f} nats\n")
     rows = [[each["name"], f"{each['blocks']}", f"{each['value']:.2f}",
              f"{100 * (exact - each['value']) / abs(exact):.1f} %", seconds(each["seconds"])]
-            for each in found]  # fmt: skip
+            for each in found]
     print(table(["bound", "blocks", "nats", "below the exact evidence", "time"], rows))
 
     m = options.subset or max(1, n // 10)
     times = best_times({
         "evidence": lambda: fit(network, x, y).log_det(), "step": step(network, x, y),
         "subset step": step(network, x[:m], y[:m]),
-    }, options.repeats)  # fmt: skip
+    }, options.repeats)
     print(f"\nwhole evidence {seconds(times['evidence'])}, with its gradient {seconds(times['step'])}; from M = {m} "
           f"{seconds(times['subset step'])}, {ratio(times['subset step'], times['evidence'])} of the whole evidence "
-          "(goal: at most 0.1x)\n")  # fmt: skip
+          "(goal: at most 0.1x)\n")
 
     runs = {"exact": trained(x, y, options), f"M = {m}": trained(x, y, options, evidence="subset", examples=m)}
     ends = {name: run["history"]["evidence"][-1] for name, run in runs.items()}
@@ -132,7 +132,7 @@ def main() -> None:
     rows = [[name, f"{ends[name]:.2f}", f"{100 * (ends[name] - whole) / abs(whole):+.2f} %",
              f"{run['evidence']:.2f}", seconds(run["seconds"]),
              ", ".join(f"{value:.3g}" for value in run["precisions"]),
-             ", ".join(map(str, run["history"]["examples"])) or "all"] for name, run in runs.items()]  # fmt: skip
+             ", ".join(map(str, run["history"]["examples"])) or "all"] for name, run in runs.items()]
     print(table(["steps on", "exact evidence, last", "above the first", "best", "time", "precisions", "M"], rows))
     print("\ngoal: at the end within 2 % of the exact schedule")
     result = {"exact": exact, "bounds": found, "times": times, "trainings": runs, "examples": n, "m": m}

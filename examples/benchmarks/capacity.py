@@ -52,7 +52,7 @@ def conv(width: int) -> nn.Sequential:
     """Two convolutions of 8 x 8 images, then a linear layer."""
     return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, width, 3, padding=1), nn.Tanh(),
                          nn.Conv2d(width, width, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten(),
-                         nn.Linear(16 * width, CLASSES))  # fmt: skip
+                         nn.Linear(16 * width, CLASSES))
 
 
 def sure(scale: float, *widths: int) -> nn.Sequential:
@@ -159,14 +159,14 @@ def paper(widths: tuple[int, ...], n: int) -> list[list[str]]:
     for name in ntkl.structures.structure_names():
         one = ntkl.structures.structure_of(name, {})
         model, _ = linearized(network, (x, torch.arange(2)), likelihood, prior, one, "ggn", dtype=torch.float32,
-                              settings=settings)  # fmt: skip
+                              settings=settings)
         model.jacobian_pass.prepare(x)
         p, c = model.network.num_parameters, CLASSES
         k = torch.arange(1, 200_000, dtype=torch.float64)
         given = Problem(model, n, model.jacobian_pass.rows(x), 1, (GAMMA * 2 / torch.pi / k).square(), -1e-2 * n)
         speed = PEAK * SHARE
         rates = Work(passes=speed / (2 * (1 + c) * p), products=speed / (4 * p), matmul=speed, cholesky=speed,
-                     eigh=EIGH_RATE / EIGH_FLOPS)  # fmt: skip
+                     eigh=EIGH_RATE / EIGH_FLOPS)
         cells, notes = [name], []
         for processes in DEVICES:
             found = one.forecast(replace(given, processes=processes))
@@ -212,7 +212,7 @@ def main() -> None:
         [case["structure"], case["network"], f"{case['num_examples']:,}", f"{case['predicted_bytes'] / 1e6:.0f} MB",
          f"{case['bytes'] / 1e6:.0f} MB", f"{case['predicted_bytes'] / max(1, case['bytes']) - 1:+.0%}",
          f"{case['predicted_seconds']:.2g} s", f"{case['seconds']:.2g} s"] for case in cases
-    ]  # fmt: skip
+    ]
     heads = ["structure", "network", "N", "predicted", "measured", "off by", "predicted", "measured"]
     print(table(heads, rows))
     write(options.out, {"machine": machine(options.threads), "cases": cases})

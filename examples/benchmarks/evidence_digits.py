@@ -121,14 +121,14 @@ def report(
         ["predict 100 (probit), float32", seconds(predict_theirs), seconds(predict_mine),
          ratio(predict_theirs, predict_mine), ">= 100x"],
         ["predict 100 (glm, 1,000 samples), float32", "-", seconds(glm), ratio(predict_theirs, glm), ""],
-    ]  # fmt: skip
+    ]
     labels = {"fit_evidence_seconds": "fit + evidence", "predict_probit_seconds": "predict 100 (probit)",
-              "predict_glm_seconds": "predict 100 (glm, 1,000 samples)"}  # fmt: skip
+              "predict_glm_seconds": "predict 100 (glm, 1,000 samples)"}
     for key, label in labels.items():
         theirs_seconds = fit_theirs if key.startswith("fit") else predict_theirs
         own = mine["float64"][key]
         rows.append([f"{label}, our float64 against their float32", seconds(theirs_seconds), seconds(own),
-                     ratio(theirs_seconds, own), ""])  # fmt: skip
+                     ratio(theirs_seconds, own), ""])
     print(f"\n{title}, float32 network\n")
     print(table(["work", "laplace-torch full", "ours", "ratio", "goal"], rows))
     result: dict[str, Any] = {"machine": machine(options.threads), "ours_float64": double}

@@ -85,7 +85,7 @@ def coverage(seeds: int, small: bool) -> dict[str, Any]:
             lambda p, s: p.annealed_evidence(steps, 64, model="glm", generator=seeded(s)),
         "annealed from the prior, network":
             lambda p, s: p.annealed_evidence(2 * steps, 64, "prior", generator=seeded(s)),
-    }  # fmt: skip
+    }
     problems = [logistic(seed) for seed in range(seeds)]
     found: dict[str, Any] = {}
     for name, estimate in estimates.items():
@@ -152,7 +152,7 @@ def units(small: bool, temperatures: int, chains: int) -> dict[str, Any]:
                       "from the prior's": own.value + symmetry * (own is not prior) - prior.value,
                       "joint error": math.hypot(own.standard_error, prior.standard_error)}
                for name, own in (("prior", prior), ("posterior", near), ("importance", drawn))},
-        }  # fmt: skip
+        }
     return found
 
 
@@ -173,7 +173,7 @@ def starts(small: bool) -> dict[str, Any]:
             problem = network, (x, y), ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0)
             laplace = ntkl.laplace(*problem, "full")
             fit = ntkl.variational(*problem, start=laplace, step_size=0.1, steps=5 if small else 400, samples=4,
-                                   average=True, elbo_every=0)  # fmt: skip
+                                   average=True, elbo_every=0)
             for name, posterior in (("Laplace", laplace), ("VOGGN", fit.posterior)):
                 drawn = posterior.importance_evidence(200 if small else 4000, generator=seeded(seed))
                 chains = posterior.annealed_evidence(5 if small else 60, 64, leapfrog=4, generator=seeded(seed))

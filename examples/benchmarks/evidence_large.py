@@ -102,7 +102,7 @@ def main() -> None:
     # The children come first: on Linux a process's peak begins with its parent's.
     given = ["--num-examples", str(n), "--threads", str(options.threads), "--memory-only"]
     children = {work: in_process(__file__, [*given, work], partial(memory, n, hidden, work), options.small)
-                for work in WORKS}  # fmt: skip
+                for work in WORKS}
     found = times(n, hidden, options.repeats)
     one = (9 * n) ** 2 * 8
     floor = found["cholesky"] + found["gram"]
@@ -113,9 +113,9 @@ def main() -> None:
         extra = children[work]["peak_bytes"] - children[work]["base_bytes"]
         result["time_ratios"][work], result["memory_ratios"][work] = found[work] / floor, extra / one
         rows.append([text, f"{found[work]:.2f} s", f"{floor:.2f} s ({found['cholesky']:.2f} + {found['gram']:.2f})",
-                     f"{found[work] / floor:.2f}x", time_goal])  # fmt: skip
+                     f"{found[work] / floor:.2f}x", time_goal])
         more.append([f"peak memory, {text}", f"{extra / 1e6:.0f} MB", f"{one / 1e6:.3g} MB", f"{extra / one:.2f}x",
-                     memory_goal])  # fmt: skip
+                     memory_goal])
     value = children["evidence"]["evidence"]
     print(f"N={n}, C=10, MLP 64-{hidden}-{hidden}-10, float64; evidence {value:.6f} nats\n")
     print(table(["work", "ours", "floor (Cholesky + Gram matmuls; one B)", "ratio", "goal"], rows + more))

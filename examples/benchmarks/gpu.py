@@ -73,7 +73,7 @@ class Sizes:
 
 
 SMALL = Sizes(orders=(60,), heights=(20, 60), solved=60, eigenvalues=(30,), widths=(12, 8, 6, 3), tiled=12,
-              b1=20, b2=24, b3=40, compared_widths=(12, 4, 3), b4=6, channels=2, batch=3, steps=4)  # fmt: skip
+              b1=20, b2=24, b3=40, compared_widths=(12, 4, 3), b4=6, channels=2, batch=3, steps=4)
 
 
 Found = dict[str, Any]
@@ -247,7 +247,7 @@ def b3(sizes: Sizes, device: torch.device, found: Found) -> None:
                 posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), prior, structure, dtype=dtype)
                 result = posterior.evidence()
             own[structure] |= {"evidence": float(result), "standard_error": result.standard_error,
-                               "lower": result.lower, "upper": result.upper}  # fmt: skip
+                               "lower": result.lower, "upper": result.upper}
             with measured(device, own, f"{structure}, gradients"):
                 result.value.backward()
             own[f"{structure}, gradients"]["slopes"] = posterior.prior.log_precision.grad.tolist()
@@ -343,7 +343,7 @@ def eigenvalues(sizes: Sizes, device: torch.device, found: Found) -> None:
 PARTS: dict[str, Callable[[Sizes, torch.device, Found], None]] = {
     "potrf": potrf, "solves": solves, "tiles": tiles, "digits": digits, "b1": b1, "b2": b2, "b4": b4,
     "eigenvalues": eigenvalues, "b3": b3,
-}  # fmt: skip
+}
 
 
 # --- the run
@@ -427,7 +427,7 @@ def goals(results: dict[str, Any]) -> list[list[str]]:
         line("B3 small network, off from weight space",
              None if None in both else 100 * abs(both[1] / both[0] - 1), 1, "%"),
         line("B4 streamed product, over two training steps", figure("b4", "ratio"), 3, "x"),
-    ]  # fmt: skip
+    ]
 
 
 def flat(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

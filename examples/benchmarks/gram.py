@@ -172,7 +172,7 @@ def row(case: GramCase, found: dict[str, Any]) -> list[str]:
         seconds(mine), ratio(mine, found["floor"]), ratio(mine, found["dense"]),
         " / ".join(f"{found[k] / 1e6:.0f}" for k in ("memory_ours", "memory_dense") if k in found) + " MB",
         GOALS[case.name],
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
@@ -196,7 +196,7 @@ def main() -> None:
     methods = {c: ("ours",) if c == "mlp" else ("ours", "dense") for c in options.cases}
     given = ["--threads", str(options.threads), "--memory-of"]
     peaks = {(c, m): in_process(__file__, [*given, c, m], partial(memory, c, m, few), options.small)
-             for c, found in methods.items() for m in found}  # fmt: skip
+             for c, found in methods.items() for m in found}
     for name in options.cases:
         case = gram_case(name, few)
         found = measure(case, 1 if options.small else options.repeats)
@@ -206,7 +206,7 @@ def main() -> None:
         rows.append(row(case, found))
         print(f"{case.title}: {json.dumps(found)}", file=sys.stderr, flush=True)
     head = ["network, C=10", "dense", "nngeometry", "neural-tangents", "floor", "ours", "ours/floor", "ours/dense",
-            "memory ours / dense", "goal"]  # fmt: skip
+            "memory ours / dense", "goal"]
     print("\n" + table(head, rows))
     write(options.out, result)
 

@@ -68,7 +68,7 @@ def main() -> None:
     found = problems(20 if options.small else 150)
     x_new = torch.randn(50, 2, generator=torch.Generator().manual_seed(1)).double()
     result = {f"{task}/{name}": ours(*problem, how, x_new) for task, problem in found.items()
-              for name, how in SAME.items()}  # fmt: skip
+              for name, how in SAME.items()}
     peer: dict[str, Any] = {}
     if options.peers_python:
         peer = run_python(options.peers_python, ["_peer_calls.py"], sent(found, x_new))
@@ -81,12 +81,12 @@ def main() -> None:
     print(table(["task, subset, structure", "our evidence", "evidence", "mean", "variance"], rows))
     figures = {name: values["evidence"].item() for name, values in result.items()}
     write(options.out, {"machine": machine(options.threads), "evidence": figures,
-                        "differences": {row[0]: row[2:] for row in rows}})  # fmt: skip
+                        "differences": {row[0]: row[2:] for row in rows}})
 
 
 def ours(
     network: nn.Module, x: Tensor, y: Tensor, likelihood: ntkl.Likelihood, how: dict[str, Any], x_new: Tensor
-) -> dict[str, np.ndarray]:  # fmt: skip
+) -> dict[str, np.ndarray]:
     """Evidence, and the mean and variance of f, or the probit probabilities."""
     posterior = ntkl.laplace(network, (x, y), likelihood, **({"prior": ntkl.GaussianPrior(PRECISION)} | how))
     evidence = posterior.log_marginal_likelihood().detach().numpy()

@@ -49,7 +49,7 @@ def main() -> None:
     network = Adapters(options.modules, options.width, options.rank)
     data = torch.randint(16, (options.examples, options.tokens)), torch.randint(4, (options.examples,))
     found = ntkl.plan(network, data, ntkl.Categorical(), structures=["gp", "kfac", ntkl.KFAC(rank=10), "diag"],
-                      dtype=torch.float32)  # fmt: skip
+                      dtype=torch.float32)
     print(found)
     for row in found.rows:
         print(f"{row.structure}: " + ", ".join(f"{name} {size / 2**20:,.2f} MiB" for name, size in row.stored.items()))

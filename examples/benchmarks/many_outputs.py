@@ -38,7 +38,7 @@ def main() -> None:
         "widths": np.array(widths), "x": torch.randn(options.examples, 16).double().numpy(),
         "y": torch.randint(options.classes, (options.examples,)).numpy(),
         "x_test": torch.randn(options.test, 16).double().numpy(),
-    }  # fmt: skip
+    }
     tasks = [("ntk_laplace", sys.executable, "ours", each) for each in options.structures.split(",")]
     if options.peers_python:
         peers = options.peer_structures.split(",")
@@ -53,7 +53,7 @@ def main() -> None:
             continue
         rows.append([f"{name} {structure}", f"{result['evidence']:,.6f}",
                      seconds(result["fit_seconds"]), _mb(result["fit_bytes"]),
-                     seconds(result["predict_seconds"]), _mb(result["predict_bytes"])])  # fmt: skip
+                     seconds(result["predict_seconds"]), _mb(result["predict_bytes"])])
         print(*rows[-1], flush=True)
     head = "posterior", "evidence", "fit and evidence", "memory", "probit, each input", "memory"
     print("\n" + table(head, rows))

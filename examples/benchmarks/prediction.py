@@ -34,7 +34,7 @@ def network() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, stride=2), nn.Tanh(), nn.Conv2d(4, 8, 3, stride=2), nn.Tanh(), nn.Flatten(),
         nn.Linear(288, 10),
-    )  # fmt: skip
+    )
 
 
 def measure(structure: str, method: str, count: int, samples: int, training: int) -> dict[str, float]:
@@ -54,7 +54,7 @@ def measure(structure: str, method: str, count: int, samples: int, training: int
 def in_a_process(options: argparse.Namespace, structure: str, method: str, count: int) -> dict[str, Any]:
     """The figures of one prediction."""
     given = ["--measure", structure, method, str(count), "--samples", str(options.samples), "--threads",
-             str(options.threads)]  # fmt: skip
+             str(options.threads)]
     job = partial(measure, structure, method, count, options.samples, options.training)
     return in_process(__file__, given, job, options.small)
 
@@ -78,16 +78,16 @@ def main() -> None:
         return
     few, many = options.counts
     pairs = [(structure, method) for structure in options.structures
-             for method in (options.methods if structure == "kfac" else options.methods[:1])]  # fmt: skip
+             for method in (options.methods if structure == "kfac" else options.methods[:1])]
     result: dict[str, Any] = {"machine": machine(options.threads), "counts": options.counts, "samples": options.samples,
-                              "predictions": []}  # fmt: skip
+                              "predictions": []}
     rows = []
     for structure, method in pairs:
         found = [in_a_process(options, structure, method, count) for count in (few, many)]
         ratio = found[1]["peak_bytes"] / found[0]["peak_bytes"]
         result["predictions"].append({"structure": structure, "method": method, "runs": found, "ratio": ratio})
         figures = [f"{one['peak_bytes'] / 1e6:.0f} MB ({(one['peak_bytes'] - one['base_bytes']) / 1e6:.0f})"
-                   for one in found]  # fmt: skip
+                   for one in found]
         rows.append([structure, method, *figures, f"{ratio:.2f}x", f"{found[1]['seconds']:.1f} s"])
     head = ["structure", "method", f"peak, {few:,} images", f"peak, {many:,} images", "ratio", f"time, {many:,}"]
     print(f"{options.samples} draws where a method draws\n")

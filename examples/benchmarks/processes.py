@@ -27,7 +27,7 @@ from _common import machine, parser, seconds, table, write
 from _processes import done, kill_one, result, start, timed
 
 CASES = {"kfac": (20000, (784, 512, 256, 10)), "ekfac": (20000, (784, 512, 256, 10)),
-         "diag": (20000, (784, 512, 256, 10)), "gp": (900, (64, 64, 10))}  # fmt: skip
+         "diag": (20000, (784, 512, 256, 10)), "gp": (900, (64, 64, 10))}
 SMALL = {"gp": (30, (8, 6, 3))}
 GOALS = {"kfac": 1.8, "ekfac": 1.8, "diag": 1.8, "gp": 1.7}
 
@@ -50,7 +50,7 @@ def times(cases: dict[str, Any], repeats: int, folder: Path) -> dict[str, Any]:
                 numbers[ranks] = own["numbers"]
         gap = float(((numbers[1] - numbers[2]).abs() / numbers[1].abs()).max())
         found[structure] = {"one": best[1], "two": best[2], "times": best[1] / best[2], "difference": gap,
-                            "processor": processor, "processor_times": processor[1] / processor[2]}  # fmt: skip
+                            "processor": processor, "processor_times": processor[1] / processor[2]}
         print(f"{structure}: {best[1]:.3g} s, {best[2]:.3g} s", flush=True)
     return found
 
@@ -72,7 +72,7 @@ def kills(count: int, n: int, folder: Path) -> dict[str, Any]:
         own = max(float(((one - expected) / expected).abs().max()) for one in found)
         gap, equal = max(gap, own), equal + (own < 1e-12 and took < 60.0)
         print(f"{tries}: {left} done, said so after {took:.2f} s, resumed with {1 + tries % 3}, difference {own:.1e}",
-              flush=True)  # fmt: skip
+              flush=True)
     return {"kills": count, "equal": equal, "longest_wait": longest, "difference": gap}
 
 
@@ -85,12 +85,12 @@ def main() -> None:
         if options.kill:
             found["death"] = kills(options.kill, 60 if options.small else 400, Path(name))
             print(f"{found['death']['equal']} of {options.kill}: equal to an undisturbed fit; the longest wait for the "
-                  f"error was {found['death']['longest_wait']:.2f} s")  # fmt: skip
+                  f"error was {found['death']['longest_wait']:.2f} s")
         else:
             found["times"] = times(SMALL if options.small else CASES, options.repeats, Path(name))
             rows = [[name, seconds(own["one"]), seconds(own["two"]), f"{own['times']:.2f}x",
                      f"{own['processor_times']:.2f}x", f">= {GOALS[name]}x", f"{own['difference']:.1e}"]
-                    for name, own in found["times"].items()]  # fmt: skip
+                    for name, own in found["times"].items()]
             print(table(["structure", "one process", "two", "faster", "by processor time", "goal", "difference"], rows))
             print(f"load before: {found['machine']['load']}")
     write(options.out, found)

@@ -240,21 +240,21 @@ def coverage(options: argparse.Namespace) -> list[list[str]]:
         "categorical": (ntkl.Categorical, y % 5, 5), "gaussian": (lambda: ntkl.Gaussian(0.05), x[:, 20:22], 2),
         "poisson": (ntkl.Poisson, (x > 0.5).sum(1).double() // 8, 1),
         "bernoulli": (ntkl.Bernoulli, (y > 4).double(), 1),
-    }  # fmt: skip
+    }
     networks: dict[str, Callable[[int], nn.Module]] = {
         "MLP 64-16": lambda c: mlp((64, 16, c)),
         "CNN": lambda c: nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AvgPool2d(2),
                                        nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, c)),
         "deep MLP": lambda c: mlp((64, 12, 12, 12, c), nn.SiLU),
-    }  # fmt: skip
+    }
     rows = []
 
     def row(name: str, network: nn.Module, data: tuple[Tensor, Tensor], likelihood: Callable[[], ntkl.Likelihood],
-            rank: int | None) -> None:  # fmt: skip
+            rank: int | None) -> None:
         exact = float(ntkl.laplace(network, data, likelihood(), structure="full").log_marginal_likelihood())
         found = [ntkl.laplace(network, data, likelihood(),
                               structure=ntkl.Iterative(rank=rank, probes=16, relative_error=0.05, seed=seed)).evidence()
-                 for seed in range(2 if options.small else 20)]  # fmt: skip
+                 for seed in range(2 if options.small else 20)]
         inside = sum(abs(float(one) - exact) <= 2 * one.standard_error for one in found)
         bounded = sum(one.lower <= exact <= one.upper for one in found)
         rows.append([name, f"{exact:.1f}", f"{np.mean([one.standard_error for one in found]):.2g}",

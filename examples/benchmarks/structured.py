@@ -282,7 +282,7 @@ def line(row: Row, own: dict[str, float], found: dict[str, Any], num_examples: i
 def report(
     options: argparse.Namespace, case: Problem, rows: list[Row], mine: dict[str, Any],
     theirs: dict[str, dict[str, Any]], checks: dict[str, float],
-) -> None:  # fmt: skip
+) -> None:
     """Print the tables and write the JSON."""
     own, num_examples, widths = mine["seconds"], len(case.y), case.widths
     print(f"\nN={num_examples:,}, MLP {'-'.join(map(str, widths))}, float32, {options.threads} threads\n")
@@ -292,7 +292,7 @@ def report(
              "kfac_evidence": "KFAC fit and evidence", "kfac_eigen": "KFAC fit and eigenvectors",
              "kfac_predict": "KFAC fit and first predictive of 100", "diag": "diagonal fit (goal: at most 1.2x)",
              "prototype": "a prototype with hooks, biases apart",
-             "epoch": "one training epoch (Adam, batches of 128)"}  # fmt: skip
+             "epoch": "one training epoch (Adam, batches of 128)"}
     beside = [[text, seconds(own[k]), ratio(own[k], own["kfac"])] for k, text in names.items() if k in own]
     print("\n" + table(["beside", "time", "over our KFAC fit"], beside))
     print("\nlargest difference over the largest entry, in float32:")

@@ -113,7 +113,7 @@ def with_evidence(root: str) -> Callable[[Problem, argparse.Namespace, int, Cloc
             network, (case.x, case.y), ntkl.Categorical(), ntkl.GaussianPrior(1.0, groups="layer"), options.structure,
             root, optimizer=adam, epochs=options.epochs, batch_size=options.batch, schedule=schedule,
             dtype=torch.float32, callbacks=lambda state: clock.lap(), settings=ntkl.Settings(progress=False),
-        )  # fmt: skip
+        )
 
     return train
 
@@ -138,7 +138,7 @@ def measure(case: Problem, options: argparse.Namespace) -> dict[str, dict[str, A
             found[name]["training"] = None if name == "plain" else trained
             lap = median(wall for wall, _ in clock.laps)
             print(f"{name}, seed {seed}: {lap:.2f} s an epoch, log likelihood "
-                  f"{found[name]['scores'][-1].mean():.4f}", flush=True)  # fmt: skip
+                  f"{found[name]['scores'][-1].mean():.4f}", flush=True)
     return found
 
 
@@ -178,9 +178,9 @@ def report(results: dict[str, dict[str, Any]], case: Problem, options: argparse.
             f"{own['cpu_ratio']:.2f}x", f"{own['wall_ratio']:.2f}x",
             GOALS.get(name, ""), f"{own['log_likelihood']:.4f} ± {own['standard_error']:.4f}",
             f"{difference:+.2f}" if "ggn" in results else "", evidence,
-        ])  # fmt: skip
+        ])
     head = ["training", "epoch, s", "evaluation, s", "ratio, processor", "wall", "goal", "test log likelihood",
-            "from GGN, in errors", "evidence / N"]  # fmt: skip
+            "from GGN, in errors", "evidence / N"]
     widths = "-".join(map(str, case.widths))
     print(f"\nN={len(case.y):,}, MLP {widths}, {options.structure}, F={options.frequency}, K={options.steps}, "
           f"minibatches of {options.batch}, {options.epochs} epochs, {options.seeds} seed(s)\n\n{table(head, rows)}")

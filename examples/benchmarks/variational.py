@@ -152,7 +152,7 @@ def small_cnn() -> nn.Sequential:
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10),
-    )  # fmt: skip
+    )
 
 
 def trained(network: nn.Module, x: Tensor, y: Tensor, precision: float, epochs: int) -> nn.Module:
@@ -203,10 +203,10 @@ def kfac(options: argparse.Namespace) -> Rows:
                 network, (x, y), ntkl.Categorical(), prior, structure, start=laplace, step_size=options.step_size,
                 steps=options.steps, batch_size=min(250, len(x)), elbo_every=0, dtype=torch.float32,
                 decay=options.decay,
-            )  # fmt: skip
+            )
             seconds = time.perf_counter() - start
             rows.append([name, f"VOGGN, {structure}", f"{seconds:.3g} s, {seconds / options.steps:.3g} s a step",
-                         *scores(fit.posterior, x_test, y_test)])  # fmt: skip
+                         *scores(fit.posterior, x_test, y_test)])
             print("\n".join("  ".join(row) for row in rows[-2:]), flush=True)
     return rows
 

@@ -31,7 +31,7 @@ import ntk_laplace as ntkl
 PRECISION, NOISE = 0.63, 0.1
 GAP = 1.6, 3.0
 IVON = [{"lr": lr, "hess_init": 1.0, "samples": s, "beta2": b}
-        for lr, s, b in itertools.product((0.01, 0.03), (1, 4), (0.99, 0.995, 0.999))]  # fmt: skip
+        for lr, s, b in itertools.product((0.01, 0.03), (1, 4), (0.99, 0.995, 0.999))]
 POSTERIORS = {
     "diag": [{"lr": lr, "samples": s, "initial": 0.1} for lr, s in itertools.product((1e-3, 3e-3, 1e-2), (1, 4))],
     "dense": [{"lr": lr, "samples": s, "initial": 0.1} for lr, s in itertools.product((3e-4, 1e-3, 3e-3), (1, 4))],
@@ -73,11 +73,11 @@ class Problem:
         """A Gaussian over the weights, found elsewhere."""
         nn.utils.vector_to_parameters(mean, self.network.parameters())
         return ntkl.gaussian_posterior(self.network, (self.x, self.y), ntkl.Gaussian(noise=NOISE),
-                                       ntkl.GaussianPrior(precision=PRECISION), precision=precision)  # fmt: skip
+                                       ntkl.GaussianPrior(precision=PRECISION), precision=precision)
 
 
 def peer(problem: Problem, arrays: dict[str, np.ndarray], kind: str, settings: dict[str, float], steps: int,
-         options: argparse.Namespace) -> Row:  # fmt: skip
+         options: argparse.Namespace) -> Row:
     """One run of a peer, in its own process."""
     name = f"{'IVON' if kind == 'ivon' else f'posteriors, {kind}'} {settings}"
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +85,7 @@ def peer(problem: Problem, arrays: dict[str, np.ndarray], kind: str, settings: d
         np.savez(source, **arrays)
         command = [options.peers, str(Path(__file__).with_name("_peer_variational.py")), str(source), str(target),
                    "--peer", kind, "--settings", json.dumps(settings), "--steps", str(steps),
-                   "--threads", str(options.threads)]  # fmt: skip
+                   "--threads", str(options.threads)]
         try:
             subprocess.run(command, check=True, timeout=options.limit, capture_output=True)
         except subprocess.TimeoutExpired:
@@ -132,7 +132,7 @@ def main() -> None:
     steps, samples = (20, 50) if options.small else (options.steps, 4000)
     problem = Problem(options.data, options.small)
     arrays = to_arrays(problem.network) | {"x": problem.x.numpy(), "y": problem.y.numpy(),
-                                           "noise": np.array(NOISE), "precision": np.array(PRECISION)}  # fmt: skip
+                                           "noise": np.array(NOISE), "precision": np.array(PRECISION)}
     model = problem.network, (problem.x, problem.y), ntkl.Gaussian(noise=NOISE), ntkl.GaussianPrior(precision=PRECISION)
     start = time.perf_counter()
     laplace = ntkl.variational(*model, algorithm="oggn", start="map", steps=1, elbo_every=0).posterior
@@ -142,16 +142,16 @@ def main() -> None:
     for seed in range(3):
         start = time.perf_counter()
         fit = ntkl.variational(*model, algorithm="voggn", start=laplace, step_size=0.15, steps=3 * steps // 10,
-                               decay=steps / 25, elbo_every=0, seed=seed)  # fmt: skip
+                               decay=steps / 25, elbo_every=0, seed=seed)
         rows.append(Row(f"VOGGN, one pair, larger steps at first, seed {seed}",
-                        rows[0].seconds + time.perf_counter() - start, fit.posterior))  # fmt: skip
+                        rows[0].seconds + time.perf_counter() - start, fit.posterior))
     start = time.perf_counter()
     fit = ntkl.variational(*model, algorithm="voggn", start=laplace, samples=10, step_size=0.05, steps=steps // 5,
-                           decay=steps / 20, elbo_every=0)  # fmt: skip
+                           decay=steps / 20, elbo_every=0)
     rows.append(Row("VOGGN, five pairs, from Laplace", rows[0].seconds + time.perf_counter() - start, fit.posterior))
     start = time.perf_counter()
     fit = ntkl.variational(*model, algorithm="voggn", start=10.0, samples=10, step_size=0.05, steps=steps // 3,
-                           decay=steps / 15, elbo_every=0)  # fmt: skip
+                           decay=steps / 15, elbo_every=0)
     rows.append(Row("VOGGN, five pairs, from scratch", time.perf_counter() - start, fit.posterior))
     if options.peers:
         tasks = [("ivon", one) for one in IVON]

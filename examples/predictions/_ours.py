@@ -123,7 +123,7 @@ class Ours:
         return ntkl.train_with_evidence(
             network, data, self._likelihood(), prior, epochs=recipe.epochs if images else min(EPOCHS, recipe.epochs),
             batch_size=recipe.batch, predictive="loo" if self.exact else None, settings=QUIET, **images,
-        )  # fmt: skip
+        )
 
     def evidence_network(self) -> Method:
         """The network that training with evidence gives, alone."""
@@ -174,7 +174,7 @@ class Ours:
             self.problem.network(self.baselines.seed), self.data, self._likelihood(),
             ntkl.GaussianPrior(groups=self.groups), epochs=min(EPOCHS, recipe.epochs), batch_size=recipe.batch,
             settings=QUIET,
-        )[0]  # fmt: skip
+        )[0]
         return self._fitted(best.posterior, time.process_time() - start)
 
     def refitted(self) -> Method:

@@ -15,7 +15,7 @@ __all__ = ["DEVELOPMENT", "NAMES", "PATH", "REFITTED", "STARTS", "Comparison", "
 DEVELOPMENT = ("boston", "yacht", "energy", "banana", "ionosphere")  # the path's settings were found on these
 PATH, STARTS, REFITTED = "recommended", "two_starts", "refitted"
 RIVALS = ("network", "calibrated", "tuned_decay", "ensemble", "calibrated_ensemble", "dropout", "laplace_kron",
-          "laplace_last_layer", "leave_one_out", "retrained", "evidence_network", "evidence_posterior")  # fmt: skip
+          "laplace_last_layer", "leave_one_out", "retrained", "evidence_network", "evidence_posterior")
 NAMES = {PATH: "the path", STARTS: "the path from two starts", REFITTED: "the refitted path"}
 Run = tuple[str, int, str]
 
@@ -101,7 +101,7 @@ def report(results: Results, methods: Sequence[str]) -> str:
                 parts += [_scores(results, methods, runs), *_comparisons(results, runs)]
                 if shares := results.recovered(runs):
                     parts += [f"retraining recovers {np.median(shares):.0%} of the way to the path (median of "
-                              f"{len(shares)}), at least 90 % in {np.mean(np.array(shares) >= 0.9):.0%}"]  # fmt: skip
+                              f"{len(shares)}), at least 90 % in {np.mean(np.array(shares) >= 0.9):.0%}"]
     return "\n\n".join(parts)
 
 
@@ -110,7 +110,7 @@ def _scores(results: Results, methods: Sequence[str], runs: Sequence[Run]) -> st
         "log_likelihood": "log likelihood", "accuracy": "accuracy", "rmse": "RMSE", "ece": "ECE",
         "coverage": "90 % coverage", "auroc": "unfamiliar", "auroc_uncalibrated": "uncalibrated", "time": "time",
         "runs": "runs",
-    }  # fmt: skip
+    }
     found = {method: results.scores(method, runs) for method in methods}
     shown = [name for name in heads if any(name in one for one in found.values())]
     lines = [[method, *(f"{one[name]:.3g}" for name in shown)] for method, one in found.items() if one]
@@ -124,6 +124,6 @@ def _comparisons(results: Results, runs: Sequence[Run]) -> list[str]:
         for rival in (*RIVALS, PATH):
             if path != rival and (found := results.compare(path, rival, runs)):
                 lines.append([rival, f"{found.wins} of {found.runs}", f"{found.mean:+.3f} ± {found.error:.3f}",
-                              f"{found.worst[0]:+.3f} ({found.worst[1]})"])  # fmt: skip
+                              f"{found.worst[0]:+.3f} ({found.worst[1]})"])
         parts += [table([f"{name} against", "wins", "nats a point", "worst"], lines)] if lines else []
     return parts

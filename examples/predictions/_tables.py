@@ -126,7 +126,7 @@ def load(name: str, folder: Path | None, seed: int, small: bool = False) -> Prob
     return Problem(
         name, x[train], y[train], x[test], y[test], strange, classes,
         lambda dropout: _mlp(widths, activation, dropout), Recipe(epochs=30 if small else 600),
-    )  # fmt: skip
+    )
 
 
 def _mlp(widths: tuple[int, ...], activation: type[nn.Module], dropout: float) -> nn.Sequential:
@@ -153,7 +153,7 @@ def _small() -> nn.Sequential:
     """Two convolutions and one linear layer, 2,026 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, 2), nn.ReLU(), nn.Conv2d(6, 8, 5, 2), nn.ReLU(), nn.Flatten(), nn.Linear(128, 10),
-    )  # fmt: skip
+    )
 
 
 def _residual() -> nn.Sequential:
@@ -200,4 +200,4 @@ def _images(name: str, folder: Path | None, seed: int, small: bool) -> Problem:
     return Problem(
         name, x, y, x_test, y_test, strange, 10, lambda dropout: _with_dropout(builders[kind](), dropout),
         Recipe(epochs, 2e-3 if count == 60000 else 5e-3, 128),
-    )  # fmt: skip
+    )

@@ -61,7 +61,7 @@ def gaussian_process(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.
 
 def perceptron(
     x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, inner: int = 5
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """The noise is the mean square of residuals in inner folds."""
     mean, scale = y.mean(), y.std()
     model = MLPRegressor(hidden_layer_sizes=(32,), activation="tanh", max_iter=2000, random_state=0)
@@ -87,7 +87,7 @@ def process_classifier(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: n
 
 def calibrated_perceptron(
     x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, inner: int = 5
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """By inner folds."""
     model = MLPClassifier(hidden_layer_sizes=(32,), activation="tanh", max_iter=2000, random_state=0)
     return _of_label(CalibratedClassifierCV(model, cv=inner).fit(x, y), x_new, y_new)
@@ -119,7 +119,7 @@ def scores(name: str, method: str, small: bool) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the others' optimizers
             found[held_out] = score(
-                scaler.transform(x[kept]), y[kept], scaler.transform(x[held_out]), y[held_out])  # fmt: skip
+                scaler.transform(x[kept]), y[kept], scaler.transform(x[held_out]), y[held_out])
     return {"log_likelihoods": found.tolist(), "seconds": time.process_time() - began}
 
 
@@ -127,7 +127,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "defaults": {}, "precision=1.0": {"precision": 1.0}, 'groups="layer"': {"groups": "layer"},
     'activation="tanh"': {"activation": "tanh"}, "hidden_layer_sizes=(32,)": {"hidden_layer_sizes": (32,)},
     "epochs=100": {"epochs": 100},
-}  # fmt: skip
+}
 
 
 def undone(draw: int, small: bool) -> dict[str, float]:
@@ -159,7 +159,7 @@ def main() -> None:
             for draw in range(100, 101 if options.small else 104)
         ]
         rows = [[name, f"{np.mean([draw[name] for draw in draws]):+.3f}",
-                 ", ".join(f"{draw[name]:+.3f}" for draw in draws)] for name in draws[0]]  # fmt: skip
+                 ", ".join(f"{draw[name]:+.3f}" for draw in draws)] for name in draws[0]]
         print(table(["LaplaceRegressor", "less the Gaussian process, mean", "each draw"], rows))
         return
     rows, kept = [], {}
@@ -168,7 +168,7 @@ def main() -> None:
             method: once(options.out / f"{name} {method}.json", [str(options.small)],
                          lambda n=name, m=method: scores(n, m, options.small))
             for method in METHODS[classes]
-        }  # fmt: skip
+        }
         own = np.array(found["Laplace"]["log_likelihoods"])
         for method, result in found.items():
             values = np.array(result["log_likelihoods"])
@@ -176,7 +176,7 @@ def main() -> None:
             kept[f"{name}, {method}"] = {"mean": values.mean(), "seconds": result["seconds"],
                                          "behind": difference.mean(), "error": difference.std() / len(own) ** 0.5}
             rows.append([name, method, f"{values.mean():.3f}", f"{difference.mean():+.3f} ± "
-                         f"{difference.std() / len(own) ** 0.5:.3f}", f"{result['seconds']:.0f}"])  # fmt: skip
+                         f"{difference.std() / len(own) ** 0.5:.3f}", f"{result['seconds']:.0f}"])
     print(table(["data", "method", "log likelihood", "Laplace less this", "processor time, s"], rows))
     write(options.out / "estimators.json", {"machine": machine(options.threads), "results": kept})
 

@@ -70,11 +70,11 @@ def case(posterior: ntkl.Posterior, problem: Problem) -> dict[str, Any]:
         "effective_share": measured.effective_share,
         "precision_spread": measured.precision_spread if measured.moved else 1.0,
         "moved": measured.moved, "posterior speaks": not measured.trusted, "fitted speaks": not fit.trusted,
-    }  # fmt: skip
+    }
     for name, left_out, calibrated in (("posterior", fit.before, False), ("fitted", fit.after, True)):
         scores = posterior.predict(problem.x_test, calibrated=calibrated).log_prob(problem.y_test)
         row |= {f"{name} gap": left_out - float(scores.mean()), f"{name} test": float(scores.mean()),
-                f"{name} error": float(scores.std()) / math.sqrt(len(scores))}  # fmt: skip
+                f"{name} error": float(scores.std()) / math.sqrt(len(scores))}
     return row
 
 
@@ -91,7 +91,7 @@ def report(rows: list[dict[str, Any]]) -> str:
             for kind in [*dict.fromkeys(row["kind"] for row in own), "all"]:
                 some = [row for row in own if kind in ("all", row["kind"])]
                 said = {off: [row[f"{density} speaks"] for row in some if bad[row["key"]] == off]
-                        for off in (True, False)}  # fmt: skip
+                        for off in (True, False)}
                 silent = [abs(row[f"{density} gap"]) for row in some if not row[f"{density} speaks"]]
                 gap = f"{sum(silent) / len(silent):.2f}" if silent else ""
                 lines.append(f"| {words} | {kind} | {len(some)} | {len(said[True])} | {sum(said[True])} | "

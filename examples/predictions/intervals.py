@@ -92,13 +92,13 @@ class Recipe:
             else:
                 loss = 0.5 * (f - y).square().squeeze(2) / self.noise
             penalty = sum(0.5 * d * (m.square().sum() + n.square().sum())
-                          for d, m, n in zip(self.precision, weights[::2], weights[1::2], strict=True))  # fmt: skip
+                          for d, m, n in zip(self.precision, weights[::2], weights[1::2], strict=True))
             ((included * loss).sum() + penalty).backward()
             optimizer.step()
             schedule.step()
         theta = torch.cat([w.detach().flatten(1) for w in weights], 1)
         flat = torch.cat([d.to(x).expand(p.numel()) for d, p in zip(self.precision.repeat_interleave(2),
-                                                                     start.parameters(), strict=True)])  # fmt: skip
+                                                                     start.parameters(), strict=True)])
         points = torch.cat([torch.arange(count), torch.tensor([-1])])
         noise = None if self.problem.classes else self.noise
         theta, _ = retrained(start, x, y, noise, flat, points, start=theta)

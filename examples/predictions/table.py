@@ -49,7 +49,7 @@ DECAYS = {"wd": 5e-4, "over": 1e-6}  # coupled, of the mean loss
 PEERS = ("laplace_kron", "laplace_last_layer")
 BASELINES = ("network", "calibrated", "tuned_decay", "ensemble", "calibrated_ensemble", "dropout", *PEERS)
 OURS = ("posterior", "hyperparameters", "leave_one_out", "evidence_network", "online", "evidence_posterior",
-        "by_layer", PATH, STARTS, REFITTED, "retrained")  # fmt: skip
+        "by_layer", PATH, STARTS, REFITTED, "retrained")
 WITHOUT_DECAY = ("tuned_decay", "evidence_network", "online", "evidence_posterior", "by_layer", PATH, STARTS,
                  REFITTED)
 
@@ -57,7 +57,7 @@ WITHOUT_DECAY = ("tuned_decay", "evidence_network", "online", "evidence_posterio
 def rows(name: str, seed: int, options: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:
     """Results of a problem that the file does not have."""
     keys = {(setting, method): f"{name}/{seed}/{'any' if method in WITHOUT_DECAY else setting}/{method}"
-            for setting in options.settings for method in options.methods}  # fmt: skip
+            for setting in options.settings for method in options.methods}
     if done.issuperset(keys.values()):
         return
     problem = load(name, options.data, seed, options.small)
@@ -71,7 +71,7 @@ def rows(name: str, seed: int, options: argparse.Namespace, done: set[str]) -> I
                 continue
             done.add(key)
             row = {"key": key, "problem": name, "seed": seed, "setting": key.split("/")[2], "method": method,
-                   "classes": problem.classes, "training": baselines.whole[1]}  # fmt: skip
+                   "classes": problem.classes, "training": baselines.whole[1]}
             try:
                 yield row | score(getattr(ours if method in OURS else baselines, method)(), problem)
             except ntkl.NTKLaplaceError as error:  # a result too

@@ -72,7 +72,7 @@ def scenes(count: int, size: int, seed: int, unknown: bool = False) -> tuple[Ten
             far = ((rows - u).square() + (columns - v).square()).sqrt()
             tall, wide = (rows - u).abs(), (columns - v).abs()
             edge = {1: far - r, 2: torch.maximum(tall, wide) - r, 3: torch.maximum(tall / 0.35, wide / 1.6) - r,
-                    4: (far - r).abs() - 0.03}[kind]  # fmt: skip
+                    4: (far - r).abs() - 0.03}[kind]
             images[n][edge < 0] = 0.4 + 0.2 * kind
             labels[n][edge < 0] = kind
             labels[n][edge.abs() < 0.5 / size] = IGNORED
@@ -107,7 +107,7 @@ def exact(likelihood: ntkl.Everywhere, size: int) -> dict[str, float]:
     evidences = [float(posterior.log_marginal_likelihood()) for posterior in found]
     blocks = [posterior.latent_moments(x[:1].double(), per_position=True)[1] for posterior in found]
     return {"gp": evidences[0], "full": evidences[1], "apart": abs(evidences[0] - evidences[1]) / abs(evidences[1]),
-            "blocks_apart": float((blocks[0] - blocks[1]).abs().max() / blocks[1].abs().max())}  # fmt: skip
+            "blocks_apart": float((blocks[0] - blocks[1]).abs().max() / blocks[1].abs().max())}
 
 
 def picture(posterior: ntkl.Posterior, size: int, draws: int) -> Figure:
@@ -120,7 +120,7 @@ def picture(posterior: ntkl.Posterior, size: int, draws: int) -> Figure:
         p = response.probs[0]
         entropy, epistemic = -torch.xlogy(p, p).sum(-1), response.epistemic[0].sum(-1).sqrt()
         shown = [(x[0, 0], "gray", None), (y[0].where(y[0] != IGNORED, 0), "tab10", 9), (p.argmax(-1), "tab10", 9),
-                 (entropy, "viridis", None), (epistemic, "magma", None)]  # fmt: skip
+                 (entropy, "viridis", None), (epistemic, "magma", None)]
         titles = ("image", "labels", "predicted class", "entropy, nats", "epistemic deviation")
         for panel, (values, colors, top), title in zip(row, shown, titles, strict=True):
             drawn = panel.imshow(values, cmap=colors, vmin=0 if top else None, vmax=top, interpolation="nearest")
@@ -160,14 +160,14 @@ def main() -> None:
         rows.append([words, f"{right:.4f}", f"{score:.4f}"])
     print(f"{count} images of {size} x {size} x {CLASSES}, P = {posterior.num_parameters:,}")
     print(f"fit {fit:.1f} s, with the prediction of {count} images {took:.1f} s; peak memory above training "
-          f"{memory / 2**30:.2f} GiB\n")  # fmt: skip
+          f"{memory / 2**30:.2f} GiB\n")
     print(table(["of new images", "accuracy of pixels", "log likelihood of a pixel"], rows))
     few = 8 if options.small else 16
     same = exact(ntkl.Everywhere(ntkl.Categorical(), (few, few), IGNORED), few)
     print(f"\n{few} x {few}: evidence in function space {same['gp']:.6f}, in weight space {same['full']:.6f}; "
-          f"covariances of pixels apart by {same['blocks_apart']:.1e}")  # fmt: skip
+          f"covariances of pixels apart by {same['blocks_apart']:.1e}")
     results |= {"fit_seconds": fit, "seconds": took, "memory": memory, "exact": same,
-                "parameters": posterior.num_parameters}  # fmt: skip
+                "parameters": posterior.num_parameters}
     (options.out / "shapes.png").write_bytes(png(picture(posterior, size, draws)))
     write(options.out / "shapes.json", {"machine": machine(options.threads), "results": results})
 

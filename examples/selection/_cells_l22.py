@@ -116,7 +116,7 @@ def trained_and_scored(cell: Cell, problem: Images, weights: Path) -> dict[str, 
     return {
         "parameters": sum(w.numel() for w in module.parameters()), "fit": fit, "loo": loo,
         "precision": precision, "structures": scored, "seconds": time.process_time() - begin,
-    }  # fmt: skip
+    }
 
 
 def _loo(module: nn.Module, data: tuple[Tensor, Tensor], precision: dict[str, float] | float) -> float:
@@ -129,7 +129,7 @@ def _loo(module: nn.Module, data: tuple[Tensor, Tensor], precision: dict[str, fl
 def _fitted(
     module: nn.Module, data: tuple[Tensor, Tensor], cell: Cell, steps: int,
     precision: dict[str, float] | float | None = None,
-) -> tuple[dict[str, ntkl.Posterior], dict[str, float] | float]:  # fmt: skip
+) -> tuple[dict[str, ntkl.Posterior], dict[str, float] | float]:
     """The network trained (on), and its posteriors; layerwise precisions maximize KFAC's evidence, in two rounds."""
     def posterior(structure: str, prior: ntkl.GaussianPrior) -> ntkl.Posterior:
         return ntkl.laplace(module, data, ntkl.Categorical(), prior, structure, settings=_QUIET)
@@ -197,7 +197,7 @@ def _scored(whole: ntkl.Posterior, problem: Images, told: dict[str, Any]) -> dic
     found = {
         "lml": float(evidence), "effective": float(used.sum()), "vague": check.vague, "narrow": check.narrow,
         "gap": check.gap, "prior_words": check.words,
-    } | _bound(whole, problem.train)  # fmt: skip
+    } | _bound(whole, problem.train)
     tuned = Calibration(told["scale"], told["temperature"])
     kinds = {"map": Calibration(scale=0.0), "bma": Calibration(), "scaled": tuned}
     for kind, calibration in kinds.items():

@@ -50,7 +50,7 @@ class _Networks:
 def retrained(
     module: nn.Sequential, x: Tensor, y: Tensor, noise: float | None, precision: Tensor, left_out: Tensor,
     steps: int = 60, tolerance: float = 1e-3, start: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Weights (K, P) from those of `module`, each network without one point, and the decrements left, (K,), nats.
 
     Parameters

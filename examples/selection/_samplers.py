@@ -49,7 +49,7 @@ class Problem:
     def _fitted(self, part: slice) -> ntkl.Posterior:
         return ntkl.laplace(self.network, (self.x[part], self.y[part]), self.likelihood,
                             ntkl.GaussianPrior(self.precision), structure="full",
-                            settings=ntkl.Settings(progress=False))  # fmt: skip
+                            settings=ntkl.Settings(progress=False))
 
     def outputs(self, thetas: Tensor, index: slice | Tensor) -> Tensor:
         """f(x_i, θ_s), (S, n, C)."""

@@ -147,18 +147,18 @@ def printed(columns: list[Column], results: list[dict[str, Any]]) -> str:
                         _with_range(found["scores"][name][f"{test}_{kind}"][key], form)
                         if name in found["scores"] else "" for name in SCORES
                     )] for column, found in zip(columns, results, strict=True)
-                ]  # fmt: skip
+                ]
                 parts.append(f"{title}: {kind.replace('_', ' ')} of {words}\n{table(head, lines)}")
     head = ["data", "prior", *CHECKS, "ρ with P", "regret of the evidence", "of the CLML", "misled"]
     lines = []
     for column, found in zip(columns, results, strict=True):
         regrets = [found["scores"][name]["scaled_log_likelihood"]["regret"]
-                   for name in ("evidence (KFAC)", "CLML, scaled and tempered")]  # fmt: skip
+                   for name in ("evidence (KFAC)", "CLML, scaled and tempered")]
         lines.append([
             column.study, column.label, *(f"{_mean(found['check'][name]):.2g}" for name in CHECKS),
             _with_range(found["evidence_and_size"]), *(_with_range(each, "{:.3f}") for each in regrets),
             f"{sum(mine > other for mine, other in zip(*regrets, strict=True))} of {len(column.seeds)}",
-        ])  # fmt: skip
+        ])
     parts.append(f"What can be measured without test data: shares of the networks, and medians\n{table(head, lines)}")
     parts.append(_families(columns))
     best = ["data", "prior", "best accuracy", "median accuracy", "best log likelihood", "median log likelihood"]
@@ -188,7 +188,7 @@ def _tuning(columns: list[Column]) -> str:
             column.study, column.label, *(_with_range([float(np.mean([holds(own) for own in each])) for each in tested])
                                           for holds in shares.values()),
             _with_range([min(each) if each else None for each in bounds]),
-        ])  # fmt: skip
+        ])
     head = ["data", "prior", *shares, "lowest of Seeger's bounds"]
     return f"Tuning: shares of the networks, mean (range over seeds)\n{table(head, lines)}"
 
@@ -209,7 +209,7 @@ def _families(columns: list[Column]) -> str:
                 lines.append([column.study, column.label, family, str(len(chosen[0])), *(_with_range([
                     _correlation([SCORES[name](row, column.count) for row in rows],
                                  [row["structures"]["kfac"]["scaled_accuracy"] for row in rows]) for rows in chosen
-                ]) for name in names)])  # fmt: skip
+                ]) for name in names)])
     heads = ["data", "prior", "family", "networks", *names]
     return f"Families: ρ with the accuracy of the scaled and tempered average\n{table(heads, lines)}"
 
@@ -275,7 +275,7 @@ def scatter(columns: list[Column]) -> Figure:
             values = [SCORES[name](row, column.count) for row in rows]
             for family, marker in (("conv", "o"), ("res", "^")):
                 own = [(v, t, row["parameters"]) for v, t, row in zip(values, tested, rows, strict=True)
-                       if row["network"].startswith(family)]  # fmt: skip
+                       if row["network"].startswith(family)]
                 if own:
                     x, y, size = zip(*own, strict=True)
                     axes.scatter(x, y, c=np.log10(size), s=16, marker=marker, cmap="viridis", vmin=2, vmax=4.1)

@@ -66,7 +66,7 @@ class Study:
     def cells(self, prior: str) -> list[Cell]:
         """One for each network."""
         return [Cell(self.data, self.count, prior, name, self.seed, self.steps, self.batch, self.asked, self.structures)
-                for name in self.networks]  # fmt: skip
+                for name in self.networks]
 
 
 _SIX = {"networks": SIX, "structures": ("kfac", "diag")}
@@ -110,7 +110,7 @@ def scores(study: Study, prior: str, options: argparse.Namespace, deadline: floa
             own = row["structures"]["kfac"]
             print(f"{cell.label}: lml {own['lml']:.1f} clml {own['clml']:.3f} bma {own['bma_log_likelihood']:.3f} map "
                   f"{own['map_log_likelihood']:.3f} {own['map_accuracy']:.3f}, {row['seconds']:.1f} s",
-                  file=sys.stderr, flush=True)  # fmt: skip
+                  file=sys.stderr, flush=True)
     return found
 
 

@@ -57,7 +57,7 @@ def problem(x: Tensor, y: Tensor, n: int, splits: int) -> tuple[Tensor, Tensor, 
         center, scale = x[train].mean(0), x[train].std(0).clamp(min=1e-9)
         middle, size = y[train].mean(), y[train].std()
         found = ((x[train] - center) / scale, (y[train] - middle) / size,
-                 (x[test] - center) / scale, (y[test] - middle) / size)  # fmt: skip
+                 (x[test] - center) / scale, (y[test] - middle) / size)
         for part, value in zip(parts, found, strict=True):
             part.append(value)
     x, y, x_test, y_test = (torch.stack(part) for part in parts)
@@ -105,11 +105,11 @@ def report(name: str, n: int, runs: dict[str, Any], options: argparse.Namespace)
                 row.append(f"{mean:.3f}")
                 row.append("" if what == "LML" else f"{difference:+.3f} ± {error:.3f} ({below}/{options.splits})")
                 kept.append({"data": name, "n": n, "steps": step, "objective": what, "score": score, "mean": mean,
-                             "difference": difference, "standard_error": error, "below": below})  # fmt: skip
+                             "difference": difference, "standard_error": error, "below": below})
             rows.append([*row, f"{noise:.4f}"])
     heads = ["steps", "objective", "RMSE", "less LML's", "NLL", "less LML's", "noise"]
     print(f"\n{name}, n = {n}: {options.splits} splits x {options.initializations} initializations; in parentheses "
-          f"splits below the LML\n{table(heads, rows)}", flush=True)  # fmt: skip
+          f"splits below the LML\n{table(heads, rows)}", flush=True)
     return kept
 
 
@@ -124,7 +124,7 @@ def picture(found: list[dict[str, Any]], sizes: list[int], names: list[str]) -> 
             ax = axes[row][column]
             for what, (color, marker, line) in shown.items():
                 own = [r for r in found if (r["data"], r["n"], r["score"], r["objective"])
-                       == (name, sizes[0], score, what)]  # fmt: skip
+                       == (name, sizes[0], score, what)]
                 if own:
                     steps, means = [r["steps"] for r in own], [r["mean"] for r in own]
                     ax.plot(steps, means, line, marker=marker, ms=4, color=color, lw=1.4, label=what)

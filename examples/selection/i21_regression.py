@@ -69,7 +69,7 @@ def test_scores(posterior: ntkl.Posterior, problem: Problem) -> dict[str, float]
 
 def train(
     depth: int, prior: ntkl.GaussianPrior, problem: Problem, options: argparse.Namespace, moving: Any = None,
-) -> tuple[ntkl.EvidenceTraining, list[dict[str, float]]]:  # fmt: skip
+) -> tuple[ntkl.EvidenceTraining, list[dict[str, float]]]:
     """Algorithm 1; the test scores after each evaluation stand beside."""
     torch.manual_seed(0)
     network = mlp((1, *[options.width] * depth, 1)).double()
@@ -83,7 +83,7 @@ def train(
         network, problem.train, ntkl.Gaussian(noise=1.0), prior, "gp",
         optimizer=lambda p: torch.optim.Adam(p, lr=0.01), epochs=options.epochs, batch_size=None, callbacks=watch,
         schedule=ntkl.EvidenceSchedule(options.every, options.every, learning_rate=0.01, hyperparameters=moving),
-    )  # fmt: skip
+    )
     return training, scores
 
 
@@ -93,7 +93,7 @@ def draw_predictive(axes: Axes, posterior: ntkl.Posterior, problem: Problem, tit
     grid, mean = problem.grid.flatten(), prediction.mean.flatten()
     for variance, shade, label in (
         (prediction.variance, 0.15, "with noise"), (prediction.epistemic, 0.35, "epistemic")
-    ):  # fmt: skip
+    ):
         width = 2 * variance.flatten().sqrt()
         axes.fill_between(grid, mean - width, mean + width, color=BLUE, alpha=shade, lw=0, label=label)
     axes.plot(grid, mean, color=BLUE, lw=1.5)
@@ -117,7 +117,7 @@ def figure1(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
         found[name] = {"evidence": training.evidence, "epoch": training.best_epoch} | {
             "noise": training.posterior.likelihood.noise.item(),
             "precisions": training.posterior.prior.precision.tolist(),
-        } | test_scores(training.posterior, problem)  # fmt: skip
+        } | test_scores(training.posterior, problem)
     left[1].legend(fontsize=8, loc="lower right")
     (options.out / "figure1.png").write_bytes(png(first))
     (options.out / "training.png").write_bytes(png(second))
@@ -136,7 +136,7 @@ def draw_training(axes: Any, training: ntkl.EvidenceTraining, scores: list[dict[
         axes[1].semilogy(history.epochs, [row[number] for row in history.values], label=label, **style)
     for method, color in (("map", GREY), ("glm", BLUE)):
         axes[2].plot([s["epoch"] for s in scores], [s[method] for s in scores], color=color,
-                     label={"map": "network alone", "glm": "linearized predictive"}[method])  # fmt: skip
+                     label={"map": "network alone", "glm": "linearized predictive"}[method])
     axes[2].set_ylim(bottom=min(s["map"] for s in scores[len(scores) // 4 :]) - 0.2)
     axes[2].set_xlabel("epoch")
     for panel, label in zip(axes, ("nats", "precision, noise variance", "test log likelihood"), strict=True):
@@ -156,7 +156,7 @@ def figure4(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
         training, _ = train(3, ntkl.GaussianPrior(start), problem, options)
         trace = [row[0] for row in training.history.values]
         online[start] = {"trace": trace, "evidences": training.history.evidence, "evidence": training.evidence,
-                         "precision": training.posterior.prior.precision.item()}  # fmt: skip
+                         "precision": training.posterior.prior.precision.item()}
     figure = Figure(figsize=(9.0, 6.4), layout="constrained")
     top, bottom = figure.subplots(2, 2)
     grid = list(held)

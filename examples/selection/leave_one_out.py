@@ -40,7 +40,7 @@ from _shared import machine, once, parser, table, write
 import ntk_laplace as ntkl
 
 BUNDLED = {"diabetes": datasets.load_diabetes, "breast_cancer": datasets.load_breast_cancer,
-           "wine": datasets.load_wine, "digits": datasets.load_digits}  # fmt: skip
+           "wine": datasets.load_wine, "digits": datasets.load_digits}
 REGRESSION = ("boston", "concrete", "energy", "yacht", "diabetes")
 FILES = ("boston", "concrete", "energy", "yacht", "australian", "ionosphere", "banana")
 DECAYS = {"ordinary": 5e-4, "almost none": 1e-6}  # coupled, of the mean loss
@@ -149,7 +149,7 @@ def with_evidence(problem: Problem, width: int, epochs: int, seed: int) -> Model
         network, problem.train, problem.likelihood(1.0), prior, epochs=epochs, batch_size=None,
         optimizer=lambda own: torch.optim.Adam(own, lr=1e-2), schedule=ntkl.EvidenceSchedule(10, 20),
         settings=ntkl.Settings(progress=False),
-    )  # fmt: skip
+    )
     noise = None if problem.classes else float(found.posterior.likelihood.noise.detach())
     return Model(problem, network, noise, found.posterior.prior.precision.detach().clone(), "layer")
 
@@ -198,7 +198,7 @@ def scored(problem: Problem, model: Model, posterior: ntkl.Posterior, points: Te
         "decrement": measured.decrement, "ratio": measured.prior_ratio, "flagged": measured.high_leverage,
         "largest": measured.largest_leverage, "spread": measured.precision_spread, "moved": measured.moved,
         "trusted": found.trusted, "reasons": list(found.reasons),
-    }  # fmt: skip
+    }
 
 
 def study(name: str, count: int, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ def mean(posterior: ntkl.Posterior, data: tuple[Tensor, Tensor]) -> float:
 def confusion(results: list[dict[str, Any]]) -> str:
     """How often the library spoke, by how far leave-one-out is from retraining."""
     kinds = {"too optimistic": lambda gap: gap > OFF, "too pessimistic": lambda gap: gap < -OFF,
-             "within 0.1": lambda gap: abs(gap) <= OFF}  # fmt: skip
+             "within 0.1": lambda gap: abs(gap) <= OFF}
     rows = []
     for words, belongs in kinds.items():
         own = [one for one in results if belongs(one["gap"])]
@@ -252,7 +252,7 @@ def main() -> None:
             results += once(options.out / f"{name}-{seed}.json", asked, partial(study, name, few, seed, options))
     write(options.out / "leave_one_out.json", {"machine": machine(options.threads), "results": results})
     heads = ["table", "case", "leave-one-out", "of the part", "retrained", "difference", "test", "decrement", "ρ",
-             "leverage > 0.9", "spread", "speaks"]  # fmt: skip
+             "leverage > 0.9", "spread", "speaks"]
     print(f"\n{table(heads, [row(one) for one in results])}\n\n{confusion(results)}")
 
 
@@ -262,7 +262,7 @@ def row(one: dict[str, Any]) -> list[str]:
     speaks = "-" if one["trusted"] else "yes"
     return [one["table"], one["case"], *numbers, f"{one['gap']:+.3f} ± {one['error']:.3f}", f"{one['test']:.3f}",
             f"{one['decrement']:.3g}", f"{one['ratio']:.2g}", f"{one['flagged']:.2f}", f"{one['spread']:.2g}",
-            speaks]  # fmt: skip
+            speaks]
 
 
 if __name__ == "__main__":

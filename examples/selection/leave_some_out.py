@@ -44,7 +44,7 @@ from ntk_laplace.model.predictive import predictive
 from ntk_laplace.structures.what_if import rows_of
 
 COUNTS = {"boston": 350, "concrete": 400, "energy": 400, "yacht": 200, "diabetes": 300, "australian": 350,
-          "ionosphere": 200, "banana": 400, "digits": 1000, "mnist": 1000}  # fmt: skip
+          "ionosphere": 200, "banana": 400, "digits": 1000, "mnist": 1000}
 FEW = 200  # points of digits and images
 SCALES, TEMPERATURES = (math.exp(-9), 20.0), (0.25, 4.0)
 Moments = tuple[Tensor, Tensor]
@@ -157,7 +157,7 @@ def study(name: str, how: str, structures: list[str], options: argparse.Namespac
             "subtracted": (subtracted.mean[points], subtracted.covariance[points]),
             "last layer": (first.mean, first.covariance),
             "kernel": (kernel, narrow), "narrow": (some.mean, narrow), "points": (some.mean, some.covariance),
-        }  # fmt: skip
+        }
         at_test, at_held = posterior.latent_moments(test[0]), posterior.latent_moments(held[0])
         one: dict[str, Any] = {
             "table": name, "training": how, "structure": structure, "points": len(points), "weights": weights,
@@ -166,11 +166,11 @@ def study(name: str, how: str, structures: list[str], options: argparse.Namespac
             "held-out": scale(at_test, test[1], *scale.tuned(at_held, held[1])),
             "unfinished": some.reliability.unfinished, "trusted": some.trusted,
             "largest": float(subtracted.leverage.max()), "error": some.standard_error,
-        }  # fmt: skip
+        }
         for words, found in ways.items():
             c, other = scale.tuned(found, y)
             one[words] = {"density": scale(found, y), "c": c, "other": other, "scaled": scale(found, y, c, other),
-                          "test": scale(at_test, test[1], c, other)}  # fmt: skip
+                          "test": scale(at_test, test[1], c, other)}
         results.append(one)
         print(f"{name}, {how}, {structure}: test {one['test']:.3f}, points {one['points']['density']:.3f}", flush=True)
     return results
@@ -184,15 +184,15 @@ def printed(results: list[dict[str, Any]], training: str) -> str:
     chosen = [one for one in results if one["training"] == training]
     heads = ["table", "structure", "test", *WAYS]
     rows = [[one["table"], one["structure"], f"{one['test']:.3f}", *(f"{one[way]['density']:.3f}" for way in WAYS)]
-            for one in chosen]  # fmt: skip
+            for one in chosen]
     for words, against in (("mean absolute difference from test", lambda one: one["test"]),
-                           ("from exact", lambda one: one["exact"]["density"])):  # fmt: skip
+                           ("from exact", lambda one: one["exact"]["density"])):
         gaps = [np.mean([abs(one[way]["density"] - against(one)) for one in chosen]) for way in WAYS]
         rows.append([words, "", "", *(f"{gap:.3f}" for gap in gaps)])
     first = table(heads, rows)
     heads = ["table", "structure", "network", "as it is", "held-out", *WAYS]
     rows = [[one["table"], one["structure"], *(f"{one[key]:.3f}" for key in ("network", "test", "held-out")),
-             *(f"{one[way]['test']:.3f}" for way in WAYS)] for one in chosen]  # fmt: skip
+             *(f"{one[way]['test']:.3f}" for way in WAYS)] for one in chosen]
     means = [np.mean([one[key] for one in chosen]) for key in ("network", "test", "held-out")]
     means += [np.mean([one[way]["test"] for one in chosen]) for way in WAYS]
     rows.append(["mean", "", *(f"{value:.3f}" for value in means)])

@@ -66,7 +66,7 @@ def climb(posterior: ntkl.Posterior, method: str, start: float, tolerance: float
         "seconds": time.perf_counter() - begin, "evidence": history.evidence[history.best],
         "values": history.values[history.best], "trace": [row[0] for row in history.values],
         "evidences": history.evidence,
-    }  # fmt: skip
+    }
 
 
 def profile(posterior: ntkl.Posterior, count: int) -> dict[float, float]:
@@ -135,10 +135,10 @@ def main() -> None:
             rows.append([groups, name, *line(runs)])
             results.append({"groups": groups, "structure": name, "runs": [
                 {key: value for key, value in run.items() if key not in ("trace", "evidences")} for run in runs
-            ]})  # fmt: skip
+            ]})
             print(rows[-1], flush=True)
     heads = ["precisions", "structure", "converged", "evidence", "largest difference", "largest ratio", "noise",
-             *(f"{method}: steps" for method in METHODS)]  # fmt: skip
+             *(f"{method}: steps" for method in METHODS)]
     print(f"\n{len(problem.train[1])} points, starts {starts[0]:g} to {starts[-1]:g}\n\n{table(heads, rows)}")
     write(options.out / "optimizers.json", {"machine": machine(options.threads), "results": results})
 
@@ -152,7 +152,7 @@ def line(runs: list[dict[str, Any]]) -> list[str]:
     steps = [f"{np.median([run['steps'] for run in runs if run['method'] == method]):.0f}" for method in METHODS]
     converged = f"{sum(run['converged'] for run in runs)} of {len(runs)}"
     return [converged, f"{max(evidences):.3f}", f"{max(evidences) - min(evidences):.2g}", f"{ratios:.4f}",
-            f"{best['values'][-1]:.4f}", *steps]  # fmt: skip
+            f"{best['values'][-1]:.4f}", *steps]
 
 
 if __name__ == "__main__":

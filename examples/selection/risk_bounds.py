@@ -71,7 +71,7 @@ def mlp() -> nn.Module:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {"softmax regression": (softmax_regression, 1),
-                                                            "MLP 64-16-10": (mlp, 10)}  # fmt: skip
+                                                            "MLP 64-16-10": (mlp, 10)}
 GRID = (100.0, 1000.0)  # precisions of the prior around the first half's weights
 ROWS = ("fixed prior", "trained on all", "refit", "linearized", "VOGGN", "prior alone", "half, tested")
 
@@ -127,7 +127,7 @@ def split(seed: int, name: str, options: argparse.Namespace) -> dict[str, dict[s
     linear = prior.condition(others).refit()
     # the likelihood's weight and the prior's precision do not enter a bound with a prior posterior: H alone does
     refit = ntkl.gaussian_posterior(moved(half, linear.fitted.theta), others, ntkl.Categorical(),
-                                    precision=linear.posterior_precision)  # fmt: skip
+                                    precision=linear.posterior_precision)
     found: dict[str, dict[str, float]] = {}
 
     def note(row: str, q: ntkl.Posterior, data: Data, given: ntkl.Posterior | None, **more: Any) -> None:
@@ -148,7 +148,7 @@ def split(seed: int, name: str, options: argparse.Namespace) -> dict[str, dict[s
     for precision in GRID:
         around = ntkl.GaussianPrior(precision, mean=mean)
         fit = ntkl.variational(half, others, ntkl.Categorical(), around, "diag", start=precision, step_size=0.1,
-                               steps=options.steps, elbo_every=0, settings=ntkl.Settings(progress=False))  # fmt: skip
+                               steps=options.steps, elbo_every=0, settings=ntkl.Settings(progress=False))
         note("VOGGN", fit.posterior, others, None, models=len(GRID))
         # the same mean as a prior is refused, because it cannot be told from weights that were trained on the data
         alone = ntkl.gaussian_posterior(half, first, ntkl.Categorical(), precision=torch.full_like(mean, precision))
@@ -177,9 +177,9 @@ def digits_study(options: argparse.Namespace) -> dict[str, Any]:
             holds = int((values["test"] <= values["bound"]).sum())
             rows.append([name, row, f"{values['bound'][0]:.3f}", f"{values['bound'].mean():.3f}",
                          f"{values['bound'].max():.3f}", f"{values['kl'].mean():.1f}", f"{values['risk'].mean():.3f}",
-                         f"{values['test'].mean():.3f}", f"{holds} of {len(runs)}"])  # fmt: skip
+                         f"{values['test'].mean():.3f}", f"{holds} of {len(runs)}"])
     heads = ["network", "Gaussian", "bound, split 0", "mean", "largest", "divergence", "error, other half",
-             "test error", "holds"]  # fmt: skip
+             "test error", "holds"]
     print("\n" + table(heads, rows))
     return kept
 
@@ -227,9 +227,9 @@ class Exact:
             scaled = (total / size - LOW) / SPAN
             found["seeger" + name] = LOW + SPAN * np.array([
                 pac_bayes.seeger(r, k, size, DELTA) for r, k in zip(scaled, kl, strict=True)
-            ])  # fmt: skip
+            ])
             same = LOW + SPAN * np.array([pac_bayes.catoni(r, k, size, DELTA, SPAN)
-                                          for r, k in zip(scaled, kl, strict=True)])  # fmt: skip
+                                          for r, k in zip(scaled, kl, strict=True)])
             found["catoni_gap"] = np.abs(same - found["germain" + name])
         return found
 
@@ -264,10 +264,10 @@ def curves_study(options: argparse.Namespace) -> dict[str, Any]:
         order = [np.argmax(stacked["evidence"], 1), np.argmin(stacked["germain"], 1)]
         best = {"evidence": breadths[order[0]] if risk.shape[1] > 1 else [],
                 "conditional": breadths[np.argmax(stacked["conditional"], 1)] if risk.shape[1] > 1 else [],
-                "risk": breadths[np.argmin(risk, 1)] if risk.shape[1] > 1 else []}  # fmt: skip
+                "risk": breadths[np.argmin(risk, 1)] if risk.shape[1] > 1 else []}
         return {"mean": {key: value.mean(0).tolist() for key, value in stacked.items()}, "broken": broken,
                 "same choice": int((order[0] == order[1]).sum()), "gap": float(stacked["catoni_gap"].max()),
-                "best": {key: [float(v) for v in value] for key, value in best.items()}}  # fmt: skip
+                "best": {key: [float(v) for v in value] for key, value in best.items()}}
 
     over_breadth = mean(Exact(breadths, 801 if options.small else 4001), 200)
     sizes = [20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000][: 2 if options.small else None]
@@ -282,7 +282,7 @@ def curves_study(options: argparse.Namespace) -> dict[str, Any]:
     print(f"\nn = 200, means of {sets} data sets\n{table(heads, rows)}")
     rows = [[f"{n:,}", *(f"{run['mean'][key][0]:.3f}" for key in
                          ("germain", "germain_given", "seeger", "seeger_given", "risk"))]
-            for n, run in zip(sizes, over_n, strict=True)]  # fmt: skip
+            for n, run in zip(sizes, over_n, strict=True)]
     print("\n" + table(["n", *heads[3:]], rows))
     limit = LOW + SPAN * math.expm1(LOW - over_n[-1]["mean"]["risk"][0]) / math.expm1(LOW - HIGH)
     print(f"(17) tends to {limit:.3f}; it is Catoni's at β = {SPAN:.2f}: largest gap {over_breadth['gap']:.1e}")
@@ -290,7 +290,7 @@ def curves_study(options: argparse.Namespace) -> dict[str, Any]:
           + ", ".join(f"{key} {np.median(value):.3g}" for key, value in over_breadth["best"].items()))
     print(f"data sets that violate a bound at any breadth: {over_breadth['broken']}")
     return {"breadths": breadths.tolist(), "over breadth": over_breadth, "sizes": sizes, "over n": over_n,
-            "limit": limit, "sets": sets}  # fmt: skip
+            "limit": limit, "sets": sets}
 
 
 # --- a loss without bounds
@@ -343,7 +343,7 @@ def _curves(axes: Any, found: dict[str, Any]) -> None:
     styles = {"germain": ("(17), from the evidence", VERMILION, "-"),
               "germain_given": ("(18), from the conditional", VERMILION, "--"),
               "seeger": ("Seeger", BLUE, "-"), "seeger_given": ("Seeger, given 80 %", BLUE, "--"),
-              "risk": ("true risk", "black", "-")}  # fmt: skip
+              "risk": ("true risk", "black", "-")}
     first, second = axes
     first.plot(breadths, -np.array(own["evidence"]) / 200, color=GREEN, label="-evidence / n")
     first.plot(breadths, -np.array(own["conditional"]) / 40, "--", color=GREEN, label="-conditional / (n - m)")

@@ -184,7 +184,7 @@ def conjugate(case: Problem) -> dict[str, float]:
 # --- all of them
 
 REFERENCE = {"conjugate": {"joint": "exact", "marginal": "exact"}, "toy": {"joint": "HMC", "marginal": "HMC"},
-             "digits": {"joint": "HMC", "marginal": "HMC"}}  # fmt: skip
+             "digits": {"joint": "HMC", "marginal": "HMC"}}
 
 
 def main() -> None:

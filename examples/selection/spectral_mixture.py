@@ -161,13 +161,13 @@ def main() -> None:
             difference = values - found["LML"][score]
             summary = {"mean": values.mean().item(), "median": values.median().item(),
                        "difference": difference.mean().item(), "standard_error": standard_error(difference),
-                       "better": int((difference < 0).sum())}  # fmt: skip
+                       "better": int((difference < 0).sum())}
             kept[name][score] = summary
             less = f" ({summary['difference']:+.3f} ± {summary['standard_error']:.3f}, {summary['better']})"
             row.append(f"{summary['mean']:.3f} [{summary['median']:.3f}]" + ("" if name == "LML" else less))
         rows.append(row)
     print(f"{options.sets} data sets: mean [median] (mean less the LML's ± standard error, data sets in which it is "
-          f"smaller)\n{table(['objective', *found['LML']], rows)}")  # fmt: skip
+          f"smaller)\n{table(['objective', *found['LML']], rows)}")
     write(options.out / "spectral_mixture.json", {"machine": machine(options.threads), "results": kept})
 
 

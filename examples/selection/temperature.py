@@ -55,7 +55,7 @@ JOINT = {0.5: -32.1, 1.0: -29.6, 2.0: -27.7, 3.0: -27.1, 6.0: -26.9}  # its numb
 FEW = 20  # draws in [L22]
 HIDDEN = {"linear": (), "4": (4,), "8": (8,), "16": (16,), "32": (32,), "64": (64,), "128": (128,), "8-8": (8, 8),
           "16-16": (16, 16), "32-32": (32, 32), "64-64": (64, 64), "16-16-16": (16, 16, 16),
-          "32-32-32": (32, 32, 32)}  # fmt: skip
+          "32-32-32": (32, 32, 32)}
 BEFORE = {"none": ntkl.Calibration()}
 
 
@@ -77,11 +77,11 @@ def main() -> None:
         print(f"\ndigits, prior precision {precision}: {found['networks']} networks, {found['seeds']} splits")
         print(digits_table(found))
     drawn = [sampled_cell(name, precisions[0], seed, options) for seed in range(1 if options.small else options.seeds)
-             for name in list(HIDDEN)[:: 8 if options.small else 1]]  # fmt: skip
+             for name in list(HIDDEN)[:: 8 if options.small else 1]]
     sampling = summary(drawn)
     print(f"\nsampled, prior precision {precisions[0]:g}, {LIBRARY}\n{sampled_table(drawn)}\n{digits_table(sampling)}")
     kept = {"machine": machine(options.threads), "toy": toy, "digits": summaries, "cells": cells,
-            "sampled": {"library": LIBRARY, "summary": sampling, "cells": drawn}}  # fmt: skip
+            "sampled": {"library": LIBRARY, "summary": sampling, "cells": drawn}}
     write(options.out / "temperature.json", kept)
     (options.out / "temperature.png").write_bytes(png(picture(toy, cells)))
 
@@ -184,7 +184,7 @@ def digits(name: str, precision: float, seed: int, small: bool) -> dict[str, Any
     known, tuned, rest, asked = parts
     test, draws = (x[asked], y[asked]), 100 if small else 2000
     blind, whole = (fitted(trained(name, (x[part], y[part]), precision, seed, 20 if small else 300),
-                           (x[part], y[part]), precision) for part in (known, slice(asked.start)))  # fmt: skip
+                           (x[part], y[part]), precision) for part in (known, slice(asked.start)))
     torch.manual_seed(seed)
     mean = blind.outputs(x[rest])
     away = blind.sample(draws, x[rest]) - mean
@@ -235,7 +235,7 @@ def trained(name: str, data: tuple[Tensor, Tensor], precision: float, seed: int,
 def fitted(network: nn.Module, data: tuple[Tensor, Tensor], precision: float) -> ntkl.Posterior:
     """Its posterior, with KFAC."""
     return ntkl.laplace(network, data, ntkl.Categorical(), ntkl.GaussianPrior(precision), structure="kfac",
-                        settings=ntkl.Settings(progress=False))  # fmt: skip
+                        settings=ntkl.Settings(progress=False))
 
 
 def calibrations(posterior: ntkl.Posterior, held_out: tuple[Tensor, Tensor]) -> dict[str, ntkl.Calibration]:
@@ -294,7 +294,7 @@ def digits_table(found: dict[str, Any]) -> str:
     rows = []
     for words, own in found["calibrations"].items():
         joint = [f"{own['gap']:.1f}", f"{own['few_gap']:.1f}", f"{own['few_sd']:.1f}", f"{own['warned']:.0%}"
-                 ] if "gap" in own else ["-"] * 4  # fmt: skip
+                 ] if "gap" in own else ["-"] * 4
         rows.append([words, f"{own['log_likelihood']:.3f}", f"{own['accuracy']:.3f}", *joint,
                      *(rho(own, f"{score}, {target}") for target in ("accuracy", "log_likelihood")
                        for score in ("few", "joint", "marginal"))])
@@ -324,9 +324,9 @@ def sampled(name: str, precision: float, seed: int, small: bool) -> dict[str, An
         f = problem.outputs(chains.draws.flatten(0, 1), slice(tuned.start, asked.stop)).double()
     f = f[torch.randperm(len(f))]  # twenty at a time are of all chains and times
     parts = f[:, : rest.start - tuned.start], f[:, rest.start - tuned.start : rest.stop - tuned.start], \
-        f[:, asked.start - tuned.start :]  # fmt: skip
+        f[:, asked.start - tuned.start :]
     found: dict[str, Any] = {"name": name, "seed": seed, "parameters": len(start), "warmup": chains.warmup,
-                             "virial": chains.virial, "kinetic": chains.kinetic, "seconds": seconds}  # fmt: skip
+                             "virial": chains.virial, "kinetic": chains.kinetic, "seconds": seconds}
     for words in ("none", "temperature of draws", "temperature of the average"):
         of_draws = words == "temperature of draws"
         t = 1.0 if words == "none" else best_temperature(parts[0], y[tuned], of_draws)
@@ -336,11 +336,11 @@ def sampled(name: str, precision: float, seed: int, small: bool) -> dict[str, An
         marginal = averaged(parts[1], draws, average).gather(1, y[rest][:, None]).sum()
         found[words] = {"scale": 1.0, "temperature": draws, "average": average, "marginal": float(marginal),
                         "accuracy": accuracy(scored.exp(), y[asked]),
-                        "log_likelihood": float(scored.gather(1, y[asked][:, None]).mean())}  # fmt: skip
+                        "log_likelihood": float(scored.gather(1, y[asked][:, None]).mean())}
         if average == 1.0:
             joint, few = estimate(own), in_parts(own)
             found[words] |= {"joint": joint.value, "variance": joint.variance, "trusted": joint.trusted,
-                             "few": float(few[0]), "few_sd": float(few.std())}  # fmt: skip
+                             "few": float(few[0]), "few_sd": float(few.std())}
     return found
 
 
@@ -367,7 +367,7 @@ def sampled_table(cells: list[dict[str, Any]]) -> str:
         ranges = [[cell[key] for cell in mine] for key in ("virial", "kinetic")]
         rows.append([name, str(mine[0]["parameters"]), str(max(cell["warmup"] for cell in mine)),
                      *(f"{min(own):.3f} to {max(own):.3f}" for own in ranges),
-                     f"{np.mean([cell['seconds'] for cell in mine]):.0f}"])  # fmt: skip
+                     f"{np.mean([cell['seconds'] for cell in mine]):.0f}"])
     return table(["layers", "weights", "warmup", "virial", "momenta", "seconds"], rows)
 
 

@@ -48,7 +48,7 @@ from ntk_laplace.gp import ConditionalMarginalLogLikelihood
 SHARES = {"LML": 0.0, "CLML, 0.9": 0.9, "CLML, 0.5": 0.5, "untrained": None}
 RANGES = {"amplitude": (0.1, 5.0), "phase": (0.0, torch.pi), "x": (-5.0, 5.0)}
 ELSEWHERE = {"in range": {}, "amplitude": {"amplitude": (5.0, 10.0)}, "phase": {"phase": (torch.pi, 2 * torch.pi)},
-             "inputs": {"x": (5.0, 10.0)}}  # fmt: skip
+             "inputs": {"x": (5.0, 10.0)}}
 Tasks = Callable[[int], tuple[Tensor, Tensor]]
 
 
@@ -144,7 +144,7 @@ def images(folder: Path) -> dict[str, dict[str, tuple[Tensor, Tensor]]]:
     if (folder / "mnist.npz").exists():
         with np.load(folder / "mnist.npz") as data:
             found["MNIST"] = {part: _reduced(data[f"X_{part}"][:5000], data[f"y_{part}"][:5000])
-                              for part in ("train", "test")}  # fmt: skip
+                              for part in ("train", "test")}
     return found
 
 
@@ -182,7 +182,7 @@ def of_images(
             right = (mean.argmax(2) == y[..., 5 * shots :].argmax(2)).double().flatten(1).mean(1)
             found[f"{target}, {shots} shot"] = {
                 "accuracy": right.tolist(), "log density": mean_density(mean, variance, y[..., 5 * shots :]),
-            }  # fmt: skip
+            }
     return found
 
 
@@ -200,7 +200,7 @@ def report(words: str, runs: dict[str, dict[str, dict[str, list[float]]]]) -> li
                 row += [f"{difference.mean().item():+.4f} ± {error:.4f} ({int(better.sum())}/{len(own)})"]
                 kept.append({"problem": words, "place": place, "score": score, "objective": name,
                              "lml": base.mean().item(), "difference": difference.mean().item(),
-                             "standard_error": error, "better": int(better.sum())})  # fmt: skip
+                             "standard_error": error, "better": int(better.sum())})
             rows.append(row)
     heads = ["tested on", "score", "LML", *(f"{name} less LML" for name in list(runs)[1:])]
     print(f"\n{words} (in parentheses: seeds in which it is better)\n{table(heads, rows)}", flush=True)

@@ -14,7 +14,7 @@ training = ntkl.train_with_evidence(
     network, (x, y), ntkl.Gaussian(noise=1.0), ntkl.GaussianPrior(precision=1.0, groups="layer"),
     optimizer=lambda weights: torch.optim.Adam(weights, lr=0.03), epochs=150, batch_size=40,
     schedule=ntkl.EvidenceSchedule(frequency=15, steps=15),
-)  # fmt: skip
+)
 print(training)
 prediction = training.posterior.predict(torch.tensor([[0.0], [1.5]]).double())
 print("network's", prediction.epistemic.sqrt().flatten())

@@ -25,6 +25,6 @@ optimizer.step(objective)
 posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(precision=1.0))
 supporting = posterior.explain(x[70:71], k=3).supporting()[0]
 changes = {"as fitted": posterior, f"without {supporting.tolist()}": posterior.remove(supporting),
-           "70 is of class 2": posterior.relabel([70], [2])}  # fmt: skip
+           "70 is of class 2": posterior.relabel([70], [2])}
 for name, changed in changes.items():
     print(f"{name:24}", changed.predict(x[70:71]).probs)

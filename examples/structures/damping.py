@@ -124,7 +124,7 @@ def online(problem: Problem, seed: int, options: argparse.Namespace) -> Variants
             network, problem.train, ntkl.Categorical(), ntkl.GaussianPrior(1.0), VARIANTS[variant](),
             optimizer=lambda parameters: torch.optim.Adam(parameters, lr=3e-3), epochs=options.epochs, batch_size=100,
             schedule=ntkl.EvidenceSchedule(options.every, steps=100, learning_rate=0.1),
-        )  # fmt: skip
+        )
         found[variant] = outcome(network, problem, variant, training.posterior.prior.precision.item())
     return found
 

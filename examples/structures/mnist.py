@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> None:
                     what = {"network": name, "curvature": curvature, "structure": structure, "N": count}
                     results.append(what | found)
                     print(name, curvature, structure, count, f"fit {found['fit_seconds']:.1f} s,",
-                          f"peak {found['fit_peak_bytes'] / 1e6:.0f} MB", flush=True)  # fmt: skip
+                          f"peak {found['fit_peak_bytes'] / 1e6:.0f} MB", flush=True)
     report(options, results)
 
 
@@ -174,9 +174,9 @@ def report(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
                 name, r["curvature"], r["structure"], f"{r['evidence'] / r['N']:.4f}", f"{r['precision']:.3g}",
                 f"{r['best_evidence'] / r['N']:.4f}", *_scores(r["probit"]),
                 *_scores(r["glm"])[1:], *_scores(r["nn"])[1:],
-            ])  # fmt: skip
+            ])
     head = ["network", "root", "structure", f"evidence / N at {options.precision:g}", "best precision", "evidence / N",
-            "accuracy", "log lik.", "ECE", "glm: log lik.", "ECE", "nn: log lik.", "ECE"]  # fmt: skip
+            "accuracy", "log lik.", "ECE", "glm: log lik.", "ECE", "nn: log lik.", "ECE"]
     print(f"\nN={options.num_examples:,}; INF rank {options.rank}")
     if rows:
         print(f"\n{table(head, rows)}")
@@ -185,9 +185,9 @@ def report(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
          f"{r['fit_cpu_seconds']:.1f}",
          f"{r['fit_peak_bytes'] / 1e6:.0f}", *(f"{r[m]['cpu_seconds']:.1f}" if m in r else "" for m in METHODS)]
         for r in results
-    ]  # fmt: skip
+    ]
     head = ["network", "root", "structure", "N", "fit, s", "CPU, s", "peak of the fit, MB",
-            *(f"{m}, CPU s" for m in METHODS)]  # fmt: skip
+            *(f"{m}, CPU s" for m in METHODS)]
     print(f"\n{options.threads} threads; predictives of {options.test_examples:,} images\n\n{table(head, costs)}")
     write(options.out / "mnist.json", {"machine": machine(options.threads), "rank": options.rank, "results": results})
 

@@ -64,7 +64,7 @@ def job(network_name: str, structure: str, options: argparse.Namespace) -> dict[
         "cpu_deviation": float(np.std(drawn_cpu[1:])),
         "seconds": float(np.mean(drawn[1:])), "deviation": float(np.std(drawn[1:])),
         "floor_seconds": float(np.mean(floor[1:])), "peak_bytes": peak_bytes(), "largest_low_rank": max(low, default=0),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -104,9 +104,9 @@ def main() -> None:
          f"{values['peak_bytes'] / 1e6:,.0f}"]
         for network, structures in found.items()
         for structure, values in structures.items()
-    ]  # fmt: skip
+    ]
     head = ["network", "P", "structure", "sample, ms", "CPU, ms", "P random numbers, CPU ms", "fit, s",
-            "CPU, s", "peak, MB"]  # fmt: skip
+            "CPU, s", "peak, MB"]
     print(f"\n{options.threads} threads; INF rank {options.rank}\n\n{table(head, rows)}")
     result = {"machine": machine(options.threads), "rank": options.rank, "results": found}
     write(options.out / "sampling.json", result)

@@ -85,7 +85,7 @@ def train(network: nn.Module, problem: Problem, options: argparse.Namespace, onl
         network, problem.train, ntkl.Categorical(), prior, "full",
         optimizer=lambda p: torch.optim.Adam(p, lr=0.01), epochs=epochs, batch_size=None,
         schedule=schedule if online else ntkl.EvidenceSchedule(epochs, 0),
-    )  # fmt: skip
+    )
 
 
 def judge(posterior: ntkl.Posterior, problem: Problem) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def draw_models(figure: SubFigure, problem: Problem, trained: dict[str, ntkl.Pos
             panel.set_title(
                 f"{name}, {words}: test accuracy {scores['accuracy']:.3f},\nlog likelihood "
                 f"{scores['log_likelihood']:.3f}; far away {scores['confidence_away']:.0%} sure", fontsize=9,
-            )  # fmt: skip
+            )
     figure.colorbar(picture, ax=axes, label="probability of class 1", shrink=0.7)
 
 
@@ -175,11 +175,11 @@ def main() -> None:
     draw_models(lower, problem, trained, found)
     (options.out / "i21_banana.png").write_bytes(png(figure, dpi=100))
     heads = ["training", "evidence", "training accuracy", "predictive", "test accuracy", "test log lik.", "ECE",
-             "confidence", "far away"]  # fmt: skip
+             "confidence", "far away"]
     rows = [[
         name, f"{own['evidence']:.1f}", f"{own['train_accuracy']:.3f}", words,
         *(f"{own[method][key]:.3f}" for key in ("accuracy", "log_likelihood", "ece", "confidence", "confidence_away")),
-    ] for name, own in found.items() for method, words in METHODS.items()]  # fmt: skip
+    ] for name, own in found.items() for method, words in METHODS.items()]
     print(table(heads, rows))
     print(runs["online"])
     write(options.out / "i21_banana.json", {"machine": machine(options.threads), "results": found})

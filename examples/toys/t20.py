@@ -130,7 +130,7 @@ def judge(toy: Toy, own: nn.Module, precision: float, noise: float | None) -> di
             "evidence": posterior.log_marginal_likelihood().item() / len(toy.x),
             "test": likelihood.log_prob(own(toy.x_test), toy.y_test).mean().item(),
             "train": likelihood.log_prob(own(toy.x), toy.y).mean().item(),
-        }  # fmt: skip
+        }
 
 
 # ------------------------------------------------------------------------------------------------ regression, 5.2, 5.4
@@ -147,7 +147,7 @@ def draw_grid(figure: Any, found: list[dict[str, float]], shape: tuple[int, int]
         axes.set(xscale="log", yscale="log", xlabel="noise variance σ²", title=title)
         for label, index in marks.items():
             axes.text(found[index]["noise"], found[index]["precision"], label, color="white", ha="center", va="center",
-                      fontsize=14, fontweight="bold")  # fmt: skip
+                      fontsize=14, fontweight="bold")
         figure.colorbar(picture, ax=axes, format="%.1f", label="nats per point")
     figure.axes[0].set_ylabel("prior precision δ")
 
@@ -183,16 +183,16 @@ def regressions(options: argparse.Namespace) -> dict[str, Any]:
     for place, (label, index) in enumerate(marks.items()):
         row = found[index]
         posterior = ntkl.laplace(trained[index], (toy.x, toy.y), likelihood_of(row["noise"]),
-                                 ntkl.GaussianPrior(precision=row["precision"]))  # fmt: skip
+                                 ntkl.GaussianPrior(precision=row["precision"]))
         prediction = posterior.predict(grid)
         draw_band(axes[place], toy, grid, prediction.mean, prediction.stddev, SHADES[place])
         axes[place].set_title(f"{label}: σ² = {row['noise']:.2g}, δ = {row['precision']:.2g}, "
-                              f"evidence {row['evidence']:.2f}, test {row['test']:.2f}", fontsize=9)  # fmt: skip
+                              f"evidence {row['evidence']:.2f}, test {row['test']:.2f}", fontsize=9)
     figure.savefig(options.out / "regression_evidence.png", dpi=110)
 
     row, scores = found[best], {}
     posterior = ntkl.laplace(trained[best], (toy.x, toy.y), likelihood_of(row["noise"]),
-                             ntkl.GaussianPrior(precision=row["precision"]), structure="full")  # fmt: skip
+                             ntkl.GaussianPrior(precision=row["precision"]), structure="full")
     figure = Figure(figsize=(12, 6), layout="constrained")
     axes = figure.subplots(2, 3, sharey=True, sharex=True)
     generator = torch.Generator().manual_seed(0)
@@ -254,11 +254,11 @@ def classifications(options: argparse.Namespace) -> dict[str, Any]:
     panels = lower.subplots(1, 3)
     for panel, (label, index) in zip(panels, marks.items(), strict=True):
         posterior = ntkl.laplace(trained[index], (toy.x, toy.y), ntkl.Bernoulli(),
-                                 ntkl.GaussianPrior(precision=found[index]["precision"]))  # fmt: skip
+                                 ntkl.GaussianPrior(precision=found[index]["precision"]))
         picture = panel.contourf(*plane, posterior.predict(at).probs.detach().reshape(plane[0].shape), **whole)
         draw_points(panel, toy)
         panel.set_title(f"{label}: δ = {found[index]['precision']:.2g}, evidence {found[index]['evidence']:.2f}, "
-                        f"test {found[index]['test']:.2f}", fontsize=9)  # fmt: skip
+                        f"test {found[index]['test']:.2f}", fontsize=9)
     lower.colorbar(picture, ax=panels, label="predictive probability of class 1")
     figure.savefig(options.out / "classification_evidence.png", dpi=110)
 
@@ -276,7 +276,7 @@ def classifications(options: argparse.Namespace) -> dict[str, Any]:
     figure.colorbar(picture, ax=axes[0], label="probability of class 1")
     blr = posterior.predict(at, "blr")
     parts = {"epistemic variance": blr.epistemic, "aleatoric variance": blr.aleatoric,
-             "epistemic share": blr.epistemic / (blr.epistemic + blr.aleatoric)}  # fmt: skip
+             "epistemic share": blr.epistemic / (blr.epistemic + blr.aleatoric)}
     for panel, (label, values) in zip(axes[1], parts.items(), strict=True):
         picture = panel.contourf(*plane, values.detach().reshape(plane[0].shape), levels=20, cmap="magma")
         figure.colorbar(picture, ax=panel, format="%.2g")

@@ -184,7 +184,7 @@ def log_det_weight_space(sides: Sides, precision: Tensor) -> tuple[Tensor, Tenso
     rows = [
         (sides.b.unsqueeze(-1) * sides.x.unsqueeze(-2)).flatten(2), sides.b,
         (sides.s.unsqueeze(-1) * sides.h.unsqueeze(-2)).flatten(2), sides.s,
-    ]  # fmt: skip
+    ]
     scaled = torch.cat([row / precision[:, g, None, None].sqrt() for g, row in enumerate(rows)], 2)
     total = scaled.mT @ scaled
     total.diagonal(dim1=1, dim2=2).add_(1.0)
@@ -228,7 +228,7 @@ def _of_eigenvalues(values: tuple[Tensor, ...], precision: Tensor) -> tuple[Tens
 LOG_DETS: dict[str, Callable[[Sides, Tensor], tuple[Tensor, Tensor]]] = {
     "ggn": log_det_exact, "ef": log_det_exact, "kfac": log_det_kfac,
     "diag-ggn": log_det_diagonal, "diag-ef": log_det_diagonal,
-}  # fmt: skip
+}
 
 
 def evidence(
@@ -299,7 +299,7 @@ def train_with_evidence(
     )
     now = [*networks.parameters(), log_precision, log_noise]
     best = Best(torch.full((count,), -torch.inf, dtype=dtype), torch.zeros(count, dtype=torch.long),
-                [tensor.detach().clone() for tensor in now], [tensor.detach() for tensor in now])  # fmt: skip
+                [tensor.detach().clone() for tensor in now], [tensor.detach() for tensor in now])
     generator = torch.Generator().manual_seed(0)
     for epoch in range(1, protocol.epochs + 1):
         for x, y in _minibatches(problem, protocol.minibatch, generator):

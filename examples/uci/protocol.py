@@ -79,7 +79,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
                {"noise_speed": 2.0, "squared_error_fisher": 2.0, "single": True}),
     "raw": ("as the authors' code, responses as they are", {"noise_speed": 2.0, "squared_error_fisher": 2.0}),
     "held": ("as the authors' code, a tenth left out", {"noise_speed": 2.0, "squared_error_fisher": 2.0}),
-}  # fmt: skip
+}
 NOISE = ("sigma", "fisher", "halved", "hyper-halved", "one-halved", "mean", "mean-hyper", "authors", "raw")
 PREDICTIVES = ("Bayes", "MAP", "Bayes, f once", "Bayes, f not")
 
@@ -240,7 +240,7 @@ def main() -> None:
     usual = standardised(*arguments_of_data)
     classes = usual[0].classes
     others = {CHANGES["held"][0]: (without_a_tenth(usual[0]), usual[1]),
-              CHANGES["raw"][0]: standardised(*arguments_of_data, responses=False)}  # fmt: skip
+              CHANGES["raw"][0]: standardised(*arguments_of_data, responses=False)}
     options.out.mkdir(parents=True, exist_ok=True)
     report = options.out / "protocol.json"
     chosen = {"dataset": name, "splits": options.splits, "epochs": options.epochs}

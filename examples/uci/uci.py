@@ -41,7 +41,7 @@ from _shared import machine, parser, table, write
 REGRESSION, CLASSES = ("boston", "concrete", "energy", "yacht"), ("australian", "ionosphere")
 # exact posteriors by whichever of function and weight space the library finds cheaper
 STRUCTURE_SPECS = {"ggn": ("auto", "ggn"), "ef": ("auto", "ef"), "kfac": ("kfac", "ggn"), "diag-ggn": ("diag", "ggn"),
-         "diag-ef": ("diag", "ef")}  # fmt: skip
+         "diag-ef": ("diag", "ef")}
 # [I21] tables C2, C3, C4a, C4d: mean and standard error of the negative test log likelihood, Bayesian and MAP
 PAPER: dict[str, dict[str, tuple[tuple[float, float], tuple[float, float]]]] = {
     "boston": {"ggn": ((2.68, 0.12), (2.69, 0.13)), "ef": ((2.60, 0.09), (2.62, 0.12)),
@@ -62,7 +62,7 @@ PAPER: dict[str, dict[str, tuple[tuple[float, float], tuple[float, float]]]] = {
     "ionosphere": {"ggn": ((0.29, 0.02), (0.26, 0.03)), "ef": ((0.42, 0.01), (0.28, 0.04)),
                    "kfac": ((0.31, 0.02), (0.29, 0.02)), "diag-ggn": ((0.38, 0.01), (0.35, 0.01)),
                    "diag-ef": ((0.37, 0.01), (0.31, 0.02))},
-}  # fmt: skip
+}
 AGREEMENT = 1e-6  # of the two evidences, relative: they share no code
 
 
@@ -163,7 +163,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
             rows[structure].append({
                 "evidence": value, "epoch": int(best.epoch[at]), "noise": log_noise[at].exp().item(),
                 "precision": precision, **score(posterior, problem.classes, *tests[split]),
-            })  # fmt: skip
+            })
     took = time.perf_counter() - start
     return {"seconds": took, "N": problem.x.shape[1], "largest_difference": largest, "splits": rows}
 
@@ -186,7 +186,7 @@ def report(results: dict[str, Any]) -> str:
                 paper = PAPER.get(name, {}).get(structure)
                 far = paper is not None and abs(mean - paper[place][0]) > 2 * math.hypot(error, paper[place][1])
                 cells += [f"{mean:.2f} ± {error:.2f}{' *' if far else ''}",
-                          "-" if paper is None else f"{paper[place][0]:.2f} ± {paper[place][1]:.2f}"]  # fmt: skip
+                          "-" if paper is None else f"{paper[place][0]:.2f} ± {paper[place][1]:.2f}"]
             lines.append([*cells, f"{np.median([row['epoch'] for row in splits]):.0f}"])
     text = table(header, lines)
     classes = [(name, found) for name, found in results.items() if "accuracy" in found["splits"]["ggn"][0]["MAP"]]

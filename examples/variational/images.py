@@ -67,7 +67,7 @@ class Images:
         """A network with random weights."""
         if self.name == "digits":
             return nn.Sequential(nn.Conv2d(1, 16, 3), nn.Tanh(), nn.Conv2d(16, 16, 3), nn.Tanh(), nn.Flatten(),
-                                 nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 10))  # fmt: skip
+                                 nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 10))
         return nn.Sequential(nn.Flatten(), *mlp((784, 100, 100, 10)))
 
     def trained(self, rows: Tensor, delta: float, seed: int, epochs: int) -> nn.Module:
@@ -165,7 +165,7 @@ def study(data: Images, seed: int, options: argparse.Namespace) -> dict[str, Any
     for _ in range(0 if options.small else 2):  # the precision that the evidence asks for, and the MAP under it
         network = data.trained(every, delta, seed, epochs)
         posterior = ntkl.laplace(network, (data.x, data.y), ntkl.Categorical(), ntkl.GaussianPrior(precision=delta),
-                                 structure="kfac", dtype=torch.float32)  # fmt: skip
+                                 structure="kfac", dtype=torch.float32)
         posterior.fit_hyperparameters(parameters=["precision"])
         delta = posterior.prior.precision.item()
     network = data.trained(every, delta, seed, epochs)
@@ -174,7 +174,7 @@ def study(data: Images, seed: int, options: argparse.Namespace) -> dict[str, Any
 
     def ensemble(rows: Tensor, count: int) -> list[nn.Module]:
         return [network if k == 0 and len(rows) == len(every) else data.trained(rows, delta, seed + 100 * k, epochs)
-                for k in range(count)]  # fmt: skip
+                for k in range(count)]
 
     def calibrated(count: int) -> Predict:
         tuned = temperature(averaged(ensemble(kept, count), data.x[held]).log(), data.y[held])
@@ -192,7 +192,7 @@ def study(data: Images, seed: int, options: argparse.Namespace) -> dict[str, Any
         network, (data.x, data.y), ntkl.Categorical(), prior, structure="kfac", algorithm="voggn", start=laplace,
         step_size=options.step_size, steps=steps, batch_size=min(options.batch, len(data.y)), seed=seed, elbo_every=0,
         dtype=torch.float32,
-    )  # fmt: skip
+    )
     found["seconds of VOGGN"] = time.perf_counter() - start
     for method in ("nn", "glm"):
         add(f'VOGGN, "{method}"', lambda m=method: of_posterior(fit.posterior, m))
@@ -221,10 +221,10 @@ def main() -> None:
         data = Images(name, options)
         kept = [options.out / f"{name}_{seed}.json" for seed in range(options.seeds)]
         results[name] = [once(path, settings, lambda d=data, s=seed: study(d, s, options))
-                         for seed, path in enumerate(kept)]  # fmt: skip
+                         for seed, path in enumerate(kept)]
         columns = ["log likelihood", "accuracy", "ECE", "unfamiliar", "fit", "predictions"]
         rows = [[method, *(f"{np.mean([one[method][column] for one in results[name]]):.3f}" for column in columns)]
-                for method in results[name][0] if isinstance(results[name][0][method], dict)]  # fmt: skip
+                for method in results[name][0] if isinstance(results[name][0][method], dict)]
         print(f"\n{name}\n\n{table(['method', *columns], rows)}\n")
     write(options.out / "images.json", {"machine": machine(options.threads), "results": results})
 

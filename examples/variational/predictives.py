@@ -93,7 +93,7 @@ class Problem:
             ntkl.GaussianPrior(precision=PRECISION[self.name]), structure="full", algorithm=algorithm,
             start=10.0 if scratch else self.laplace(), tolerance=1e-10, elbo_every=0, seed=self.seed,
             **(SETTINGS[algorithm] | ({"steps": 10} if self.options.small else {})),
-        )  # fmt: skip
+        )
         return found.posterior
 
 
@@ -132,7 +132,7 @@ def judge(problem: Problem, algorithm: str, start: str) -> dict[str, Any]:
             **{part: score.item() for part, score in scores.items()},
             "elbo": float(elbo), "error": elbo.standard_error,
             "mean": shown.mean.detach().flatten().tolist(), "variance": shown.variance.detach().flatten().tolist(),
-        }  # fmt: skip
+        }
         found[method]["deviation"] = _deviation_of_f(posterior, method, problem.toy.x_test[:100])
     if problem.name == "regression":
         draws = posterior.sample(3, generator=generator())
@@ -227,41 +227,41 @@ def claims(found: dict[str, dict[str, dict[str, Any]]]) -> list[tuple[str, str, 
 
     def spread(seeds: list[dict[str, Any]], start: str) -> float:
         return max(np.ptp([seed[f"{a} from {start if a != 'laplace' else 'laplace'}"]["glm"]["inside"]
-                           for a in ALGORITHMS]) for seed in seeds)  # fmt: skip
+                           for a in ALGORITHMS]) for seed in seeds)
 
     rows: list[tuple[str, str, bool]] = []
     for start in STARTS:
         worst = spread(regressions, start)
         rows.append((f"regression: \"glm\" is alike for all four, from {start}",
-                     f"they differ by at most {worst:.2f} nats", worst <= 0.1))  # fmt: skip
+                     f"they differ by at most {worst:.2f} nats", worst <= 0.1))
     for algorithm in ("laplace", "oggn"):
         best = max(map(gain, every(regressions, algorithm)))
         rows.append((f"regression: \"nn\" fails for {TITLES[algorithm]}", f"nn - glm at most {best:.2f}", best <= -1.5))
     ratio = min(row["nn"]["deviation"] / row["glm"]["deviation"] for row in every(regressions, "lgva"))
     rows.append(("regression: LGVA's \"nn\" overestimates the uncertainty",
-                 f"deviation of f at least {ratio:.1f} x that of \"glm\"", ratio >= 1.5))  # fmt: skip
+                 f"deviation of f at least {ratio:.1f} x that of \"glm\"", ratio >= 1.5))
     for start in STARTS:
         worst = max(abs(gain(row)) for row in every(regressions, "voggn", start))
         rows.append((f"regression: VOGGN's \"nn\" is like its \"glm\", from {start}",
-                     f"they differ by at most {worst:.2f} nats", worst <= 0.1))  # fmt: skip
+                     f"they differ by at most {worst:.2f} nats", worst <= 0.1))
     lost = max(laplace["glm"]["inside"] - voggn["nn"]["inside"] for laplace, voggn in zip(
-        every(regressions, "laplace"), every(regressions, "voggn"), strict=True))  # fmt: skip
+        every(regressions, "laplace"), every(regressions, "voggn"), strict=True))
     rows.append(("regression: VOGGN's \"nn\" is as good as Laplace's \"glm\"", f"at most {lost:.2f} nats worse",
-                 lost <= 0.1))  # fmt: skip
+                 lost <= 0.1))
     less = min(voggn["nn"]["elbo"] - max(other["nn"]["elbo"] for other in others) for voggn, *others in zip(
-        *(every(regressions, a) for a in ("voggn", "laplace", "oggn", "lgva")), strict=True))  # fmt: skip
+        *(every(regressions, a) for a in ("voggn", "laplace", "oggn", "lgva")), strict=True))
     rows.append(("regression: VOGGN has the highest ELBO of the network", f"by at least {less:,.0f} nats",
-                 less >= 1000))  # fmt: skip
+                 less >= 1000))
     far = max(abs(row["nn"]["inside"] + np.log(2)) for row in every(classifications, "laplace"))
     rows.append(("moons: Laplace's \"nn\" is uniform", f"within {far:.3f} of -log 2", far <= 0.03))
     for algorithm in ("oggn", "lgva"):
         best = max(map(gain, every(classifications, algorithm)))
         rows.append((f"moons: {TITLES[algorithm]}'s \"nn\" is worse than its \"glm\"", f"nn - glm at most {best:.2f}",
-                     best < -0.02))  # fmt: skip
+                     best < -0.02))
     for start in STARTS:
         worst = max(abs(gain(row)) for row in every(classifications, "voggn", start))
         rows.append((f"moons: VOGGN's \"nn\" is like its \"glm\", from {start}",
-                     f"they differ by at most {worst:.2f} nats", worst <= 0.1))  # fmt: skip
+                     f"they differ by at most {worst:.2f} nats", worst <= 0.1))
     worst = spread(classifications, "laplace")
     rows.append(("moons: \"glm\" is alike for all four", f"they differ by at most {worst:.2f} nats", worst <= 0.1))
     return [(claim, measured, bool(holds)) for claim, measured, holds in rows]
@@ -298,15 +298,15 @@ def main() -> None:
     for name, results in found.items():
         print(f"\n{name}: mean over {options.seeds} seeds, nats a test point\n")
         print(table(["posterior", "nn", "glm", "nn, gap", "glm, gap", "ELBO nn", "ELBO glm", "sd f nn", "sd f glm"],
-                    [_row(key, [seed[key] for seed in results.values()]) for key in results["0"]]))  # fmt: skip
+                    [_row(key, [seed[key] for seed in results.values()]) for key in results["0"]]))
     checked = claims(found)
     print("\nclaims of the thesis\n")
     print(table(["claim", "measured", "holds"], [[a, b, "yes" if c else "no"] for a, b, c in checked]))
     small = {name: {seed: {key: {m: {k: v for k, v in row[m].items() if not isinstance(v, list)} for m in METHODS}
                            for key, row in rows.items()} for seed, rows in results.items()}
-             for name, results in found.items()}  # fmt: skip
+             for name, results in found.items()}
     write(options.out / "predictives.json", {"machine": machine(options.threads), "results": small,
-                                                 "claims": checked})  # fmt: skip
+                                                 "claims": checked})
 
 
 def _row(key: str, seeds: list[dict[str, Any]]) -> list[str]:
@@ -315,7 +315,7 @@ def _row(key: str, seeds: list[dict[str, Any]]) -> list[str]:
         return format(float(np.mean(values)), form) if values else "-"
 
     return [key, *(mean(m, "inside", ".3f") for m in METHODS), *(mean(m, "gap", ".3f") for m in METHODS),
-            *(mean(m, "elbo", ",.0f") for m in METHODS), *(mean(m, "deviation", ".2f") for m in METHODS)]  # fmt: skip
+            *(mean(m, "elbo", ",.0f") for m in METHODS), *(mean(m, "deviation", ".2f") for m in METHODS)]
 
 
 if __name__ == "__main__":

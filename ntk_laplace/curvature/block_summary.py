@@ -181,7 +181,7 @@ class Summary:
                 raise NonFiniteError(
                     f"finite sums over the data for {self.block.weight!r}", "sums that overflow",
                     "Use dtype=torch.float64 for the algebra, or look for huge inputs or diverged weights.",
-                )  # fmt: skip
+                )
 
     def merged(self, other: Summary) -> Summary:
         """Sums over both data sets. Sums that only one has are dropped: factors, if the other's basis was given."""

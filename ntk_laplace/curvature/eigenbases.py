@@ -39,7 +39,7 @@ class FactorEigen:
     def __init__(
         self, lower: Tensor | None, values: Tensor | None = None, vectors: Tensor | Reflections | None = None,
         unique: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lower, self._values, self._vectors, self._unique = lower, values, vectors, unique
 
     @property
@@ -178,7 +178,7 @@ class Eigenbasis:
         if record["right"] is None:
             return cls()
         outer, inner = (FactorEigen(None, record[side], side_from_record(record[f"basis_{side}"]))
-                        for side in ("left", "right"))  # fmt: skip
+                        for side in ("left", "right"))
         return cls(outer, inner)
 
 

@@ -53,7 +53,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def __init__(
         self, rows: Jacobian, root: Tensor | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
         gram: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(prior, shapes, rows.f)
         own = torch.eye(rows.num_cotangents).to(rows.f).expand(rows.num_examples, -1, -1)
         self.rows, self.root = rows, own if root is None else root

@@ -53,7 +53,7 @@ class BlockwisePrecision(PosteriorPrecision):
     def __init__(
         self, diagonals: Mapping[str, Tensor], factors: Sequence[tuple[tuple[str, ...], Tensor]],
         shapes: Mapping[str, torch.Size],
-    ) -> None:  # fmt: skip
+    ) -> None:
         like = next(iter(diagonals.values())) if diagonals else factors[0][1]
         super().__init__(GaussianPrior(1.0, groups="parameter").bind(shapes).to(like.device), shapes, like)
         self.diagonals, self.factors = dict(diagonals), list(factors)
@@ -63,7 +63,7 @@ class BlockwisePrecision(PosteriorPrecision):
         self._blocks = [
             (slice(places[names[0]].start, places[names[-1]].stop), factor,
              ParameterLayout({name: self.shapes[name] for name in names})) for names, factor in self.factors
-        ]  # fmt: skip
+        ]
 
     # --- storage
 

@@ -88,13 +88,13 @@ class IterativePrecision(PosteriorPrecision):
     def restored(
         cls, curvature: Curvature, sketch: Sketch, wished: Wished, draws: int, variance_error: float,
         record: Mapping[str, Any],
-    ) -> IterativePrecision:  # fmt: skip
+    ) -> IterativePrecision:
         """The precision with the estimates of a record, at the hyperparameters of the record."""
         sketch, base = sketch.at(curvature)
         own = dict(record["own"])
         limits = SketchLimits(own.pop("most"), draws)
         found, best = (cls(ProbedLogDet(curvature, sketch, base, wished=wished, **own), limits, variance_error)
-                       for _ in range(2))  # fmt: skip
+                       for _ in range(2))
         effective, error = record["effective"]
         vars(found).update(_best=best, _effective=(effective.to(curvature.like), error))
         vars(found.probing)["estimate"] = LogDet(**record["estimate"])
@@ -130,7 +130,7 @@ class IterativePrecision(PosteriorPrecision):
             error = miss(found)
             if not math.isfinite(error):
                 raise NumericalError("a finite estimate of log det B", "numbers that overflow",
-                                     "Take a larger prior precision.")  # fmt: skip
+                                     "Take a larger prior precision.")
             wanted, probed = sufficient(found.probing.probes, error), found.probing.probes
             if wanted == probed or larger is None:
                 break
@@ -417,7 +417,7 @@ def reaching(
 def grown(
     curvature: Curvature, sketch: Sketch | None, first_rank: int, limits: SketchLimits, probes: tuple[int, int],
     seed: int, wished: Wished, variance_error: float,
-) -> IterativePrecision:  # fmt: skip
+) -> IterativePrecision:
     """The precision whose log determinant has the wished standard error, or the best that ranks and probes allow.
 
     Parameters

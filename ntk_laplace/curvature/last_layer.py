@@ -72,7 +72,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
     def __init__(
         self, rows: Jacobian, form: DiagonalForm, root: Callable[[slice], Tensor], num_columns: int,
         prior: GaussianPrior, shapes: Mapping[str, torch.Size],
-    ) -> None:  # fmt: skip
+    ) -> None:
         PosteriorPrecision.__init__(self, prior, shapes, rows.f)  # B is not formed in one piece
         self.rows, self._root_of, self._columns = rows, root, num_columns
         self.variances: Variances = read_once(prior_variances(prior, shapes))
@@ -181,7 +181,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
     def marginals(self) -> Tensor:
         """Covariance of the weights of each output, G_c + G_cXᵀU_c M⁻¹ U_cXG_c, (C, r, r)."""
         require_memory(self._covariances.nbytes, self.rows.f.device, "the covariance of each output's weights",
-                       "Use fewer training points, or a structured posterior.")  # fmt: skip
+                       "Use fewer training points, or a structured posterior.")
         found = self._covariances.clone()
         if self.form.vector is not None:
             (n, r) = self._features.shape
@@ -429,7 +429,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
 
 _REMEDY = ("Use a method that needs no inverse of B (the evidence, predictions, samples), fewer training points, or "
-           'structure="kfac".')  # fmt: skip
+           'structure="kfac".')
 
 
 def _cholesky(matrices: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Other parameters are an exact block if they are small, else an exact diagonal. H
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -14,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import UnsupportedError, warn
 from ntk_laplace.jacobian import Block, Dense, FusedLayer, FusedSums, Jacobian, Lookup, Outer
 from ntk_laplace.jacobian.blocks import clusters, summed
 from ntk_laplace.model.priors import GaussianPrior
@@ -150,7 +149,7 @@ class ParameterBlock:
             raise UnsupportedError(
                 f"every batch to reach {self.weight!r} through its layer", "a batch that uses it in another operation",
                 'Use structure="full" or "gp", which follow any graph.',
-            )  # fmt: skip
+            )
         return fused[0]
 
     @property
@@ -231,11 +230,9 @@ def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str,
         parts = [single for part in parts for single in _split(part)]
     large = [part for part in parts if part.kind == "diagonal"]
     if form == "kronecker" and large:
-        warnings.warn(
-            f"no Kronecker factors fit {', '.join(part.weight for part in large)} (a parameter used in several ways, "
-            f"or not by a layer with inputs), and more than {tuning.LARGEST_EXACT_BLOCK:,} entries are too many for an "
-            "exact block: their exact diagonal is kept", NTKLaplaceWarning, stacklevel=2,
-        )  # fmt: skip
+        warn(f"no Kronecker factors fit {', '.join(part.weight for part in large)} (a parameter used in several "
+             f"ways, or not by a layer with inputs), and more than {tuning.LARGEST_EXACT_BLOCK:,} entries are too many "
+             "for an exact block: their exact diagonal is kept")
     return parts
 
 

@@ -65,7 +65,7 @@ class ProbedLogDet:
     def __init__(
         self, curvature: Curvature, sketch: Sketch, base: LowRankBase, probes: int, seed: int, wished: Wished,
         earlier: ProbedLogDet | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.curvature, self.sketch, self.base = curvature, sketch, base
         self.probes, self.seed, self.wished = probes, seed, wished
         self._earlier = earlier
@@ -88,12 +88,12 @@ class ProbedLogDet:
         """
         tolerance = max(tolerance, torch.finfo(vectors.dtype).eps ** 0.7)
         return conjugate_gradients(self.whitened, vectors, self.base.whitened_solve, tolerance,
-                                   1.0 + self.base.largest, tuning.CONJUGATE_GRADIENT_STEPS)  # fmt: skip
+                                   1.0 + self.base.largest, tuning.CONJUGATE_GRADIENT_STEPS)
 
     def solved_draws(self, draws: Tensor) -> Tensor:
         """(P0^-½ H P0^-½)⁻¹ d for draws d (m, P), with an error far below that of their number."""
         return nearly_solved(self.whitened, draws, self.base.whitened_solve, tuning.DRAW_ERROR,
-                             tuning.CONJUGATE_GRADIENT_STEPS)  # fmt: skip
+                             tuning.CONJUGATE_GRADIENT_STEPS)
 
     @property
     def together(self) -> int:

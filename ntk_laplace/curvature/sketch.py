@@ -247,7 +247,7 @@ def sketched(
 def growing(
     curvature: Curvature, start: tuple[Sketch, LowRankBase] | None, ranks: tuple[int, int], seed: int,
     draws: bool = False,
-) -> Iterator[tuple[Sketch, LowRankBase, float | None]]:  # fmt: skip
+) -> Iterator[tuple[Sketch, LowRankBase, float | None]]:
     """Sketches with their precisions, each of twice the rank of the one before; and the cost of the next, if any.
 
     The first is `start`, or has the first of `ranks`. The last has the second of them or the curvature's rank, or finds

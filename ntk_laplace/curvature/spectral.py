@@ -241,7 +241,7 @@ class KroneckerBlock(SpectralBlock):
     def __init__(
         self, block: ParameterBlock, eigenbasis: Eigenbasis, count: Tensor, sharing: str, precision: Tensor,
         damped: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.block, self.precision, self.relative = block, precision, precision.ndim > 0
         self.sharing, self.damped, self.count = sharing, damped, count
         self.homogeneous = not damped
@@ -376,7 +376,7 @@ class KroneckerBlock(SpectralBlock):
             raise UnsupportedError(
                 f"every batch to reach {self.block.weight!r} through its layer",
                 "a batch that uses it in another operation", 'Use structure="ekfac", "diag" or "full".',
-            )  # fmt: skip
+            )
         pulled = torch.einsum("nktgp,gpq->nktgq", b, self._by_outputs(vector))
         return pulled.flatten(2) @ b.flatten(2).mT
 

@@ -75,7 +75,7 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
     def __init__(
         self, likelihood: _GaussianLikelihoodBase, model: ExactGP, share: float = 0.9, orders: int | Tensor = 1, *,
         fresh: bool = True, seed: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(model, ExactGP) or not isinstance(likelihood, _GaussianLikelihoodBase):
             raise UnsupportedError(
                 "an ExactGP with a likelihood of Gaussian noise",
@@ -238,7 +238,7 @@ def _evidence_of(posterior: Posterior, index: Tensor) -> Tensor:
         (original, own)
         for there, here in ((posterior.prior, part.prior), (posterior.likelihood, part.likelihood))
         for original, own in zip(there.parameters(), here.parameters(), strict=True) if original.requires_grad
-    ]  # fmt: skip
+    ]
     if not pairs or not torch.is_grad_enabled():
         return value.detach()
     slopes = torch.autograd.grad(value, [own for _, own in pairs], allow_unused=True)

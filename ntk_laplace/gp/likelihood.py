@@ -51,7 +51,7 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
     def marginal(
         self, function_dist: MultivariateNormal, *params: Any, method: str = "glm", samples: int = 1000,
         generator: Generator | None = None, likelihood: Likelihood | None = None, **kwargs: Any,
-    ) -> Distribution:  # fmt: skip
+    ) -> Distribution:
         """Whitened rows with unit noise for the evidence, or responses for the posterior of f at new inputs.
 
         Parameters

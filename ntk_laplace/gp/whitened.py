@@ -183,7 +183,7 @@ def _no_gradient() -> UnsupportedError:
         "gradients through the evidence", "a gradient through a matrix, solve or sample of whitened rows",
         "Use ExactMarginalLogLikelihood(gp.likelihood, gp) or ConditionalMarginalLogLikelihood(gp.likelihood, gp); "
         "posterior.loo_log_density() is the value of leave-one-out.",
-    )  # fmt: skip
+    )
 
 
 class WhitenedNormal(MultivariateNormal):

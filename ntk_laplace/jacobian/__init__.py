@@ -22,4 +22,4 @@ __all__ = [
     "RootFunction",
     "Use",
     "register_rule",
-]  # fmt: skip
+]

@@ -383,7 +383,7 @@ def contractions(left: Cluster, right: Cluster, variances: Variances) -> list[Co
         min((method(*pair) for method in METHODS if method.applies(*pair)), key=lambda each: each.cost)
         for pair in (_by_input(one, two, variances) for one, two in zip(ours, theirs, strict=True)
                      if any(name in variances for name in _names(one)))
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda each: each.stage)
 
 

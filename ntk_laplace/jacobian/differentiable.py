@@ -67,7 +67,7 @@ class DifferentiableRows:
             values = {name: p.detach().requires_grad_() for name, p in self.network.parameters.items()}
             out = self.network.evaluate_at(values, take(x, slice(example, example + 1)))[0]
             found = [torch.autograd.grad(one, list(values.values()), create_graph=True, allow_unused=True,
-                                         materialize_grads=True) for one in out]  # fmt: skip
+                                         materialize_grads=True) for one in out]
             rows.append(torch.stack([torch.cat([part.flatten() for part in own]) for own in found]))
         return torch.stack(rows)
 
@@ -109,7 +109,7 @@ class _PlainNorms(TorchFunctionMode):
 def _layer_norm(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     found = _standardized(x, tuple(range(-len(normalized_shape), 0)), eps)
     found = found if weight is None else found * weight
     return found if bias is None else found + bias
@@ -132,4 +132,4 @@ def _standardized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
 
 _PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.layer_norm: _layer_norm, functional.group_norm: _group_norm,
-}  # fmt: skip
+}

@@ -34,7 +34,7 @@ from ntk_laplace.runtime.resources import buffer_bytes
 __all__ = [
     "NO_FUSED_LAYERS", "FusedAccumulation", "FusedLayer", "FusedLayers", "FusedSums", "Products",
     "gradient_buffer", "side_by_side",
-]  # fmt: skip
+]
 
 # --- fused accumulation
 

@@ -67,7 +67,7 @@ class GradientCheck:
         found = torch.autograd.grad(
             out, list(parameters.values()), torch.einsum("kn,knc->nc", weights, cotangents), retain_graph=True,
             allow_unused=True,
-        )  # fmt: skip
+        )
         self._weights, self._parameters, self._precision = weights.to(rows_dtype(parameters)), parameters, precision
         self._expected = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
         self._sizes = {name: _largest(gradient) for name, gradient in self._expected.items()}

@@ -88,7 +88,7 @@ class Gradients:
     def __init__(
         self, graph: Graph, extractions: Sequence[Extraction], cotangents: Tensor, cotangents_first: bool = False,
         accumulation: FusedAccumulation | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.graph, self.extractions = graph, list(extractions)
         self.cotangents, self.cotangents_first = cotangents, cotangents_first
         self.accumulation = accumulation or FusedAccumulation(NO_FUSED_LAYERS, cotangents.new_zeros(0), graph.dtype)

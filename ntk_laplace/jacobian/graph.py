@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 __all__ = [
     "Graph", "Step", "is_view", "node_kind", "output_shape", "pull_back", "rows_dtype", "uncast", "view_positions",
-]  # fmt: skip
+]
 
 # nodes that only permute, select or convert entries of a parameter
 _CAST = "ToCopyBackward"
@@ -19,7 +19,7 @@ _VIEWS = {
     "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Slice", "Select",
     "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "Unbind", "Alias", "Clone", "Narrow",
     "ToCopy",
-}  # fmt: skip
+}
 _DIGIT = 256  # positions are sent through a view in base 256, which is exact in every floating dtype
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NTKLaplaceWarning
+from ntk_laplace.errors import DataError, warn
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
 from ntk_laplace.jacobian.blocks import Block, Outer
 from ntk_laplace.jacobian.fallback import Fallback
@@ -84,7 +83,7 @@ class JacobianPass:
     def rows(
         self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0,
         theta: Tensor | None = None,
-    ) -> Jacobian:  # fmt: skip
+    ) -> Jacobian:
         """Rows of all examples of `x`.
 
         Parameters
@@ -118,7 +117,7 @@ class JacobianPass:
 
         Use the rows at once: the inputs of a first layer may share memory with `x`. Layers in `fused_layers` may
         yield `FusedSums` instead of blocks.
-        """  # fmt: skip
+        """
         size = self.network.num_parameters
         if theta is not None and theta.shape != (size,):
             raise DataError(f"theta of shape ({size},), one value per chosen parameter", f"{tuple(theta.shape)}",
@@ -212,16 +211,13 @@ class JacobianPass:
         modules = dict(self.network.module.named_modules())
         owners = sorted({f"{type(modules[name.rpartition('.')[0]]).__name__} {name!r}" for name in names})
         count = sum(self.network.parameters[name].numel() for name in names)
-        warnings.warn(
-            f"no factor rule covers {', '.join(owners)}: their {count:,} parameters take the exact per-example "
-            f"fallback, which costs one backward pass per example and output and stores N x C x {count:,} numbers",
-            NTKLaplaceWarning, stacklevel=2,
-        )  # fmt: skip
+        warn(f"no factor rule covers {', '.join(owners)}: their {count:,} parameters take the exact per-example "
+             f"fallback, which costs one backward pass per example and output and stores N x C x {count:,} numbers")
 
     def _batch(
         self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fused_layers: FusedLayers,
         theta: Tensor | None,
-    ) -> Jacobian:  # fmt: skip
+    ) -> Jacobian:
         self.prepare(x)
         network = self.network
         with passing(network), network.with_theta(theta):

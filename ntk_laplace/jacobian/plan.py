@@ -94,7 +94,7 @@ class Plan:
         return [
             index for index, use in alone.items() if use.plain
             and accumulation.suits(use.name, self.partners.get(use.name), n, graph.shape(use.step.consumer)[-1])
-        ]  # fmt: skip
+        ]
 
     def blocks(self, gradients: Gradients) -> Iterator[Block]:
         """Blocks of every matched parameter, with the uses of one parameter joined; used gradients are freed.

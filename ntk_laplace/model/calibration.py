@@ -75,7 +75,7 @@ class CalibratedPredictive:
     def __init__(
         self, calibration: Calibration, likelihood: Likelihood, method: str = "glm", samples: int = 1000,
         generator: Generator | None = None, scalar: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._calibration = calibration
         certain = calibration.scale == 0.0 and method != "blr"
         own = calibration.likelihood(likelihood)

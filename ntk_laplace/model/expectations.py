@@ -104,7 +104,7 @@ class Expectation:
                 (repeated(self.likelihood, _residual, f, y, part).mean(0),
                  self.likelihood.at(part).averaged_curvature(f, y[part]).detach())
                 for part, f in self._points(mean, covariance, mean.shape[1])
-            ]  # fmt: skip
+            ]
             residuals, curvatures = zip(*found, strict=True)
             return torch.cat(residuals), torch.cat(curvatures)
 

@@ -45,7 +45,7 @@ class Objective:
     def __init__(
         self, caller: Caller, likelihood: Likelihood, prior: GaussianPrior, num_examples: int, num_outputs: int,
         weight: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if likelihood.at(slice(0, 1)) is not likelihood:
             raise UnsupportedError("a likelihood that is the same for every example", "noise per point",
                                    "Minibatches do not know the indices of their points: give one variance, or one per "

@@ -79,7 +79,7 @@ class Predictive:
     def __init__(
         self, likelihood: Likelihood, method: str = "glm", samples: int = 1000, generator: Generator | None = None,
         scalar: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not is_choice(method, ("glm", *METHODS)):
             raise UnsupportedError(
                 f"a method among {sorted([*METHODS, 'glm'])} for moments of f",

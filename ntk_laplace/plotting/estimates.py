@@ -44,7 +44,7 @@ def approximation_errors(found: ApproximationErrors) -> Figure:
 
 def _at_the_side(axes: Axes, row: float, words: str, color: str) -> None:
     axes.annotate(words, (1.0, row), xycoords=axes.get_yaxis_transform(), xytext=(8, 0), textcoords="offset points",
-                  va="center", fontsize=9, color=color, annotation_clip=False)  # fmt: skip
+                  va="center", fontsize=9, color=color, annotation_clip=False)
 
 
 def _number(value: float, error: float, sign: str = "") -> str:

@@ -24,7 +24,7 @@ _FEATURES = 8  # maximum columns of a feature table in a figure
 def explanation(
     ranked: Ranked, inputs: Tensor | None = None, training: Tensor | None = None, shape: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw, for each input, the training points for and against it: as bars, as images, in a table, or along a line.
 
     Parameters

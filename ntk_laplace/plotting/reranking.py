@@ -19,7 +19,7 @@ def reranking(found: Reranking) -> Figure:
     for where, marker, color, words in (
         (~away & ~apart, "o", BLUE, "agree"), (~away & apart, "^", ORANGE, "disagree"),
         (away, "X", VERMILION, "do not come back"),
-    ):  # fmt: skip
+    ):
         if where.any():
             axes.plot(linear[where], moving[where], marker, ms=5, color=color, alpha=0.7, ls="", mew=0, label=words)
     if found.groups:

@@ -141,7 +141,7 @@ def model_ranking(
     for x, y, name, own, open_ in zip(across[1], up[1], shown, size, hollow, strict=True):
         axes.plot(x, y, "o", ms=own, mfc="white" if open_ else BLUE, mec=BLUE, mew=1.4, alpha=0.85)
         axes.annotate(name, (x, y), xytext=(0, 0.6 * own + 2), textcoords="offset points", fontsize=7, color=GREY,
-                      ha="center")  # fmt: skip
+                      ha="center")
     if any(hollow):
         axes.plot([], [], "o", mfc="white", mec=BLUE, mew=1.4, label="vague prior")
         axes.legend(loc="best", fontsize=8, frameon=False)
@@ -149,7 +149,7 @@ def model_ranking(
         none = [Line2D([], [], ls="") for _ in names]
         words = [f"{number}  {name}" for number, name in zip(shown, names, strict=True)]
         figure.legend(none, words, loc="outside right upper", handlelength=0, handletextpad=0, frameon=False,
-                      fontsize=7, labelcolor=GREY)  # fmt: skip
+                      fontsize=7, labelcolor=GREY)
     axes.set(xlabel=across[0], ylabel=up[0])
     axes.margins(0.12)
     return figure

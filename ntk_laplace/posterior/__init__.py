@@ -91,7 +91,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 class Posterior(
     SelectionVerbs, LowerBoundVerbs, SampledEvidenceVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs,
     RerankingVerbs, SourceVerbs,
-):  # fmt: skip
+):
     """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The hyperparameters of the prior and the likelihood may change at any time; every

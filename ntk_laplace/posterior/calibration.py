@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError, is_choice, require_flags
+from ntk_laplace.errors import UnsupportedError, is_choice, require_flags, warn
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
@@ -31,7 +30,7 @@ class CalibrationVerbs(PredictionVerbs):
     def fit_predictive(
         self, objective: Any = "loo", parameters: Sequence[str] | None = None, *, points: Indices | None = None,
         seed: int = 0, strict: bool = True,
-    ) -> PredictiveFit:  # fmt: skip
+    ) -> PredictiveFit:
         """Fit the calibration of predictions: it maximizes the mean log density of points that were left out.
 
         The response at x is that of f/T for f ~ N(m(x), c V(x)), with the noise multiplied by s. The numbers are fitted
@@ -79,7 +78,7 @@ class CalibrationVerbs(PredictionVerbs):
                     "leave-one-out predictions that approximate retraining", "; ".join(fit.reasons),
                     'Train at these hyperparameters, with retrain(data) or train_with_evidence(predictive="loo"), or '
                     "pass held-out data, calibrate(data); strict=False fits all the same.",
-                )  # fmt: skip
+                )
             return self._used(fit)
         likelihood = self.likelihood.for_new_points()
         return self._used(self._fitted_calibration(self._held_out(objective), likelihood, "held-out data", parameters))
@@ -115,7 +114,7 @@ class CalibrationVerbs(PredictionVerbs):
     def _fitted_calibration(
         self, points: LeftOut, likelihood: Likelihood, objective: str, parameters: Sequence[str] | None,
         reliability: Reliability | None = None, **fixed: float,
-    ) -> PredictiveFit:  # fmt: skip
+    ) -> PredictiveFit:
         with torch.inference_mode(False):
             likelihood, points = points.by_position(likelihood)
             found = densities(likelihood, points)
@@ -128,8 +127,8 @@ class CalibrationVerbs(PredictionVerbs):
     def _used(self, fit: PredictiveFit) -> PredictiveFit:
         """Use a calibration in predictions, with a warning if it is not to be trusted."""
         if fit.reasons:
-            warnings.warn(f"the fitted predictive is not to be trusted: {'; '.join(fit.reasons)}; train with evidence, "
-                          "or fit it to held-out data", NTKLaplaceWarning, stacklevel=3)
+            warn(f"the fitted predictive is not to be trusted: {'; '.join(fit.reasons)}; train with evidence, "
+                 "or fit it to held-out data")
         self.predictive = fit.calibration
         return fit
 

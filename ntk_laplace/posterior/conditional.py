@@ -78,7 +78,7 @@ def rest_given(
     """
     if scale is not None and not (is_number(scale) and scale >= 0):
         raise HyperparameterError("a scale of the covariance, finite and at least 0", f"{scale!r}",
-                                  "Leave it out, to have it chosen by held-out points.")  # fmt: skip
+                                  "Leave it out, to have it chosen by held-out points.")
     if not is_choice(temperature, (None, *TEMPERATURES)):
         raise UnsupportedError('temperature "draws" or "average", or None', repr(temperature), "Choose one.")
     tuned = scale is None or temperature is not None

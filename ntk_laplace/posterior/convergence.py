@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
-from ntk_laplace.errors import NTKLaplaceWarning, NumericalError
+from ntk_laplace.errors import NumericalError, warn
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Descent, Held
 from ntk_laplace.posterior.explain.reliability import newton_decrement
@@ -21,7 +20,7 @@ _ITERATIONS = 10  # of L-BFGS between two looks
 def converged(
     objective: Objective, data: Held, fit: Callable[[], FittedModel], steps: int, tolerance: float, aim: float,
     progress: bool | None, remedy: str,
-) -> FittedModel:  # fmt: skip
+) -> FittedModel:
     """Train the objective's network until its Newton decrement is at most `aim`, nats per point.
 
     The decrement needs a fit, so it is computed after 0, 10, 20, 40, ... iterations of L-BFGS, and where its upper
@@ -93,8 +92,5 @@ def _report(descent: Descent, decrement: float, tolerance: float, remedy: str) -
         raise NumericalError("training steps that decrease the negative log joint",
                              f"none, at weights with a Newton decrement of {decrement:.2g} nats a point",
                              "Use a network in float64, or look for outputs that jump or do not repeat.")
-    warnings.warn(
-        f"the network is not at its optimum after training: the Newton decrement is {decrement:.2g} nats a point, "
-        f"above {tolerance:.2g}; {remedy}, or pass a network in float64; outputs with kinks may have no such optimum",
-        NTKLaplaceWarning, stacklevel=4,
-    )  # fmt: skip
+    warn(f"the network is not at its optimum after training: the Newton decrement is {decrement:.2g} nats a point, "
+         f"above {tolerance:.2g}; {remedy}, or pass a network in float64; outputs with kinks may have no such optimum")

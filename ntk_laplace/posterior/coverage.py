@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError, require_flags
+from ntk_laplace.errors import DataError, UnsupportedError, require_flags, warn
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.calibration import CalibrationVerbs
 from ntk_laplace.posterior.conformal import (
@@ -44,7 +43,7 @@ class CoverageVerbs(CalibrationVerbs):
     def predict_interval(
         self, x: InputData, level: float = 0.9, *, score: str = "normalized", data: Any = None,
         batch_size: int | None = None,
-    ) -> PredictionIntervals:  # fmt: skip
+    ) -> PredictionIntervals:
         r"""Prediction interval of each response at `x`.
 
         With m(x, i) and s(x, i) the mean response at x and its standard deviation, both without training point i, and
@@ -133,12 +132,12 @@ class CoverageVerbs(CalibrationVerbs):
         return PredictionIntervals(
             middle, lower, upper, level, method, score, kept.sum(0), words_of(method, level, fewest, everything),
             None if found is None else found.reliability,
-        )  # fmt: skip
+        )
 
     def predict_set(
         self, x: InputData, level: float = 0.9, *, score: str = "probability", data: Any = None,
         never_empty: bool = False, generator: torch.Generator | None = None, batch_size: int | None = None,
-    ) -> PredictionSets:  # fmt: skip
+    ) -> PredictionSets:
         r"""Set of labels at each input of `x`.
 
         With s(x, y, i) the score of label y at x without training point i, the set of level 1 - a has the labels y with
@@ -267,9 +266,9 @@ class CoverageVerbs(CalibrationVerbs):
 
     def _warn(self, found: LeaveOneOut | None, level: float, fewest: int, everything: str) -> None:
         if found is not None and not found.trusted:
-            warnings.warn(f"{found.reliability}; data=(X, y) takes held-out points", NTKLaplaceWarning, stacklevel=4)
+            warn(f"{found.reliability}; data=(X, y) takes held-out points")
         if rank_of(level, fewest) > fewest:
-            warnings.warn(f"{words_of('split', level, fewest, everything)[-1]}", NTKLaplaceWarning, stacklevel=4)
+            warn(f"{words_of('split', level, fewest, everything)[-1]}")
 
 
 def _method(data: Any) -> str:

@@ -71,7 +71,7 @@ class EvidenceVerbs(Fitted):
     def evidence_bound(
         self, examples: int | None = None, parameters: str | None = None, outputs: str = "all", *,
         blocks: int | None = None, seed: int = 0, gradient: bool = False,
-    ) -> EvidenceBound:  # fmt: skip
+    ) -> EvidenceBound:
         """A lower bound of the exact evidence, from blocks of examples and of parameters ([I23] theorems 1 to 3).
 
         log det B is at most the sum of the log determinants of its diagonal blocks (Fischer's inequality), and so is
@@ -166,7 +166,7 @@ class EvidenceVerbs(Fitted):
     def fit_hyperparameters(
         self, method: str = "lbfgs", parameters: Sequence[str] | None = None, steps: int = 200,
         tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), **options: Any,
-    ) -> HyperparameterHistory:  # fmt: skip
+    ) -> HyperparameterHistory:
         """Maximize the evidence over hyperparameters at fixed weights; the posterior is left at the best found.
 
         Parameters

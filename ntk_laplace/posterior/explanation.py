@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError, require_flags
+from ntk_laplace.errors import UnsupportedError, require_flags, warn
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import InputData, fill_buffer
 from ntk_laplace.posterior.chunks import Chunks
@@ -38,7 +37,7 @@ class ExplanationVerbs(Fitted):
     def explain(
         self, x: InputData, k: int = 8, output: int | None = None, *, by: str = "output", y: Any = None,
         batch_size: int | None = None,
-    ) -> Explanation | Ranking:  # fmt: skip
+    ) -> Explanation | Ranking:
         """Which training points determine the predictions at `x`, and the predictions without each of them.
 
         Structure "gp" returns all of them, exactly, in memory of n x N x C. The other structures read the training data
@@ -82,7 +81,7 @@ class ExplanationVerbs(Fitted):
     def removal_effects(
         self, x: InputData, output: int | None = None, *, by: str = "output", y: Any = None,
         batch_size: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Change of the quantity at each input of `x` if one training point were left out, for all training points.
 
         Parameters
@@ -148,7 +147,7 @@ class ExplanationVerbs(Fitted):
                 f"under structure={self.structure!r} and curvature={self.curvature_type.kind!r}",
                 'Fit with structure="gp" or "full" and curvature="ggn", leave out some points with points=300, or use '
                 "other data for a score; strict=False gives numbers that rank the points.",
-            )  # fmt: skip
+            )
         self._warn_of(found)
         return found
 
@@ -170,7 +169,7 @@ class ExplanationVerbs(Fitted):
 
     def _warn_of(self, found: LeaveOneOut) -> None:
         if not found.trusted:
-            warnings.warn(str(found.reliability), NTKLaplaceWarning, stacklevel=3)
+            warn(str(found.reliability))
 
     def _explained(self, chunks: Chunks, request: ExplanationRequest) -> Iterator[Explanation]:
         """Explanations in function space, chunk by chunk."""

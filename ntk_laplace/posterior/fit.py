@@ -173,11 +173,11 @@ def fit_with(
     network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, structure: str | StructureSpec | Auto,
     curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
     settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
-) -> Posterior:  # fmt: skip
+) -> Posterior:
     """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved."""
     spec = spec_of(structure)
     model, batches = linearized(network, data, likelihood, prior, spec, curvature, parameters=parameters, dtype=dtype,
-                                settings=settings, output=output, targets=targets)  # fmt: skip
+                                settings=settings, output=output, targets=targets)
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
         fitted, reason = _fit(model, spec, batches)
         return Posterior(fitted, reason)
@@ -187,7 +187,7 @@ def linearized(
     network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, spec: StructureSpec | Auto,
     curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
     settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
-) -> tuple[LinearizedModel, Batches]:  # fmt: skip
+) -> tuple[LinearizedModel, Batches]:
     """The model that `laplace` fits a structure to, and its data; the prior is bound to the network."""
     frozen = Network(network, parameters, output, targets)
     with torch.inference_mode(False):

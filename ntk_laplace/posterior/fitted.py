@@ -343,7 +343,7 @@ class Fitted:
                 "Gaussian: the linearized model's optimum takes several Newton steps with its own curvature",
                 f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
                 'Fit one of them, or leave mean= out for the network\'s own outputs, "map".',
-            )  # fmt: skip
+            )
 
     def jacobian(self, x: InputData) -> Jacobian:
         """Rows of J at all inputs, in blocks by layer; ``jacobian(x).dense(posterior.network.shapes)`` is (C, n, P)."""

@@ -48,7 +48,7 @@ class LowerBoundVerbs(Fitted):
     def elbo(
         self, method: str = "glm", samples: int = 1000, *, x: InputData | None = None,
         generator: torch.Generator | None = None,
-    ) -> LowerBound:  # fmt: skip
+    ) -> LowerBound:
         """Evidence lower bound E_q log p(D given f) - KL(q ‖ prior) of this Gaussian ([T20] 2.14).
 
         Parameters

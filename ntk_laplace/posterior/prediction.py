@@ -56,7 +56,7 @@ class PredictionVerbs(Fitted):
 
     def latent(
         self, x: InputData, mean: str = "map", *, differentiable: bool = False
-    ) -> MultitaskMultivariateNormal:  # fmt: skip
+    ) -> MultitaskMultivariateNormal:
         """Joint posterior of f at `x` ([T20] 3.13).
 
         Parameters
@@ -100,7 +100,7 @@ class PredictionVerbs(Fitted):
     def latent_moments(
         self, x: InputData, mean: str = "map", *, batch_size: int | None = None, per_position: bool = False,
         differentiable: bool = False,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, without the joint covariance ([T20] 3.13).
 
         With ``per_position=True`` the L C outputs of `Everywhere` have a block at each position, and nothing of size
@@ -138,7 +138,7 @@ class PredictionVerbs(Fitted):
         self, x: InputData, method: str = "glm", samples: int = 1000, *, mean: str = "map",
         likelihood: Likelihood | None = None, generator: torch.Generator | None = None, batch_size: int | None = None,
         calibrated: bool = True,
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         """Predictive distribution of responses at `x` ([T20] 3.14 to 3.16).
 
         Parameters
@@ -199,7 +199,7 @@ class PredictionVerbs(Fitted):
         chunks = self._chunks(x, batch_size)
         if positions > 1:
             return _responses(self._moments(chunks, mean, positions), True, lambda f, blocks: own.together(
-                respond(f.reshape(len(f) * positions, -1), blocks.flatten(0, 1))))  # fmt: skip
+                respond(f.reshape(len(f) * positions, -1), blocks.flatten(0, 1))))
         if method == "probit" and own.probit_by_variance(*2 * (torch.zeros(1, self.num_outputs),)) is not None:
             return _responses(self._variances(chunks, mean), likelihood is None, respond)
         return _responses(self._moments(chunks, mean), likelihood is None, respond)

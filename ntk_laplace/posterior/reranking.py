@@ -35,7 +35,7 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
     def rerank(
         self, x: InputData, candidates: int = 50, output: int | None = None, *, by: str = "output", y: Any = None,
         groups: Sequence[Indices] = (),
-    ) -> Reranking:  # fmt: skip
+    ) -> Reranking:
         """Rank the strongest training points of each prediction by what the network itself does without them.
 
         The candidates of an input are the points of the largest linear effects, `removal_effects`. The network goes to
@@ -105,7 +105,7 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
             group_moving=joint,
             group_converged=joint_converged, group_comes_back=joint_back, group_outputs=after[:, len(points) :],
             targets=self._points().targets, guarantees=_GUARANTEES,
-        )  # fmt: skip
+        )
 
     def _without(self, groups: Sequence[Tensor]) -> Tensor:
         """Example weights (1 + G, N): first all points, then without each group."""

@@ -41,7 +41,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
     def retrain(
         self, data: Any, *, rounds: int = 1, steps: int = 1000, tolerance: float = MOST_DECREMENT,
         groups: str | None = "layer", evidence_steps: int = 200, predictive: str | None = "loo",
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """Posterior of the network trained on at hyperparameters that the evidence chooses; for overfitted networks.
 
         A round maximizes the evidence at fixed weights over precisions and noise (`fit_hyperparameters`), and trains a

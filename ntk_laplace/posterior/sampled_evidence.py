@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -11,12 +10,12 @@ from torch import Generator, Tensor
 from ntk_laplace.errors import (
     DataError,
     HyperparameterError,
-    NTKLaplaceWarning,
     UnsupportedError,
     is_choice,
     is_number,
     require_flags,
     require_whole,
+    warn,
 )
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.estimates import (
@@ -42,7 +41,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
     def importance_evidence(
         self, samples: int = 2000, inflation: float = 1.2, model: str = "nn", *, x: InputData | None = None,
         generator: Generator | None = None,
-    ) -> EvidenceEstimate:  # fmt: skip
+    ) -> EvidenceEstimate:
         """Evidence by importance sampling from the posterior's Gaussian ([L22] Eq. 12, 13).
 
         The mean of p(D, θ)/q(θ) over θ ~ q = N(m, c H⁻¹), with the structure's H. It is right for any q, but its
@@ -90,7 +89,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         self, temperatures: int = 1000, chains: int = 64, start: str = "posterior", model: str = "nn",
         bounds: bool = False, *, leapfrog: int = 8, exact_draws: Tensor | None = None, x: InputData | None = None,
         generator: Generator | None = None,
-    ) -> AnnealedEvidence:  # fmt: skip
+    ) -> AnnealedEvidence:
         """Evidence by annealed importance sampling (Neal 2001), of all chains at once.
 
         Each chain goes from an exact draw of a Gaussian q0 to the model, through temperatures β of
@@ -151,7 +150,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
     def approximation_errors(
         self, temperatures: int = 1000, chains: int = 64, start: str = "posterior", *, correction: bool = True,
         leapfrog: int = 8, x: InputData | None = None, generator: Generator | None = None,
-    ) -> ApproximationErrors:  # fmt: skip
+    ) -> ApproximationErrors:
         """What Laplace's Gaussian and the linearization of the network cost the evidence, in nats.
 
         Three numbers: the evidence (Laplace), the evidence of the linearized model (annealed in f), and that of the
@@ -184,11 +183,11 @@ class SampledEvidenceVerbs(EvidenceVerbs):
             first = self.evidence(correction)
             common: dict[str, Any] = {
                 "leapfrog": leapfrog, "bounds": False, "exact_draws": None, "x": x, "generator": generator,
-            }  # fmt: skip
+            }
             linearized = annealed_evidence(self._fitted, temperatures, chains, "posterior", "glm", **common)
             network = annealed_evidence(self._fitted, temperatures, chains, start, "nn", **common)
-        return ApproximationErrors(float(first), first.standard_error, _told(linearized, _LONGER, 5),
-                                   _told(network, _LONGER, 5))
+        return ApproximationErrors(float(first), first.standard_error, _told(linearized, _LONGER),
+                                   _told(network, _LONGER))
 
     # --- inside
 
@@ -233,11 +232,11 @@ def _require_wide(inflation: object) -> None:
     if not is_number(inflation, above=0.5):
         raise HyperparameterError("a positive, finite inflation of the covariance, above 1/2: below that the weights "
                                   "of a Gaussian posterior have no variance", repr(inflation)[:80],
-                                  "Leave it out for 1.2.")  # fmt: skip
+                                  "Leave it out for 1.2.")
 
 
-def _told(found: _Estimate, remedy: str, level: int = 4) -> _Estimate:
+def _told(found: _Estimate, remedy: str) -> _Estimate:
     """The estimate, with a warning at the caller's line, `level` frames up, if it is not to be trusted."""
     if not found.trusted:
-        warnings.warn(f"the {found}. Estimate it {remedy}", NTKLaplaceWarning, stacklevel=level)
+        warn(f"the {found}. Estimate it {remedy}")
     return found

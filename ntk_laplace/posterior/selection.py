@@ -28,7 +28,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     def conditional_log_marginal_likelihood(
         self, m: int, permutations: int | None = None, seed: int = 0, *, method: str = "auto",
         scale: float | None = None, temperature: str | None = None, samples: int = 1000, draws: int = 1000,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Conditional evidence log p(other points given m points), averaged over orders ([L22] Eq. 5, 19).
 
         At fixed weights: the linearized model is conditioned, the network is not retrained. Its Jacobians depend on
@@ -137,7 +137,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         sequence = self._sequence()
         return LearningCurve(torch.stack([
             sequence.increments(order) for order in orders(self.num_examples, permutations, seed)
-        ]))  # fmt: skip
+        ]))
 
     def loo_log_density(self, points: Indices | None = None, *, seed: int = 0) -> Tensor:
         """Σ log p(y_n given all other points), from the closed form of `leave_one_out`.
@@ -240,4 +240,4 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
 def _joint(rest: Rest, draws: int, seed: int) -> Tensor:
     """The joint density of the rest over draws of the weights, with a warning at the caller's line of the verb."""
     found = conditional_estimate(rest.log_likelihood(draws, seed).unsqueeze(1), "joint")
-    return torch.tensor(float(warn_of(found, 6)), dtype=torch.float64)
+    return torch.tensor(float(warn_of(found)), dtype=torch.float64)

@@ -37,7 +37,7 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
     def source_effects(
         self, x: InputData, sources: Sources, output: int | None = None, *, by: str = "output", y: Any = None,
         linearization: str = "fixed",
-    ) -> SourceEffects:  # fmt: skip
+    ) -> SourceEffects:
         """What changes at `x` if all training points of one source are left out together, for each source.
 
         Parameters
@@ -96,7 +96,7 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
             quantity_of(likelihood, f, "log_likelihood", output, y).change(f, after),
             own_log_prob=own.log_prob, own_log_prob_without=own.log_prob_without, converged=found.converged[1:],
             linearization=linearization, guarantees=(_GUARANTEES[linearization], _SUMS),
-        )  # fmt: skip
+        )
 
     def _check_variance(self, by: str, linearization: str) -> None:
         require_quantity(by)
@@ -105,7 +105,7 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
                 f'structure="gp" or "full" and curvature="ggn" for by={by!r} without a source',
                 f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
                 'Use linearization="moving", which fits the structure again.',
-            )  # fmt: skip
+            )
 
     def _covariances_without(self, found: WhatIfs, x: InputData) -> Sequence[Tensor]:
         """Covariance blocks (n, C, C) of each posterior, the first without a change."""
@@ -116,7 +116,7 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
     def _single_effects(self, x: InputData, number: Tensor, count: int, request: ExplanationRequest) -> Tensor:
         """Sums of the removal effects of single points over each source, (n, S)."""
         parts = [effect.new_zeros(len(effect), count).index_add_(1, number.to(effect.device), effect)
-                 for effect in self._removal_effects(self._chunks(x), request)]  # fmt: skip
+                 for effect in self._removal_effects(self._chunks(x), request)]
         return torch.cat(parts)
 
 
@@ -147,5 +147,5 @@ class _Own:
         observed = posterior.likelihood.observed(posterior.targets)
         known = there if observed is None else there & observed.reshape(len(there), -1).any(1)
         totals = [density.new_zeros(count).index_add_(0, number[known], values[known]) for values in
-                  (torch.ones_like(density[0]), density[0], density[1:].gather(0, number.unsqueeze(0))[0])]  # fmt: skip
+                  (torch.ones_like(density[0]), density[0], density[1:].gather(0, number.unsqueeze(0))[0])]
         return cls(number[there].bincount(minlength=count), totals[1] / totals[0], totals[2] / totals[0])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_choice
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, warn
 from ntk_laplace.model.data import Batches, InputData
 from ntk_laplace.posterior.calibrate import with_left_out_hyperparameters
 from ntk_laplace.posterior.fitted import Fitted
@@ -261,11 +260,8 @@ class WhatIfVerbs(Fitted):
         moved = self._fitted.model.displacement is not None
         if steps == 1 or moved or not same:
             return
-        warnings.warn(
-            "no training point is changed, so nothing moves: a what-if keeps the gradient that training left. The "
-            "posterior is unchanged; refit() goes to the optimum of the linearized model", NTKLaplaceWarning,
-            stacklevel=5,
-        )  # fmt: skip
+        warn("no training point is changed, so nothing moves: a what-if keeps the gradient that training left. The "
+             "posterior is unchanged; refit() goes to the optimum of the linearized model")
 
     def _changed(self, points: TrainingPoints, steps: int | None, linearization: str) -> Self:
         if not is_moving(linearization, steps):
@@ -281,7 +277,7 @@ class WhatIfVerbs(Fitted):
                 f'steps=1 for structure={self.structure!r} and curvature={self.curvature_type.kind!r}',
                 f"steps={steps}", 'Fit with structure="gp" (or "full") and curvature="ggn" for more of them, or use '
                 'linearization="moving".',
-            )  # fmt: skip
+            )
         with torch.inference_mode(False):
             if self._fitted.structure.spec.exact:
                 return self._derived(stepped(self._fitted, points, added, steps))

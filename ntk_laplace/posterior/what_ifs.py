@@ -175,7 +175,7 @@ class WhatIfsVerbs(WhatIfVerbs):
         counts = self._points().counts.to(self._fitted.theta)
         with torch.inference_mode(False):
             found = Groups.of(self._fitted, _weights(groups, counts), moving)
-        tell_unreached(found.converged, found.falling, found.steps, stacklevel=4)
+        tell_unreached(found.converged, found.falling, found.steps)
         return WhatIfs(self, found, lambda index: self._derived(found.fitted(index, self._fitted)))
 
     def cross_validate(

@@ -47,7 +47,7 @@ class ProcessGroupReducer(Reducer):
                 "Start the script with torchrun --nproc-per-node 2 SCRIPT, and call "
                 'torch.distributed.init_process_group("gloo") in it, or use "with ntk_laplace.process_group() as '
                 'group", which gives None to a script that runs alone.',
-            )  # fmt: skip
+            )
         if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
             raise UnsupportedError("process_group= a group of torch.distributed that this process belongs to",
                                    repr(self.group), "Pass dist.new_group(...), or distributed=True for the default.")
@@ -134,4 +134,4 @@ def _lost_processes() -> Iterator[None]:
             "an answer of all processes of the group", f"none of at least one ({words})",
             "Look at the messages of the others. A structured fit with Settings(checkpoint=path) continues with "
             "Settings(resume=path), with any number of processes.",
-        ) from cause  # fmt: skip
+        ) from cause

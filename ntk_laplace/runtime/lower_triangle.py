@@ -76,7 +76,7 @@ class LowerTriangle:
         return LowerTriangle([
             panel[max(0, start - (panel.shape[1] - panel.shape[0])) :, start:]
             for panel in self.panels if panel.shape[1] > start
-        ])  # fmt: skip
+        ])
 
     def to_dense(self) -> Tensor:
         """The lower triangle as a new square matrix, zero above the diagonal."""

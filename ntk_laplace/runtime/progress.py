@@ -20,7 +20,7 @@ _live: list[Progress] = []  # the display, while there is one
 def track(
     items: Iterable[T], description: str | Callable[[], str], total: int | None, enabled: bool | None = None,
     size: Callable[[T], int] = lambda item: 1, delay: float = 0.0,
-) -> Iterator[T]:  # fmt: skip
+) -> Iterator[T]:
     """Iterate over `items` with a progress bar that shows the remaining time.
 
     Parameters

@@ -105,7 +105,7 @@ def _log_loss(likelihood: Likelihood, p_min: float, num_outputs: int, single: bo
     if likelihood.is_density:
         raise UnsupportedError(
             "a bounded loss: the log loss of a density is bounded on neither side",
-            f"loss='log' for {type(likelihood).__name__}, for which the bound would be no bound", _FIXED)  # fmt: skip
+            f"loss='log' for {type(likelihood).__name__}, for which the bound would be no bound", _FIXED)
     if not is_number(p_min, above=0, below=1):
         raise HyperparameterError("a probability p_min between 0 and 1 at which the log loss is clipped: without it "
                                   "the loss has no bound", f"p_min={p_min!r}", "Leave it out for 0.01.")

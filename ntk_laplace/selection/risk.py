@@ -114,7 +114,7 @@ def risk_bound(
     kind: str = "seeger", *, delta: float = 0.05, draws: int = 2000, models: int = 1, model: str = "nn",
     p_min: float = 0.01, bounds: tuple[float, float] | None = None, beta: float | Sequence[float] | None = None,
     generator: Generator | None = None,
-) -> RiskBound:  # fmt: skip
+) -> RiskBound:
     """Bound the expected loss on new data of a random network that is drawn from a posterior (PAC-Bayes).
 
     For a prior fixed before the n points of `data` were seen, the bound holds for any posterior with probability 1 - δ.
@@ -226,7 +226,7 @@ def risk_bound(
         draws=draws, delta=delta, models=models, kind=kind, loss=bounded.name, low=bounded.low, high=bounded.high,
         chance=bounded.chance, prior_points=0 if prior_posterior is None else prior_posterior.num_examples,
         repeated=repeated,
-    )  # fmt: skip
+    )
 
 
 class _Points:
@@ -254,7 +254,7 @@ class _Points:
 def _gibbs_risk(
     posterior: Posterior, parts: list[Inputs], targets: Tensor, loss: BoundedLoss, model: str, draws: int,
     generator: Generator | None,
-) -> float:  # fmt: skip
+) -> float:
     """Mean loss over independent draws of the weights and all points."""
     theta = posterior.fitted.theta
     if generator is None:

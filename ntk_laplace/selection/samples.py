@@ -71,4 +71,4 @@ def conditional_from_samples(log_likelihood: Tensor | np.ndarray, kind: str = "j
         where = tuple(int(i) for i in bad[0])
         raise NonFiniteError("log likelihoods that are finite, or -inf", f"{float(values[where])} at {where}",
                              "Look at this sample: its chain may have diverged.")
-    return warn_of(conditional_estimate(chains, kind), 3)
+    return warn_of(conditional_estimate(chains, kind))

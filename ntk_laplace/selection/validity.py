@@ -23,7 +23,7 @@ _OTHERS = "Train a network on the first points alone, fit prior_posterior to the
 def require_valid(
     posterior: Posterior, prior_posterior: Posterior | None, parts: list[Inputs], targets: Tensor, model: str,
     by_probability: bool,
-) -> tuple[float, int]:  # fmt: skip
+) -> tuple[float, int]:
     """Refuse what is no bound; return the divergence from the prior, and how many points repeat one of the prior's.
 
     Raises
@@ -98,7 +98,7 @@ def _require_other_data(
     if list(own.shapes.items()) != list(its.shapes.items()):
         raise DataError("a prior_posterior of the same parameters", f"{its.num_parameters:,} parameters in "
                         f"{len(its.shapes)} tensors, where the posterior has {own.num_parameters:,} in "
-                        f"{len(own.shapes)}", "Fit both with the same architecture and parameters=.")  # fmt: skip
+                        f"{len(own.shapes)}", "Fit both with the same architecture and parameters=.")
     there = _fixed(own.module, own.shapes)
     differ = [name for name, value in _fixed(its.module, its.shapes).items()
               if name not in there or not torch.equal(there[name].to(value), value)]
@@ -125,7 +125,7 @@ def _require_trained_apart(posterior: Posterior, prior_posterior: Posterior) -> 
         raise DataError(
             "a prior_posterior at weights that were trained on its own points", f"weights with a Newton decrement of "
             f"{decrement:.2g} nats a point on these, above {most:.2g}: they were trained on all points, as those of "
-            "subset() are", _OTHERS)  # fmt: skip
+            "subset() are", _OTHERS)
 
 
 def _require_no_overlap(prior_posterior: Posterior, parts: Iterable[Inputs], targets: Tensor) -> int:
@@ -139,7 +139,7 @@ def _require_no_overlap(prior_posterior: Posterior, parts: Iterable[Inputs], tar
     among = sum(count for count in seen.values() if count > 1) / points.num_examples  # of discrete data
     if repeated > _CHANCE + 2 * among * len(given):
         raise DataError("data that prior_posterior has not seen", f"{repeated:,} of {len(given):,} points that equal "
-                        f"one of its {points.num_examples:,}", _OTHERS)  # fmt: skip
+                        f"one of its {points.num_examples:,}", _OTHERS)
     return repeated
 
 

@@ -188,7 +188,7 @@ class Accumulation:
             [Summary(block, dict(own)) for block, own in zip(blocks, sums, strict=True)] if sums else [],
             [Eigenbasis.from_record(own) for own in record["frames"]],
             fill_buffer(record["f"]), fill_buffer(record["targets"]), fill_buffer(record.get("weights", [])),
-        )  # fmt: skip
+        )
 
     def _first(
         self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor, seen: int, borrowed: bool
@@ -283,7 +283,7 @@ class Accumulation:
     def _rows(
         self, model: LinearizedModel, roots: _Roots, x: Inputs, targets: Tensor, seen: int, counts: Tensor | None,
         fused_layers: FusedLayers,
-    ) -> Iterator[Jacobian]:  # fmt: skip
+    ) -> Iterator[Jacobian]:
         return model.jacobian_pass.batches(x, roots.at(targets, seen, counts), model.settings.batch_size, seen,
                                            fused_layers)
 
@@ -392,7 +392,7 @@ def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: Lineari
     ways += ['parameters="last_layer"', *["dtype=torch.float32"] * (model.jacobian_pass.dtype != torch.float32)]
     spec.memory(parts, model).require(
         model, f"the sums of structure={spec.name!r}, most of them for {largest}", f"Use {', or '.join(ways)}.",
-    )  # fmt: skip
+    )
 
 
 def _counts(model: LinearizedModel, targets: Tensor, weights: Tensor | None) -> Tensor | None:

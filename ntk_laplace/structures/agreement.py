@@ -43,7 +43,7 @@ def agreed_blocks(model: LinearizedModel, found: list[ParameterBlock], kind: str
 def total(
     model: LinearizedModel, blocks: Sequence[ParameterBlock], summaries: list[Summary],
     names: Container[str] | None = None,
-) -> list[Summary]:  # fmt: skip
+) -> list[Summary]:
     """The sums of all processes; a block or a sum that a process never met is zero there.
 
     Parameters
@@ -119,7 +119,7 @@ def unreached(names: Sequence[str], got: str) -> UnsupportedError:
     return UnsupportedError(
         f"every batch to reach {', '.join(names[:3])}", got,
         'Use structure="diag", "full" or "gp", which follow any graph, or larger batches.',
-    )  # fmt: skip
+    )
 
 
 def _union(shares: Sequence[Sequence[ParameterBlock]]) -> dict[tuple, ParameterBlock]:

@@ -55,7 +55,7 @@ class Auto:
             raise MemoryBudgetError(
                 f"an exact structure for {problem.num_examples:,} examples to fit into {format_bytes(memory)} on "
                 f"{problem.model.network.device}", f"a predicted need of {_words(needs)}",
-                "Use fewer examples, or dtype=torch.float32.")  # fmt: skip
+                "Use fewer examples, or dtype=torch.float32.")
 
 
 def _needs(problem: Problem) -> list[tuple[StructureSpec, int]]:

@@ -157,7 +157,7 @@ class BlockSpec(StructureSpec):
             else:
                 flops += 2 * t * block.size
         work = Work(passes=passes * problem.share, matmul=float(flops * problem.share),
-                    eigh=cubes if self.second_pass else cubes / 3)  # fmt: skip
+                    eigh=cubes if self.second_pass else cubes / 3)
         buffers = problem.batch_bytes(problem.buffer(max(tuning.WORKING_SET_BYTES, tuning.WRITTEN_BYTES)))
         sent = 2 * sum(found.stored.values()) * (problem.processes - 1) // problem.processes
         return replace(found, buffers=buffers, work=work, communication=sent)

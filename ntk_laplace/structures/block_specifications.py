@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from ntk_laplace.curvature import BlockPrecision, Eigenbasis, LowRank, Summary
 from ntk_laplace.curvature.block_summary import SHARING
 from ntk_laplace.curvature.inf import InfBlock, check_rank
 from ntk_laplace.curvature.spectral import KroneckerBlock, SpectralBlock
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_choice, require_whole
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, require_whole, warn
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.block_spec import HasEigenbasis
 from ntk_laplace.structures.structure import register_structure
@@ -46,7 +45,7 @@ class KroneckerSpec(StructuredSpec):
                 f'groups="{prior.groups}"' + f" with {self}" * (prior.groups == "input"),
                 'Use groups "all", "layer" or "tensor", or structure "inf", "diag", "full" or "gp".'
                 + ' "kfac" without options takes groups="input" too.' * (prior.groups == "input"),
-            )  # fmt: skip
+            )
 
     @property
     def by_input(self) -> bool:
@@ -115,7 +114,7 @@ class KFAC(KroneckerSpec):
                 raise HyperparameterError(
                     f"inputs on the second axis of {summary.block.weight!r}, for a precision of each under {self}",
                     "a layer that has its outputs there", 'Use groups "layer", or structure "gp", "full" or "diag".',
-                )  # fmt: skip
+                )
             eigenbasis = eigenbasis.relative_to(precision[:, 0], summary)
         return KroneckerBlock(summary.block, eigenbasis, summary.sums["count"], self.sharing, precision, self.damped)
 
@@ -201,17 +200,11 @@ class INF(KroneckerSpec):
             if zeros:
                 singular.append(f"{summary.block.weight} ({zeros:,} of {low.size:,})")
         if broken and self.violation == "shrink":
-            warnings.warn(
-                "INF's low-rank part exceeds the exact diagonal ([S20] lemma 3) in " + "; ".join(broken) + ": those "
-                "rows and columns are scaled down to it, which keeps the diagonal exact", NTKLaplaceWarning,
-                stacklevel=2,
-            )  # fmt: skip
+            warn("INF's low-rank part exceeds the exact diagonal ([S20] lemma 3) in " + "; ".join(broken) + ": those "
+                 "rows and columns are scaled down to it, which keeps the diagonal exact")
         if singular:
-            warnings.warn(
-                "INF's low-rank part keeps eigenvalues that are zero ([S20] lemma 3) in " + "; ".join(singular)
-                + ": the data's term is singular there, and the prior makes H positive definite", NTKLaplaceWarning,
-                stacklevel=2,
-            )  # fmt: skip
+            warn("INF's low-rank part keeps eigenvalues that are zero ([S20] lemma 3) in " + "; ".join(singular)
+                 + ": the data's term is singular there, and the prior makes H positive definite")
         return kept
 
     def kronecker(self, summary: Summary, eigenbasis: Eigenbasis, extra: Any, precision: Tensor) -> BlockPrecision:

@@ -88,7 +88,7 @@ class EvidenceBound:
 def evidence_bound(
     fitted: FittedModel, examples: int | None, parameters: str | None, outputs: str, blocks: int | None, seed: int,
     gradient: bool,
-) -> EvidenceBound:  # fmt: skip
+) -> EvidenceBound:
     """A lower bound of the evidence; see `Posterior.evidence_bound`."""
     if not is_choice(parameters, _PARAMETERS):
         raise UnsupportedError('parameters None, "layers" or "diagonal"', repr(parameters), "Choose one of them.")
@@ -118,14 +118,14 @@ def evidence_bound(
     layouts = _layouts(fitted, parameters)
     with torch.inference_mode(False), torch.no_grad():
         found = [_of_block(fitted, layouts, parameters == "diagonal", index, root[index][..., own], gradient)
-                 for index, own in chosen]  # fmt: skip
+                 for index, own in chosen]
         return _summed(fitted, found, [index for index, _ in chosen], len(whole), len(parts[0]), parameters, outputs)
 
 
 def _summed(
     fitted: FittedModel, found: list[tuple[Tensor, Tensor | None]], used: list[Tensor], total: int, examples: int,
     parameters: str | None, outputs: str,
-) -> EvidenceBound:  # fmt: skip
+) -> EvidenceBound:
     """The bound from log det and γ of each block used, scaled to all of them."""
     count, log_dets = len(found), torch.stack([value for value, _ in found])
     scale, error = total / count, 0.0
@@ -251,4 +251,4 @@ def _require_memory(fitted: FittedModel, summed: list[ParameterLayout], size: in
         (sum(squares) + max([size**2, *squares])) * fitted.theta.element_size(), fitted.network.device,
         f"the matrices of a block ({size:,} rows, {len(squares)} in weight space)",
         'Pass fewer examples=, or parameters="layers" or "diagonal".', fitted.settings.memory_budget,
-    )  # fmt: skip
+    )

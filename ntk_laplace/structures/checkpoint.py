@@ -85,7 +85,7 @@ def _at_refit(model: LinearizedModel, structure: Any, before: Mapping[str, Tenso
         return structure
     if before is not None:
         return replace(structure, points=replace(points, expanded=before["expanded"]),
-                       base=replace(points, f=before["f"]))  # fmt: skip
+                       base=replace(points, f=before["f"]))
     moved = points.f + structure.jvp(model, model.displacement)
     return replace(structure, points=replace(points, f=moved), base=points)
 
@@ -184,7 +184,7 @@ def _matching(network: nn.Module, saved: Mapping[str, Any], positions: Size | No
     wrong = [
         f"{name} of shape {tuple(there[name])} (fit: {tuple(shape)})" if name in there else f"no {name}"
         for name, shape in saved["shapes"].items() if there.get(name) != shape
-    ]  # fmt: skip
+    ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NetworkError("a network with the parameters of the fit", ", ".join(wrong[:3]) + more,

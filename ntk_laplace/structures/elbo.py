@@ -164,7 +164,7 @@ def _trace_of_product(precision: PosteriorPrecision, other: PosteriorPrecision, 
 def lower_bound(
     fitted: FittedModel, method: str = "glm", samples: int = 1000, x: InputData | None = None,
     generator: Generator | None = None,
-) -> LowerBound:  # fmt: skip
+) -> LowerBound:
     """E_q log p(D given f) - KL(q ‖ prior); arguments as in `Posterior.elbo`."""
     if not is_choice(method, _METHODS):
         raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method),

@@ -90,7 +90,7 @@ def log_det(fitted: FittedModel) -> Tensor:
     # ∂ log det B / ∂ log δ_g = -γ_g
     by_precision = prior.log_precision, scaled_by(lambda: -used())
     found = with_gradients(_value(precision).to(prior.log_precision), "the evidence", by_precision,
-                           *_by_likelihood(fitted, used), check=_same_hyperparameters(fitted))  # fmt: skip
+                           *_by_likelihood(fitted, used), check=_same_hyperparameters(fitted))
     return scalar(found)
 
 

@@ -37,7 +37,7 @@ class FullWeightSpace(SummedSpec):
         _matrices(p, model.jacobian_pass.dtype.itemsize).require(
             model, f"the {p:,} x {p:,} matrices of weight space",
             'Use structure="gp" (memory (N R)²/2), structure="kfac" (approximate) or parameters="last_layer".',
-        )  # fmt: skip
+        )
 
     def forecast(self, problem: Problem) -> Forecast:
         """JᵀΛJ and the factor of H, P² numbers each, on every process; JᵀΛJ takes N R P² flops and H P³/3."""

@@ -95,7 +95,7 @@ class FunctionSpace(StructureSpec):
         n, size, e = problem.num_examples, problem.num_rows, problem.element
         model, share = problem.model, problem.processes
         matrix = LowerTriangle.predicted_bytes(size, problem.num_columns, model.jacobian_pass.dtype,
-                                               model.network.device) // share  # fmt: skip
+                                               model.network.device) // share
         rows = problem.row_bytes(n)
         stored = {"B": matrix, "rows of J": rows, "rows of SᵀJ": problem.weighted_bytes(n), "S": problem.root_bytes}
         # rows are held twice while the batches are joined
@@ -206,7 +206,7 @@ class FunctionSpaceStructure(Structure):
             raise UnsupportedError(
                 'include_data=True to save structure="gp"', "include_data=False",
                 "Function space is made of its training points: their rows contain the inputs of the first layer.",
-            )  # fmt: skip
+            )
         return self.rows.record()
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FunctionSpaceStructure:
@@ -248,10 +248,10 @@ def _require_memory(problem: Problem, held: bool = False) -> None:
     forecast = FunctionSpace().forecast(problem)
     n, c = problem.num_examples, problem.num_outputs
     what = (f"the last layer with one matrix for each of {c:,} outputs (N = {n:,})" if forecast.note else
-            f"B of {size:,} x {size:,} (N = {n:,}, C = {c}; half of it is stored) and its rows")  # fmt: skip
+            f"B of {size:,} x {size:,} (N = {n:,}, C = {c}; half of it is stored) and its rows")
     forecast.require(
         model, what,
         f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
         'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
         "dtype=torch.float32.", forecast.stored["rows of J"] if held else 0,
-    )  # fmt: skip
+    )

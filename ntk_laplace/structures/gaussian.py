@@ -43,7 +43,7 @@ class GivenGaussian(StructureSpec):
         if self.precision is None:
             raise UnsupportedError("the precision of a Gaussian", "none",
                                    "Use ntk_laplace.gaussian_posterior(network, data, likelihood, prior, "
-                                   "precision=...).")  # fmt: skip
+                                   "precision=...).")
         shapes, budget = model.network.shapes, model.settings.memory_budget
         inner = given_precision(self.precision, shapes, model.theta, budget)
         reducer = model.settings.reducer

@@ -150,7 +150,7 @@ class TrainingPoints:
         methods: dict[str, tuple[Callable[[], object], tuple[int, ...]]] = {
             "log_prob": (lambda: log_prob, (n,)), "residual": (lambda: own.residual(f, y), (n, c)),
             "curvature": (lambda: own.curvature(f, y), (n, c, c)),
-        }  # fmt: skip
+        }
         found: dict[str, Tensor] = {}
         for method, (compute, shape) in methods.items():  # one after the other: a default uses those before it
             value = compute()
@@ -251,7 +251,7 @@ class UnsavedPoints(TrainingPoints):
     def __init__(
         self, num_examples: int, num_outputs: int, value: Tensor, hyperparameters: tuple[Tensor, ...],
         size: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._sizes: tuple[int, int]
         self._value: Tensor
         self._hyperparameters: tuple[Tensor, ...]

@@ -181,7 +181,7 @@ class CurvatureProducts:
                     numbers.append(number[here][index, column])
         gathered = reducer.gather((Jacobian.concatenate(parts) if parts else None, torch.cat(numbers)))
         rows = Jacobian.concatenate([part.to(self.like.dtype, self.like.device) for part, _ in gathered
-                                     if part is not None])  # fmt: skip
+                                     if part is not None])
         order = torch.cat([numbers.to(self.like.device) for _, numbers in gathered]).argsort()
         return rows.subset(order)
 

@@ -78,7 +78,7 @@ class Growth:
     def of(
         cls, problem: Problem, relative_error: float, left: Left, cost: Callable[[int], float],
         most: int, refined: bool,
-    ) -> Growth:  # fmt: skip
+    ) -> Growth:
         """With log det B by the spectrum of the problem."""
         log_det = float(expected_logs(problem).sum())
         return cls(left, cost, log_det, tolerance(relative_error, problem.log_joint or 0.0, log_det), most, refined)
@@ -150,7 +150,7 @@ class SampledRows:
         """
         n, rows, logs = self.problem.num_examples, self.problem.num_rows, expected_logs(self.problem)
         whole, half = (float(pivots[math.ceil(rank * len(pivots) / rows) :].sum() / pivots.sum())
-                       for pivots in self._log_pivots)  # fmt: skip
+                       for pivots in self._log_pivots)
         doublings = math.log2(max(1.0, n / self._used))
         share = whole * min(1.0, whole / max(half, 1e-300)) ** doublings
         return share * float(logs.sum()), share**2 * float(logs.square().sum())
@@ -199,16 +199,16 @@ def forecast_of_rows(
     model, p, e, share = problem.model, problem.num_parameters, problem.element, problem.share
     each = 4.0 * problem.num_examples * p
     growth = Growth.of(problem, relative_error, rows.left, lambda rank: rank**3 / 3 / each,
-                       min(rows.limit, p, problem.num_rows), refined)  # fmt: skip
+                       min(rows.limit, p, problem.num_rows), refined)
     ranks, further, found = growth.expected(rows.count, probes)
     before, rank = [0, *ranks, *further][-2:]
     tried = sum(map(expected_products, found))
     single, blocks = problem.single_row_bytes, problem.num_rows * problem.num_columns * e
     kept = 2 * problem.row_bytes(share) <= memory_of(model)
     triangle = partial(LowerTriangle.predicted_bytes, unit=1, dtype=model.jacobian_pass.dtype,
-                       device=model.network.device)  # fmt: skip
+                       device=model.network.device)
     stored = {"leading rows": rank * single + blocks, "factor": triangle(rank),
-              "rows of J": kept * problem.row_bytes(share)}  # fmt: skip
+              "rows of J": kept * problem.row_bytes(share)}
     passes = 3 * len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in found) * STEPS
     algebra = problem.pair_flops / problem.num_columns**2 * sum(r * r for r in ranks)
     work = Work(passes=share * (1 if kept else passes), products=share * tried,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from ntk_laplace.curvature.leading_rows import leading_rows
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
 from ntk_laplace.curvature.sketch import RandomSketch, Sketch, sketched
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, is_number, require_whole
+from ntk_laplace.errors import HyperparameterError, is_number, require_whole, warn
 from ntk_laplace.model.data import Missing
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.forecast import Forecast, Problem, memory_of
@@ -75,7 +74,7 @@ class Iterative(SketchSpec):
             require_whole("probes", self.probes, 2, "Leave it out to have it chosen.")
         if not is_number(self.variance_error, above=0, below=1):
             raise HyperparameterError("a variance_error between 0 and 1", repr(self.variance_error),
-                                      "Leave it out for 0.05.")  # fmt: skip
+                                      "Leave it out for 0.05.")
 
     def precision(
         self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
@@ -92,7 +91,7 @@ class Iterative(SketchSpec):
         if sketch is None and self.rank is None:
             memory = min(model.settings.reducer.gather(memory_of(model)))
             limit = rows_limit(memory, curvature.num_rows, curvature.num_columns, curvature.like.element_size(),
-                                curvature.row_bytes)  # fmt: skip
+                                curvature.row_bytes)
             sketch = leading_rows(curvature, limit)
         found = grown(curvature, sketch, first, limits, probes, self.seed, wished, self.variance_error)
         estimate = found.estimate
@@ -100,11 +99,10 @@ class Iterative(SketchSpec):
         _LOG.info(f"iterative: rank {found.base.rank:,}, {estimate.probes} probes of {estimate.steps} products, "
                   f"log det {estimate.value:.6g} +- {estimate.standard_error:.3g}")
         if estimate.standard_error > tuning.MISSED * error and self.rank is None and self.probes is None:
-            warnings.warn(
-                f"the evidence's standard error is {0.5 * estimate.standard_error:.3g} nats, and {0.5 * error:.3g} "
-                f"were wished: a rank of {found.base.rank:,} and {estimate.probes} probes are the most. Its "
-                "bounds hold. Raise Settings.memory_budget, probes or the prior precision, or use dtype=torch.float32.",
-                NTKLaplaceWarning, stacklevel=2)  # fmt: skip
+            warn(f"the evidence's standard error is {0.5 * estimate.standard_error:.3g} nats, and {0.5 * error:.3g} "
+                 f"were wished: a rank of {found.base.rank:,} and {estimate.probes} probes are the most. Its "
+                 "bounds hold. Raise Settings.memory_budget, probes or the prior precision, or use "
+                 "dtype=torch.float32.")
         return found, found.sketch
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int], list[int]]:
@@ -123,7 +121,7 @@ class Iterative(SketchSpec):
         if rows is None:
             return super().forecast(problem)
         return forecast_of_rows(problem, rows, self.relative_error, self.probes, self.sketch_bytes(problem.model, 1),
-                                self._refined(problem))  # fmt: skip
+                                self._refined(problem))
 
     def _refined(self, problem: Problem) -> bool:
         """Whether predictions take a larger low rank."""

@@ -110,7 +110,7 @@ class SketchSpec(StructureSpec):
                        f"{self.copies:g} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
                        f"Use {'' if rank == 1 else 'a smaller rank, '}dtype=torch.float32, "
                        'structure="kfac" or parameters="last_layer".',
-                       model.settings.memory_budget)  # fmt: skip
+                       model.settings.memory_budget)
 
     def sketch_bytes(self, model: LinearizedModel, rank: int) -> int:
         """Bytes of a sketch at its peak."""
@@ -135,7 +135,7 @@ class SketchSpec(StructureSpec):
         stored = {"sketch": rank * p * e, "rows of J": rows if kept else 0}
         passes = len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in probes) * STEPS
         work = Work(passes=problem.share * (1 if kept else passes), products=problem.share * (sum(ranks) + tried),
-                    matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * tried)  # fmt: skip
+                    matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * tried)
         # SᵀJ of one batch, and products with it
         batch = min(weighted, problem.weighted_bytes(WEIGHTED_EXAMPLES))
         together = min(product_vectors(p * e), max(rank, *probes, 1))

@@ -92,7 +92,7 @@ def _fitted(
 def block_precision(
     spec: BlockSpec, parts: Sequence[tuple[Summary, Eigenbasis, Any]], prior: GaussianPrior, shapes: ParameterLayout,
     like: Tensor,
-) -> BlockDiagonalPrecision:  # fmt: skip
+) -> BlockDiagonalPrecision:
     """H from the sums of each parameter block, their eigenbases and extra state, at the prior's present precisions."""
     with torch.no_grad():
         by_group = prior.precision.to(like)
@@ -266,7 +266,7 @@ class StructuredStructure(Structure):
         total = replace(
             ours, summaries=[a.scaled(self.at.scale).merged(b.scaled(other.at.scale)) for a, b in pairs],
             eigenbases=list(ours.eigenbases) if self.spec.second_pass else [],
-        )  # fmt: skip
+        )
         points = self.points.joined(model.likelihood, other.points)
         return StructuredStructure(self.spec, Joined([self.data, other.data]), points,
                                    _AtLikelihood.of(total, model.likelihood))
@@ -281,7 +281,7 @@ class StructuredStructure(Structure):
         now = replace(
             at.accumulated, summaries=[s.scaled(at.scale) for s in at.accumulated.summaries],
             eigenbases=eigenbases if all(eigenbasis.made for eigenbasis in eigenbases) else [],
-        )  # fmt: skip
+        )
         return now.record(include_data=False) | {
             "extras": [None if extra is None else vars(extra).copy() for extra in at.extras]
         }
@@ -292,7 +292,7 @@ class StructuredStructure(Structure):
         gathered = replace(
             at.accumulated, summaries=[summary.to(device, dtype) for summary in at.accumulated.summaries],
             eigenbases=[eigenbasis.to(device, dtype) for eigenbasis in at.accumulated.eigenbases],
-        )  # fmt: skip
+        )
         moved = _AtLikelihood(gathered, [None if extra is None else extra.to(device, dtype) for extra in at.extras],
                               copy.deepcopy(at.likelihood).to(device), at.scale)
         return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), at=moved)
@@ -325,7 +325,7 @@ def _reuse_eigenbasis(accumulated: Accumulation, given: HasEigenbasis | None, mo
         raise UnsupportedError("a basis of the same kind where convolutions have groups", repr(found.structure),
                                "Take the basis from a posterior of the same structure.")
     if accumulated.spec.squares and any(isinstance(side, Reflections) for one in found.eigenbases
-                                        for side in (one.basis.left, one.basis.right)):  # fmt: skip
+                                        for side in (one.basis.left, one.basis.right)):
         raise UnsupportedError("a basis= with all eigenvectors for INF", "one of KFAC(rank=...)",
                                "Leave the rank out of the basis, or fit EKFAC(basis=...).")
     dtype, device = model.jacobian_pass.dtype, model.network.device

@@ -165,7 +165,7 @@ class SummedStructure(StreamedStructure):
         if model.settings.reducer.world_size > 1:
             return None
         root, before = (points.root(model.curvature_type, model.likelihood).detach()
-                        for points in (other.points, self.points))  # fmt: skip
+                        for points in (other.points, self.points))
         own = torch.cat([before, before.new_zeros(len(root) - len(before), *before.shape[1:])])
         moved = (root != own).flatten(1).any(1).nonzero().squeeze(1)
         if 2 * len(moved) > len(root):
@@ -196,4 +196,4 @@ class SummedStructure(StreamedStructure):
             self, data=self.data.on(device), points=self.points.to(device, dtype),
             base=None if self.base is None else self.base.to(device, dtype),
             at=_AtLikelihood(moved, None if likelihood is None else copy.deepcopy(likelihood).to(device)),
-        )  # fmt: skip
+        )

@@ -58,7 +58,7 @@ class Model:
             return fit_with(
                 self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature, dtype=self.dtype,
                 settings=self.settings, output=self.output, targets=self.targets,
-            )  # fmt: skip
+            )
 
     @property
     def spec(self) -> StructureSpec | Auto:
@@ -91,7 +91,7 @@ class Model:
             "likelihood": f"{' of '.join(type(m).__name__ for m in self.likelihood.modules())}, weight "
                           f"{self.likelihood.weight:g}, {_listed(self.likelihood.named_parameters())}",
             "structure": repr(self.structure), "dtype": repr(self.dtype),
-        }  # fmt: skip
+        }
 
 
 def _listed(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, MemoryBudgetError, NonFiniteError, NTKLaplaceWarning, NumericalError
+from ntk_laplace.errors import DataError, MemoryBudgetError, NonFiniteError, NumericalError, warn
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.model.optimum import Held
@@ -61,7 +60,7 @@ class Run:
         self, model: Model, objective: Objective, minibatches: Minibatches, optimizer: torch.optim.Optimizer,
         scheduler: Any, by_batch: bool, schedule: EvidenceSchedule, step_evidence: StepEvidence,
         horizon: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.objective, self.minibatches = model, objective, minibatches
         self.optimizer, self.scheduler, self.by_batch, self.schedule = optimizer, scheduler, by_batch, schedule
         self.step_evidence, self.horizon = step_evidence, horizon
@@ -187,17 +186,15 @@ class Run:
                 fitted = converged(self.objective, data, fit, _STEPS, MOST_DECREMENT, MOST_DECREMENT,
                                    settings.progress, "call posterior.retrain(data) for more steps")
             except NumericalError as error:
-                warnings.warn(f"the network stays at the weights of the best evidence: {error}", NTKLaplaceWarning,
-                              stacklevel=5)
+                warn(f"the network stays at the weights of the best evidence: {error}")
                 fitted = fit()
         posterior = Posterior(fitted, reason)
         found = None
         if fitted.exact:
             found = posterior.fit_predictive(predictive, strict=False)
         else:
-            warnings.warn("no predictive is fitted, because leave-one-out needs an exact posterior; call "
-                          f"posterior.calibrate(held_out_data). The posterior is {reason}", NTKLaplaceWarning,
-                          stacklevel=5)
+            warn("no predictive is fitted, because leave-one-out needs an exact posterior; call "
+                 f"posterior.calibrate(held_out_data). The posterior is {reason}")
         return EvidenceTraining(posterior, self.history, self.stopped, found)
 
     def words(self) -> str:
@@ -216,7 +213,7 @@ class Run:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "ascent": self.ascent.state(), "best": self.best, "history": self.history.to_dict(),
             "stopped": self.stopped, "random": random_state(self.device, self.minibatches.generators),
-        })  # fmt: skip
+        })
 
     def signature(self) -> dict[str, str]:
         """The model's signature and the training options."""
@@ -226,7 +223,7 @@ class Run:
             "optimizer": state.optimizer_words(self.optimizer),
             "scheduler": f"{type(self.scheduler).__name__} by {interval}" if self.scheduler is not None else "none",
             "evidence": self.step_evidence.words,
-        } | ({} if self.horizon is None else {"learning rate": f"to 0 over {self.horizon} epochs"})  # fmt: skip
+        } | ({} if self.horizon is None else {"learning rate": f"to 0 over {self.horizon} epochs"})
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a snapshot.

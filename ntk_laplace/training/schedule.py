@@ -52,7 +52,7 @@ class EvidenceSchedule:
     def __post_init__(self) -> None:
         patience = 1 if self.patience is None else self.patience
         least = {"frequency": (self.frequency, 1), "steps": (self.steps, 0), "burn_in": (self.burn_in, 0),
-                 "patience": (patience, 1)}  # fmt: skip
+                 "patience": (patience, 1)}
         for name, (value, low) in least.items():
             if not is_whole(value, low):
                 raise HyperparameterError(f"{name} as a whole number, at least {low}", f"{value!r}",

@@ -22,7 +22,7 @@ __all__ = ["train_from_starts"]
 def train_from_starts(
     network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None, *,
     starts: Sequence[float] = (1.0, 0.01), **options: Any,
-) -> list[EvidenceTraining]:  # fmt: skip
+) -> list[EvidenceTraining]:
     """Train copies of a network with evidence, each from other prior precisions, and sort the results.
 
     The evidence of a network has several maxima. From a strong prior the training can end at a function that is too
@@ -72,7 +72,7 @@ def train_from_starts(
     best = found[0][1]
     with torch.no_grad():  # not by name: a wrapper of torch.compile adds to the names
         for own, other in zip((*network.parameters(), *network.buffers()), (*best.parameters(), *best.buffers()),
-                              strict=True):  # fmt: skip
+                              strict=True):
             own.copy_(other)
     return [training for training, _ in found]
 

@@ -16,7 +16,7 @@ __all__ = ["FORMAT", "optimizer_words", "read", "require_same"]
 FORMAT = FileFormat(
     "ntk_laplace training", 1, "a checkpoint of a training",
     "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path).",
-)  # fmt: skip
+)
 
 
 def optimizer_words(optimizer: torch.optim.Optimizer) -> str:

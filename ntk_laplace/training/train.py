@@ -192,7 +192,7 @@ def train_with_evidence(
     objective = Objective(
         Caller(network, output, targets, likelihood.positions), likelihood, prior, n, frozen.num_outputs,
         sum_of_weights(batches),
-    )  # fmt: skip
+    )
     run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule, strategy,
               epochs if annealed else None)
     del frozen
@@ -262,7 +262,7 @@ def _call(run: Run, epochs: int, callbacks: Sequence[Callback], evaluated: bool)
         seen = TrainingState(
             run.model.network, run.optimizer, run.epoch, epochs, run.history.loss[-1],
             run.posterior if evaluated else None, run.history, run.stopped,
-        )  # fmt: skip
+        )
         callback(seen)
         run.stopped = seen.stopped
         run.model.network.train()  # it may have evaluated the network

@@ -66,7 +66,7 @@ class BlockState(VariationalState):
     def __init__(
         self, mean: Tensor, spec: BlockSpec, summaries: Sequence[Summary], ratio: Tensor, prior: GaussianPrior,
         shapes: ParameterLayout,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if spec.second_pass:
             raise UnsupportedError("a structure of one pass over the data, whose sums a step can average",
                                    f"structure={spec.name!r}", 'Use structure="kfac" or "diag".')
@@ -161,7 +161,7 @@ class BlockState(VariationalState):
         return copy.deepcopy({
             "mean": self.mean, "waited": self._waited, "now": _record(self._sums, self._ratio),
             "used": _record(*self._used),
-        })  # fmt: skip
+        })
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continue from them."""
@@ -203,7 +203,7 @@ def _averaged(old: Summary, new: Summary, step_size: float) -> Summary:
 
 def _record(sums: Sequence[Summary], ratio: Tensor) -> dict[str, Any]:
     return {"ratio": ratio, "blocks": [summary.block.record() for summary in sums],
-            "sums": [dict(summary.sums) for summary in sums]}  # fmt: skip
+            "sums": [dict(summary.sums) for summary in sums]}
 
 
 def _of_record(record: Mapping[str, Any], like: Tensor) -> tuple[list[Summary], Tensor]:

@@ -90,7 +90,7 @@ class SampledIteration(StateIteration):
     def __init__(
         self, model: LinearizedModel, examples: Examples, algorithm: Algorithm, state: VariationalState, seed: int,
         most_rows: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model, self._examples, self._algorithm, self._most = model, examples, algorithm, most_rows
         self._state = state
         self._generator = torch.Generator(device=state.mean.device).manual_seed(seed)
@@ -131,7 +131,7 @@ class SampledIteration(StateIteration):
         return {
             "state": self._state.record(), "dense": self._state.rows_kept is None,
             "generator": self._generator.get_state(), "examples": self._examples.record(),
-        }  # fmt: skip
+        }
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continue from a record."""

@@ -83,7 +83,7 @@ def representation(name: object, rows: int, num_parameters: int, row_tolerance: 
     found: dict[str, Representation] = {
         "full": Matrix(), "gp": Rows(row_tolerance), "kfac": Blocks(KFAC()), "diag": Blocks(Diagonal()),
         "auto": Matrix() if rows > num_parameters else Rows(row_tolerance, num_parameters),
-    }  # fmt: skip
+    }
     if isinstance(name, BlockSpec):
         return Blocks(name)
     if not isinstance(name, str) or name not in found:
@@ -106,7 +106,7 @@ class Matrix(Representation):
             f"three {p:,} x {p:,} matrices (H, its factor, and a copy to resume from)",
             'Use structure="kfac", structure="gp", parameters="last_layer", or dtype=torch.float32.',
             model.settings.memory_budget,
-        )  # fmt: skip
+        )
 
     def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> DenseState:
         """H - P0 is diagonal."""
@@ -155,7 +155,7 @@ class Rows(Representation):
             f"{total:,} rows, {rows:,} a step, and three matrices over them",
             'Pass row_tolerance=1e-3, which drops old rows and says so, structure="auto" or "full", or fewer steps.',
             model.settings.memory_budget,
-        )  # fmt: skip
+        )
 
     def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> FunctionSpaceState:
         """H is diagonal, without rows."""
@@ -216,7 +216,7 @@ class Blocks(Representation):
                                    f"structure={structure.name!r}", 'Pass start="map", or a precision.')
         ratio = torch.ones_like(model.prior.precision.detach()).to(model.theta)
         return BlockState(fitted.theta.to(model.theta), self.spec, structure.summaries(fitted.model), ratio,
-                          model.prior, model.network.shapes)  # fmt: skip
+                          model.prior, model.network.shapes)
 
 
 def _inner(fitted: FittedModel) -> PosteriorPrecision:

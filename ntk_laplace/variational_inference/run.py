@@ -6,7 +6,6 @@ import copy
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NonFiniteError, NTKLaplaceWarning, NumericalError, UnsupportedError
+from ntk_laplace.errors import DataError, NonFiniteError, NumericalError, UnsupportedError, warn
 from ntk_laplace.errors import VariationalInterrupted as Interrupted
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.serialization import Autosave, FileFormat
@@ -27,7 +26,7 @@ __all__ = ["Bound", "Run", "StepSizes", "read_state"]
 _FORMAT = FileFormat(
     "ntk_laplace variational", 1, "the state of variational inference",
     "Pass Settings(resume=error.state) of a VariationalInterrupted, or the path of Settings(checkpoint=path).",
-)  # fmt: skip
+)
 _SNAPSHOT = 1.0  # seconds of work that an interruption loses, at least
 _SNAPSHOT_SHARE = 20  # time between two snapshots, over that of one
 _LATEST = 5  # steps whose natural gradients are averaged for the tolerance
@@ -94,7 +93,7 @@ class Run:
     def __init__(
         self, iteration: Iteration, step_sizes: StepSizes, steps: int, num_examples: float, tolerance: float | None,
         average: bool, bound: Bound, every: int, signature: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.iteration, self.history, self.stopped = iteration, VariationalHistory(), ""
         self._step_sizes, self._steps, self._n, self._tolerance = step_sizes, steps, num_examples, tolerance
         self._bound, self._every, self._signature = bound, every, dict(signature)
@@ -137,8 +136,8 @@ class Run:
                     break
             self.stopped = self.stopped or "all were asked for"
             if self._sum is not None and not self._summed:
-                warnings.warn("the run ended before its second half: nothing was averaged, and the mean is that of the "
-                              "last step; pass fewer steps=", NTKLaplaceWarning, stacklevel=4)
+                warn("the run ended before its second half: nothing was averaged, and the mean is that of the "
+                     "last step; pass fewer steps=")
             save(lambda: self._snapshot() | {"stopped": ""}, now=True)
             if self._every and self.history.steps[-1] != len(self.history):
                 self._evaluate()
@@ -197,11 +196,9 @@ class Run:
         best = max(value + 3.0 * error for value, error in zip(history.elbo_nn, history.elbo_nn_error, strict=True))
         if not self._warned and best - history.elbo_nn[-1] > _COLLAPSE * self._n + 6.0 * history.elbo_nn_error[-1]:
             self._warned = True
-            warnings.warn(
-                f"the ELBO of the network fell from {best:.6g} to {history.elbo_nn[-1]:.6g} nats in "
-                f"{len(history):,} steps: the steps diverge; pass a step_size below {self._step_sizes.first:g}, more "
-                'samples, or start="map"', NTKLaplaceWarning, stacklevel=5,
-            )  # fmt: skip
+            warn(f"the ELBO of the network fell from {best:.6g} to {history.elbo_nn[-1]:.6g} nats in "
+                 f"{len(history):,} steps: the steps diverge; pass a step_size below {self._step_sizes.first:g}, more "
+                 'samples, or start="map"')
 
     def _words(self) -> str:
         found = f"{self.history.elbo_nn[-1]:.6g} nats" if self.history.steps else "not estimated"
@@ -215,7 +212,7 @@ class Run:
             **_FORMAT.header, "signature": dict(self._signature), "iteration": self.iteration.record(),
             "history": copy.deepcopy(self.history.to_dict()), "stopped": self.stopped,
             "sum": None if self._sum is None else self._sum.clone(), "summed": self._summed, "warned": self._warned,
-        }  # fmt: skip
+        }
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         for what, value in self._signature.items():

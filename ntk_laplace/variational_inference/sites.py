@@ -235,7 +235,7 @@ class AnchoredSites(Iteration):
     def record(self) -> dict[str, Any]:
         """Copies of the sites, the share of the prior, the start and θ*."""
         return {"linear": self._linear.clone(), "curvature": self._curvature.clone(), "share": self._share,
-                "start": self._start, "anchor": self._anchor.theta.clone()}  # fmt: skip
+                "start": self._start, "anchor": self._anchor.theta.clone()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continue from a record of the same θ*."""

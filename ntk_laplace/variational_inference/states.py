@@ -192,7 +192,7 @@ class FunctionSpaceState(VariationalState):
     def __init__(
         self, mean: Tensor, rows: Jacobian, ratio: Tensor, prior: GaussianPrior, shapes: ParameterLayout,
         tolerance: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.mean, self._rows, self._ratio = mean, rows, ratio.to(mean)
         self._prior, self._shapes, self._tolerance = prior, shapes, tolerance
         self._prior_mean, self.dropped = prior.flat_mean().to(mean), 0.0
@@ -302,7 +302,7 @@ class FunctionSpaceState(VariationalState):
         return copy.deepcopy({
             "mean": self.mean, "ratio": self._ratio, "scales": self._scales, "classes": self._classes,
             "rows": self._rows.record(), "ages": self._ages, "grams": self._grams, "dropped": self.dropped,
-        })  # fmt: skip
+        })
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continue from them."""

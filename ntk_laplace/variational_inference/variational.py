@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import (
     HyperparameterError,
-    NTKLaplaceWarning,
     UnsupportedError,
     is_choice,
     is_number,
     require_flags,
     require_whole,
+    warn,
 )
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
@@ -201,7 +200,7 @@ def variational(
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
     plain = replace(settings, checkpoint=None, resume=None)
     model, batches = linearized(network, data, *own, form.spec, "ggn", parameters=parameters, dtype=dtype,
-                                settings=plain, output=output, targets=targets)  # fmt: skip
+                                settings=plain, output=output, targets=targets)
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
         model.jacobian_pass.prepare(batches.first()[0])
         examples = Examples(model, batches, batch_size)
@@ -247,7 +246,7 @@ def variational(
 def _relinearized(
     model: LinearizedModel, batches: Batches, examples: Examples, form: Representation, method: Algorithm,
     start: float | Posterior | None, seed: int,
-) -> tuple[LinearizedModel, SampledIteration]:  # fmt: skip
+) -> tuple[LinearizedModel, SampledIteration]:
     """An algorithm that linearizes the network in every step, with the model at the start."""
     if isinstance(start, float):
         state = form.isotropic(model, examples, start)
@@ -260,7 +259,7 @@ def _relinearized(
 def _anchored(
     model: LinearizedModel, batches: Batches, examples: Examples, form: Representation, method: Algorithm,
     start: float | Posterior | None,
-) -> tuple[LinearizedModel, Iteration]:  # fmt: skip
+) -> tuple[LinearizedModel, Iteration]:
     """LGVA of the network linearized once, with the model at that point.
 
     Raises
@@ -288,7 +287,7 @@ def _anchored(
 def _require_numbers(
     steps: object, seed: object, batch_size: object, tolerance: object, row_tolerance: object, elbo_every: object,
     elbo_samples: object,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Refuse numbers out of range; return the steps between two estimates of the ELBO, and the seed."""
     count = require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
     checked = require_whole("seed", seed, 0, "Pass seed=0.")
@@ -341,11 +340,9 @@ def _tell_noise(method: Algorithm, step_size: float) -> None:
         return
     samples = method.samples
     floor = step_size / (2.0 - step_size) / samples**2
-    warnings.warn(
-        f"of samples={samples} one has no partner μ - e: at a constant step_size, μ keeps a squared distance of about "
-        f"{floor:.3g} tr[(G H⁻¹)²] to its optimum, in the metric of H (up to {floor:.3g} times the effective number of "
-        "parameters); pass an even number, decay=100 or average=True", NTKLaplaceWarning, stacklevel=3,
-    )  # fmt: skip
+    warn(f"of samples={samples} one has no partner μ - e: at a constant step_size, μ keeps a squared distance of "
+         f"about {floor:.3g} tr[(G H⁻¹)²] to its optimum, in the metric of H (up to {floor:.3g} times the effective "
+         "number of parameters); pass an even number, decay=100 or average=True")
 
 
 def _step_size(value: object) -> float:
@@ -363,7 +360,7 @@ def _positive(what: str, value: object, example: str) -> float:
 def _signature(
     model: LinearizedModel, examples: Examples, structure: str, method: Algorithm, relinearize: bool,
     step_sizes: StepSizes, average: bool, seed: int, steps: int,
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """What a run that resumes must share with the interrupted one; weights move, and are in the state."""
     own = {name: value for name, value in ModelSignature(model).items() if name != "network"}
     return own | {
@@ -372,7 +369,7 @@ def _signature(
         "algorithm": f"{method!r}{'' if relinearize else ', linearized once'}", "step sizes": f"{step_sizes}",
         "seed": f"{seed}",
         "average": f"over the last half of {steps:,} steps" if average else "none",
-    }  # fmt: skip
+    }
 
 
 def _laplace(
@@ -383,11 +380,8 @@ def _laplace(
     decrement = newton_decrement(fitted)
     if decrement <= MOST_DECREMENT:
         return fitted, f"{reason}, at an optimum of the log joint: the Laplace posterior"
-    warnings.warn(
-        f"OGGN is not at its fixed point: the Newton decrement is {decrement:.2g} nats a point, above "
-        f"{MOST_DECREMENT}; take more steps, or smaller ones. The posterior is that of the last step",
-        NTKLaplaceWarning, stacklevel=3,
-    )  # fmt: skip
+    warn(f"OGGN is not at its fixed point: the Newton decrement is {decrement:.2g} nats a point, above "
+         f"{MOST_DECREMENT}; take more steps, or smaller ones. The posterior is that of the last step")
     return given, reason
 
 

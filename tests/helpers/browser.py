@@ -16,7 +16,7 @@ _KEYS = {"ArrowDown": 40, "ArrowUp": 38, "End": 35, "Home": 36}
 _QUIET = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe",
-)  # fmt: skip
+)
 
 
 class Browser:
@@ -42,7 +42,7 @@ class Browser:
         self._process = subprocess.Popen(
             [CHROMIUM, *_QUIET, f"--user-data-dir={profile}"], preexec_fn=pipes, close_fds=False,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         os.close(ours[1])
         os.close(theirs[0])
         self._number, self._left, self._session = 0, b"", None

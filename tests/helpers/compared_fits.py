@@ -15,7 +15,7 @@ from registry import PRIORS, problem
 STRUCTURES = {
     "gp": "gp", "full": "full", "kfac": "kfac", "reduce": ntkl.KFAC(sharing="reduce"), "ekfac": "ekfac",
     "inf": ntkl.INF(rank=0.4), "diag": "diag",
-}  # fmt: skip
+}
 
 
 def fit(name: str, likelihood: Likelihood, data: tuple[Any, ...], structure: Any = "gp", **options: Any):

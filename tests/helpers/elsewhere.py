@@ -38,7 +38,7 @@ class Elsewhere(Tensor):
         return Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
             device=torch.device(NAME, 0),
-        )  # fmt: skip
+        )
 
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner
@@ -124,7 +124,7 @@ def handed_in(operation: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> 
         return out
     given = [args[position] if position < len(args) else kwargs.get(name) for position, name in places]
     found = [o if number is None else given[number]
-             for number, o in zip(results, [out] if len(results) == 1 else out, strict=True)]  # fmt: skip
+             for number, o in zip(results, [out] if len(results) == 1 else out, strict=True)]
     return found[0] if len(results) == 1 else tuple(found)
 
 

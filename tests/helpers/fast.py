@@ -63,7 +63,7 @@ def no_process() -> Iterator[None]:
     ways = [
         (subprocess.Popen, "__init__"), (multiprocessing.process.BaseProcess, "start"), (os, "system"), (os, "fork"),
         (os, "posix_spawn"),
-    ]  # fmt: skip
+    ]
 
     def refuse(name: str) -> Any:
         def start(*_: Any, **__: Any) -> NoReturn:

@@ -47,7 +47,7 @@ def quantities(posterior: Any) -> dict[str, Tensor]:
     found = {
         "evidence": evidence.detach(), "mean": joint.mean, "covariance": joint.covariance_matrix,
         "f": posterior.f, "targets": posterior.targets, "counts": posterior.weights,
-    }  # fmt: skip
+    }
     if posterior.fitted.exact:
         found["mean at the optimum"] = posterior.latent(inputs(4), mean="posterior").mean
     saved = posterior.fitted.structure.state(posterior.fitted.model, True)

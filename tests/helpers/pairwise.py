@@ -34,7 +34,7 @@ def pairwise(*axes: Iterable[Any], allowed: Callable[..., bool] = _anything, see
 
 
 def one_each(first: Iterable[Any], *axes: Iterable[Any], allowed: Callable[..., bool] = _anything,
-             seed: int = 0) -> list[Case]:  # fmt: skip
+             seed: int = 0) -> list[Case]:
     """One case for each value of the first axis; the combinations of the others are drawn without replacement."""
     every = list(itertools.product(*axes))
     drawn, found = random.Random(seed), []

@@ -47,7 +47,7 @@ def _command(rank: int, world_size: int, calls: Sequence[list[str]], folder: Pat
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-                   "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+                   "TORCHELASTIC_USE_AGENT_STORE": "True"}
     found = []
     for port, call in zip(ports, calls, strict=True):
         os.environ["MASTER_PORT"] = str(port)

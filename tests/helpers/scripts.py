@@ -27,7 +27,7 @@ def run_script(script: Path, folder: Path, *arguments: str) -> str:
     with (
         mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path), _inside(folder),
         _own_modules(script.parents[1]), warnings.catch_warnings(record=True), redirect_stdout(printed),
-    ):  # fmt: skip
+    ):
         warnings.simplefilter("default")
         runpy.run_path(str(script), run_name="__main__")
     keep(script, folder, printed.getvalue())

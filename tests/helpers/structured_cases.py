@@ -167,7 +167,7 @@ def truth(network: str, likelihood: str, prior: str, curvature: str, structure: 
     return StructuredModel(
         *derivatives(network, likelihood), jacobians(network)[0], case.theta - mean, precision,
         information=information(network, likelihood, prior, curvature, structure),
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -184,7 +184,7 @@ def fresh_fit(network: str, likelihood: str, prior: str, curvature: str, structu
         case.network, data, LIKELIHOODS[likelihood].build(), prior=PRIORS[prior].build(case),
         structure=STRUCTURES[structure][0]() if structure in STRUCTURES else structure,
         curvature=MC if curvature == "mc" else curvature, **options,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the table
@@ -194,7 +194,7 @@ CHOSEN = [name for name in STRUCTURES if name != "ekfac reduce"]
 # these meet every structure, the others one
 MET_BY_ALL = (
     "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "layer_twice", "conv_transpose1d", "decoder_dict",
-)  # fmt: skip
+)
 
 
 def admits(network: str, likelihood: str, prior: str, curvature: str, structure: str) -> bool:
@@ -207,7 +207,7 @@ def admits(network: str, likelihood: str, prior: str, curvature: str, structure:
     return (
         likelihood in offered(network) and structure in each.get(prior, STRUCTURES) and not outputs_second
         and not (likelihood == "gaussian" and structure == "inf")
-    )  # fmt: skip
+    )
 
 
 AXES = LIKELIHOODS, PRIORS, CURVATURES, CHOSEN

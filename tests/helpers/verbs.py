@@ -55,7 +55,7 @@ def given(posterior: ntkl.Posterior, x: Any, y: Tensor) -> ntkl.Posterior:
     """A Gaussian whose diagonal precision is given on the CPU."""
     diagonal = torch.linspace(1, 2, posterior.num_parameters)
     return ntkl.gaussian_posterior(posterior.network.module, (x, y), posterior.likelihood, posterior.prior,
-                                   precision=diagonal)  # fmt: skip
+                                   precision=diagonal)
 
 
 VERBS: dict[str, Verb] = {

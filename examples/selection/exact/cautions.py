@@ -87,7 +87,7 @@ def counted(words: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         found[score] = {
             "misled": len(wrong), "warned": sum(one["warned"] for one in wrong),
             "false": sum(one["warned"] for one in right), "most": max(silent, default=0.0),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -107,13 +107,13 @@ def modes(alphas: tuple[float, ...]) -> dict[str, Any]:
         [[name.removeprefix("α = "), f"{truth:.3f}", f"{row.evidence:.3f}", "yes" if row.vague or row.narrow else "no",
           f"{row.loo:.3f}", "no" if row.loo_trusted else "yes", f"{models[name][1]:.4f}"]
          for name, truth, row in zip(models, truths(alphas, x), found.rows, strict=True)],
-    ))  # fmt: skip
+    ))
     return {
         "alphas": alphas, "truth": truths(alphas, x), "evidence": [row.evidence for row in found.rows],
         "vague": list(found.vague), "narrow": [row.name for row in found.rows if row.narrow],
         "loo": [row.loo for row in found.rows], "starred": [row.name for row in found.rows if not row.loo_trusted],
         "notes": [row.loo_note for row in found.rows], "test": [value for _, value in models.values()],
-    }  # fmt: skip
+    }
 
 
 def truths(alphas: tuple[float, ...], x: Tensor) -> list[float]:
@@ -134,14 +134,14 @@ def main() -> None:
         "density: M_1, M_2 with μ = -0.4": ["M_1", "M_2, μ = -0.4"],
         "density: M_1, M_2 with μ = 2": ["M_1", "M_2, μ = 2"],
         "density: all but M_1": [name for name in density.MODELS if name != "M_1"],
-    }  # fmt: skip
+    }
     orders = {"order 3, order 9": ["order 3", "order 9"], "order 9, 9c with 1/d⁴": ["order 9", "order 9c, 1/d⁴"],
-              "all four": list(fourier.MODELS)}  # fmt: skip
+              "all four": list(fourier.MODELS)}
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(options.sets, density.N + density.TEST, generator=generator, dtype=torch.float64) + 1.0
     cases: dict[str, Any] = {}
     runs = once(options.out / "density.json", [str(options.sets)],
-                lambda: [run(partial(density_models, one), pairs) for one in x])  # fmt: skip
+                lambda: [run(partial(density_models, one), pairs) for one in x])
     cases |= {words: counted(words, runs) for words in pairs}
     paper = {"density": run(lambda: density_models(torch.cat(density.paper_data())), pairs)}
     for words, printed in (("grid", False), ("printed inputs", True)):
@@ -149,13 +149,13 @@ def main() -> None:
         runs = once(
             options.out / f"{words}.json", [str(options.fourier)],
             lambda drawn=drawn: [run(lambda one=one: fourier_models(one()), orders) for one in drawn],
-        )  # fmt: skip
+        )
         cases |= {f"Fourier, {words}: {group}": counted(group, runs) for group in orders}
     paper["Fourier"] = run(lambda: fourier_models(fourier.Problem.of_paper()), orders)
     rows = [[words, str(found["data sets"]), *(
         text for score in SCORES for text in (str(found[score]["misled"]), str(found[score]["warned"]),
                                               str(found[score]["false"]), f"{found[score]['most']:.3f}")
-    )] for words, found in cases.items()]  # fmt: skip
+    )] for words, found in cases.items()]
     heads = ["models", "data sets", *(f"{name}: {what}" for name in SCORES.values() for what in
                                       ("misled", "of these warned", "of the others warned", "most lost in silence"))]
     print(table(heads, rows))
@@ -163,9 +163,9 @@ def main() -> None:
     for groups in paper.values():
         for words, own in groups.items():
             print(f"  {words}: " + ", ".join(f"{SCORES[score]} {one['loss']:.4f}{' (warned)' * one['warned']}"
-                                            for score, one in own.items()))  # fmt: skip
+                                            for score, one in own.items()))
     kept = {"machine": machine(options.threads), "cases": cases, "paper": paper,
-            "modes": modes((10.0, 100.0) if options.small else multimodal.ALPHAS)}  # fmt: skip
+            "modes": modes((10.0, 100.0) if options.small else multimodal.ALPHAS)}
     write(options.out / "cautions.json", kept)
 
 

@@ -143,12 +143,12 @@ def main() -> None:
     rows = [
         [name, f"{s['evidence']:.2f}", f"{s['conditional']:.2f}", f"{s['left_out']:.2f}", f"{s['test']:.4f}",
          "N({:.3f}, {:.3f})".format(*s["predictive"])] for name, s in own.items()
-    ]  # fmt: skip
+    ]
     print(f"the paper's data set\n{table(heads, rows)}\ncompare_models: {one['warning']}")
     print(f"\nmean of {options.sets} data sets")
     scores = ("evidence", "conditional", "left_out", "test")
     rows = [[name, *(shown(s[score], 4 if score == "test" else 2) for score in scores)]
-            for name, s in averages.items()]  # fmt: skip
+            for name, s in averages.items()]
     print(table(["model", "evidence", "conditional", "LOO", "test"], rows))
     counts = {}
     for second in ("M_2, μ = -0.4", "M_2, μ = 2"):
@@ -167,13 +167,13 @@ def main() -> None:
     for name, variance in VARIANCES.items():
         curves[name] = posterior(train, variance, 0.0).learning_curve(options.curves).mean
         print(f"  {name}: log p(point n given those before) at n = 1, 2, 5, 40: "
-              + ", ".join(f"{curves[name][n - 1]:.3f}" for n in (1, 2, 5, 40)))  # fmt: skip
+              + ", ".join(f"{curves[name][n - 1]:.3f}" for n in (1, 2, 5, 40)))
     kept = {
         "machine": machine(options.threads), "models": own, "vague": one["vague"], "above_m1": counts,
         "means": {name: {s: means(value[s]) for s in scores} for name, value in averages.items()}, "sets": options.sets,
         "best_variance": [best, closed], "by_variance": [[float(v) for v in values] for values in points],
         "curves": {name: values.tolist() for name, values in curves.items()},
-    }  # fmt: skip
+    }
     write(options.out / "density.json", kept)
     (options.out / "density.png").write_bytes(png(picture(own, averages)))
 

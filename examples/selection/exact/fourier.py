@@ -107,7 +107,7 @@ def marginals(problem: Problem, orders: int) -> dict[str, float]:
     """Conditional evidence as the sum of marginals, Σ log p(y_i given 85 points)."""
     models = {name: problem.posterior(name) for name in MODELS}
     return {name: model.conditional_log_marginal_likelihood(KNOWN, orders, method="average", scale=1.0).item()
-            for name, model in models.items()}  # fmt: skip
+            for name, model in models.items()}
 
 
 def prefers(found: dict[str, dict[str, Any]]) -> int:
@@ -188,17 +188,17 @@ def picture(problem: Problem, found: dict[str, Any]) -> Figure:
 def report(words: str, runs: list[dict[str, Any]], long: int) -> dict[str, Any]:
     """Print what data sets say together."""
     stacked = {name: {s: torch.tensor([run[name][s] for run in runs], dtype=torch.float64) for s in SCORES}
-               for name in MODELS}  # fmt: skip
+               for name in MODELS}
     rows = [[name, *(shown(own[s], 3 if s == "test" else 2) for s in SCORES)] for name, own in stacked.items()]
     print(f"\n{words}\n{table(['model', 'evidence', 'conditional', 'LOO', 'test'], rows)}")
     counts = {s: float((stacked["order 9"][s] > stacked["order 3"][s]).double().mean()) for s in SCORES}
     print("order 9 is above order 3 in: " + ", ".join(f"{s} {share:.0%}" for s, share in counts.items()))
     kept: dict[str, Any] = {"counts": counts, "means": {n: {s: means(own[s]) for s in SCORES}
-                                                        for n, own in stacked.items()}}  # fmt: skip
+                                                        for n, own in stacked.items()}}
     lasts = sorted(prefers(run) for run in runs if run["order 3"]["terms"])
     if lasts:
         print(f"the evidence of the first n prefers order 3 up to n = {lasts[len(lasts) // 2]} (median; {lasts[0]} to "
-              f"{lasts[-1]}, {long} is the end)")  # fmt: skip
+              f"{lasts[-1]}, {long} is the end)")
         kept["up_to"] = lasts
     return kept
 
@@ -216,7 +216,7 @@ def main() -> None:
     for name, own in found.items():
         paper = PAPER.get(name, ("-", "-"))
         rows.append([name, f"{own['evidence']:.4f}", paper[0], f"{own['conditional']:.2f}", paper[1],
-                     f"{summed[name]:.2f}", f"{own['left_out']:.2f}", f"{own['test']:.4f}"])  # fmt: skip
+                     f"{summed[name]:.2f}", f"{own['left_out']:.2f}", f"{own['test']:.4f}"])
     heads = ["model", "evidence", "paper", "conditional", "paper", "sum of marginals", "LOO", "test"]
     print(f"the paper's data set\n{table(heads, rows)}")
     # one point more or less costs this much at best: the noise's own entropy
@@ -230,14 +230,14 @@ def main() -> None:
     kept: dict[str, Any] = {
         "machine": machine(options.threads), "paper": PAPER, "bound": bound, "one": found, "marginals": summed,
         "up_to": up_to, "cross": cross, "warning": compared.warning, "vague": list(compared.vague),
-    }  # fmt: skip
+    }
     if options.data:
         kept["authors"] = theirs = compare(problem, found, options)
         rows = [[name, f"{s['points']:.1g}", f"{s['targets']:.1g}", f"{s['evidence']:.4f}", f"{s['mean']:.1g}",
                  f"{s['own_100']:.2f}", f"{s['evidence_100']:.2f}", f"{s['later']:.2f}"]
-                for name, s in theirs.items() if name in MODELS]  # fmt: skip
+                for name, s in theirs.items() if name in MODELS]
         heads = ["model", "points differ by", "targets", "evidence of theirs", "predictions differ by",
-                 "first 100 terms", "theirs", "their terms 86 to 100"]  # fmt: skip
+                 "first 100 terms", "theirs", "their terms 86 to 100"]
         print(f"\nthe authors' files\n{table(heads, rows)}\ntheir curves prefer order 3 up to n = {theirs['up_to']}")
     for words, printed in (("on the grid", False), ("uniform on [0, 1], as printed", True)):
         runs = [
@@ -245,7 +245,7 @@ def main() -> None:
                  lambda seed=seed, printed=printed: Problem.drawn(seed, printed).scores(
                      min(orders, 50), 0 if printed else min(curves, 10), long))
             for seed in range(options.sets)
-        ]  # fmt: skip
+        ]
         kept[words] = report(f"mean of {options.sets} data sets {words}", runs, long)
     write(options.out / "fourier.json", kept)
     (options.out / "fourier.png").write_bytes(png(picture(problem, found)))

@@ -25,7 +25,7 @@ SAMPLES = torch.tensor([[0.1, 0.9], [0.9, 0.1]], dtype=torch.float64)  # p(d_i g
 TEMPERATURES = (0.5, 1.0, 2.0, 4.0, 8.0)
 KNOWN, ASKED, LENGTH, NOISE = (2, 45), 15, 0.3, 0.04
 MODELS = {"true": (LENGTH, NOISE), "noise / 4": (LENGTH, NOISE / 4), "noise x 4": (LENGTH, 4 * NOISE),
-          "lengthscale / 2": (LENGTH / 2, NOISE), "lengthscale x 2": (2 * LENGTH, NOISE)}  # fmt: skip
+          "lengthscale / 2": (LENGTH / 2, NOISE), "lengthscale x 2": (2 * LENGTH, NOISE)}
 
 
 def tempered(temperature: float) -> Tensor:
@@ -39,7 +39,7 @@ def of_samples(densities: Tensor) -> tuple[float, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # two samples are few
         return tuple(math.exp(float(ntkl.selection.conditional_from_samples(densities.log(), kind)))
-                     for kind in ("joint", "marginal"))  # fmt: skip
+                     for kind in ("joint", "marginal"))
 
 
 def radial(x: Tensor, length: float) -> Tensor:
@@ -58,13 +58,13 @@ def exact(sets: int, known: int) -> dict[str, dict[str, Tensor]]:
     for name, (length, noise) in MODELS.items():
         prior, own = radial(x, length), noise * identity
         mean, spread = predictive(prior[:, :known, :known] + own[:known, :known], y[:, :known],
-                                  prior[:, known:, :known], prior[:, known:, known:])  # fmt: skip
+                                  prior[:, known:, :known], prior[:, known:, known:])
         spread = spread + own[known:, known:]
         variance = spread.diagonal(dim1=-2, dim2=-1)
         found[name] = {
             "joint": log_density(spread, y[:, known:] - mean), "marginal": normal(y[:, known:], mean, variance).sum(1),
             "correlation": 0.5 * (variance.log().sum(1) - torch.linalg.slogdet(spread).logabsdet),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -96,7 +96,7 @@ def main() -> None:
                 share["disagree"] = float((better["joint"] != better["marginal"]).double().mean())
                 kept["counts"][f"{known}, {name}"] = share
                 words.append(f"{name} is above the true model in: joint {share['joint']:.0%}, marginals "
-                             f"{share['marginal']:.0%}; the two disagree in {share['disagree']:.0%}")  # fmt: skip
+                             f"{share['marginal']:.0%}; the two disagree in {share['disagree']:.0%}")
         print(f"\n{options.sets} data sets, {ASKED} points asked given {known}, nats\n{table(heads, rows)}")
         print("\n".join(words))
     write(options.out / "joint_and_marginal.json", kept)

@@ -128,7 +128,7 @@ def picture(found: dict[int, dict[str, list[float]]], theirs: dict[str, Tensor])
     styles = {"evidence": (ORANGE, "s"), "conditional": (BLUE, "o"), "left out": (GREEN, "^")}
     for name, values in theirs.items():
         axes.plot(range(2, values.shape[1] + 1), values[:, 1:].log().mean(0), color=styles[name][0], lw=1, alpha=0.7,
-                  label=f"{name}, the authors' file")  # fmt: skip
+                  label=f"{name}, the authors' file")
     for kind, shift in (("Adam", 0.97), ("maximum", 1.03)):
         for name, (color, marker) in styles.items():
             key = f"{kind}, {name}"
@@ -136,7 +136,7 @@ def picture(found: dict[int, dict[str, list[float]]], theirs: dict[str, Tensor])
             if own:
                 middles, errors = zip(*(means(values) for values in own.values()), strict=True)
                 axes.errorbar([shift * n for n in own], middles, errors, fmt=marker, ms=5, color=color, capsize=2,
-                              mfc=color if kind == "Adam" else "white", label=f"{name}, {kind}")  # fmt: skip
+                              mfc=color if kind == "Adam" else "white", label=f"{name}, {kind}")
     axes.axhline(math.log(LENGTH), color=GREY, ls="--", lw=1, label="truth")
     axes.set(xscale="log", xlabel="n", ylabel="mean log lengthscale")
     axes.legend(frameon=False, fontsize=8)
@@ -151,7 +151,7 @@ def main() -> None:
         options.steps, options.sets, counts = 20, min(options.sets, 6), (5, 10)
     torch.set_num_threads(options.threads)
     files = {"evidence": ("human_kernel_results", "lengthscales"),
-             "conditional": ("human_kernel_results_cmll", "clml_lengthscales")}  # fmt: skip
+             "conditional": ("human_kernel_results_cmll", "clml_lengthscales")}
     theirs = {name: authors(options.data, file)[key] for name, (file, key) in files.items() if options.data}
     arguments = [str(options.steps), str(options.sets)]
     found = {n: once(options.out / f"n-{n}.json", arguments, partial(study, n, options)) for n in counts}
@@ -162,7 +162,7 @@ def main() -> None:
             length, cost = torch.tensor(own[name]), means(1000 * torch.tensor(own[f"cost of {name}"]))
             middle, error = means(length.log())
             row = {"mean": middle, "error": error, "median": float(length.log().median()), "cost": cost,
-                   "above": float((length > LENGTH).double().mean())}  # fmt: skip
+                   "above": float((length > LENGTH).double().mean())}
             shown = ["-", "-"]
             objective = name.removeprefix("Adam, ")
             if objective in theirs:
@@ -172,9 +172,9 @@ def main() -> None:
                 shown = [f"{row['authors']:.3f} ± {row['authors_error']:.3f}", f"{apart:+.1f}"]
             kept["found"][f"{n}, {name}"] = row
             rows.append([str(n), name, f"{middle:.3f} ± {error:.3f}", *shown, f"{row['median']:.3f}",
-                         f"{row['above']:.0%}", "{:.1f} ± {:.1f}".format(*cost)])  # fmt: skip
+                         f"{row['above']:.0%}", "{:.1f} ± {:.1f}".format(*cost)])
     heads = ["n", "by", "mean log ℓ", "authors' file", "apart, standard errors", "median", "above the truth",
-             "cost, millinats a point"]  # fmt: skip
+             "cost, millinats a point"]
     print(f"log lengthscales of {options.sets} data sets; truth {math.log(LENGTH):.3f}\n{table(heads, rows)}")
     write(options.out / "lengthscale.json", kept)
     (options.out / "lengthscale.png").write_bytes(png(picture(found, theirs)))

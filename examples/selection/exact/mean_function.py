@@ -106,7 +106,7 @@ class Models(nn.Module):
         """Mean and variance of targets at `x`, (sets, n)."""
         covariance = self.covariance(X[:N], X[:N]) + self.noise * torch.eye(N, dtype=torch.float64)
         mean, spread = predictive(covariance, y[:, :N] - self.mean(X[:N]), self.covariance(x, X[:N]),
-                                  self.covariance(x, x))  # fmt: skip
+                                  self.covariance(x, x))
         return mean + self.mean(x), spread.diagonal(dim1=-2, dim2=-1) + self.noise[..., 0]
 
 
@@ -134,7 +134,7 @@ def judged(models: Models, data: DataSets) -> dict[str, Tensor]:
             "log density": normal(y, mean, variance).mean(1), "error": (y - mean).square().mean(1).sqrt(),
             "coverage": ((y - mean).abs() < 1.96 * variance.sqrt()).double().mean(1),
             "noise": models.noise.flatten(), "evidence": models.score(data.y, "evidence", torch.arange(N)),
-        }  # fmt: skip
+        }
         if data.between is not None:
             found["log density between"] = normal(data.between, *models.predict(data.y, BETWEEN)).mean(1)
     return found
@@ -189,10 +189,10 @@ def main() -> None:
     kept["wins"] = {}
     for objective in OBJECTIVES:
         gains = {s: found["perceptron", objective][s] - found["constant", objective][s]
-                 for s in ("evidence", "log density", "log density between")}  # fmt: skip
+                 for s in ("evidence", "log density", "log density between")}
         kept["wins"][objective] = {s: float((gain > 0).double().mean()) for s, gain in gains.items()}
         print(f"{objective}: the perceptron's mean is better in "
-              + ", ".join(f"{s} {share:.0%}" for s, share in kept["wins"][objective].items()))  # fmt: skip
+              + ", ".join(f"{s} {share:.0%}" for s, share in kept["wins"][objective].items()))
     theirs, words = authors(options.data, "gp_mean_overfitting"), "the first data set"
     if theirs is not None:
         data, words = DataSets(torch.cat([theirs["train_y"], theirs["test_y"]])[None]), "the authors' data set"
@@ -201,13 +201,13 @@ def main() -> None:
         for key, own in found.items():
             rows.append([" mean, ".join(key), f"{-own['history'][min(200, options.steps - 1)]:.3f}",
                          f"{-own['history'][-1]:.3f}", f"{float(own['noise']):.4f}", f"{float(own['log density']):.2f}",
-                         f"{float(own['error']):.2f}", f"{float(own['coverage']):.0%}"])  # fmt: skip
+                         f"{float(own['error']):.2f}", f"{float(own['coverage']):.0%}"])
         y = theirs["test_y"]
         mean, variance = theirs["pred_mean"][N:], theirs["pred_sigma_wnoise"][N:].square()
         noise, error = (theirs["pred_sigma_wnoise"].square() - theirs["pred_sigma"].square()).mean(), y - mean
         rows.append(["the authors' file (perceptron)", "-0.040", "-", f"{float(noise):.4f}",
                      f"{float(normal(y, mean, variance).mean()):.2f}", f"{float(error.square().mean().sqrt()):.2f}",
-                     f"{float((error.abs() < 1.96 * variance.sqrt()).double().mean()):.0%}"])  # fmt: skip
+                     f"{float((error.abs() < 1.96 * variance.sqrt()).double().mean()):.0%}"])
         rows.append(["the authors' notebook (constant)", "0.150", *["-"] * 5])
         heads = ["the authors' data set", "loss at step 201", "at the end", "noise", "log density", "error", "coverage"]
         print(f"\n{table(heads, rows)}")

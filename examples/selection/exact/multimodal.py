@@ -102,13 +102,13 @@ def estimates(alpha: float, x: Tensor, options: argparse.Namespace) -> dict[str,
     data, prior = (torch.zeros(len(x), 1).double(), x[:, None]), ntkl.GaussianPrior(1.0)
     network, model = at_mode(alpha, x)
     best = ntkl.variational(network, data, ntkl.Gaussian(1.0), prior, steps=options.steps, samples=8,
-                            step_size=0.1, settings=ntkl.Settings(progress=False))  # fmt: skip
+                            step_size=0.1, settings=ntkl.Settings(progress=False))
     generator = torch.Generator().manual_seed(0)
     annealed = partial(model.annealed_evidence, options.temperatures, options.chains, generator=generator)
     sampled = {
         "importance": model.importance_evidence(options.draws, generator=generator),
         "AIS, posterior": annealed(start="posterior"), "AIS, prior": annealed(start="prior"),
-    }  # fmt: skip
+    }
     bounds = [one.elbo("nn", options.draws, generator=generator) for one in (model, best.posterior)]
     return {
         "alpha": alpha, "truth": truth(alpha, partial(log_likelihood, x=x)), "Laplace in w": laplace_in_w(alpha, x),
@@ -116,7 +116,7 @@ def estimates(alpha: float, x: Tensor, options: argparse.Namespace) -> dict[str,
         "errors": {name: one.standard_error for name, one in sampled.items()},
         "trusted": {name: one.trusted for name, one in sampled.items()},
         **{name: float(one) for name, one in sampled.items()},
-    }  # fmt: skip
+    }
 
 
 def slopes(rows: list[dict[str, Any]], least: float = 10.0) -> dict[str, float]:
@@ -141,7 +141,7 @@ def many_data_sets(count: int) -> dict[str, Any]:
         "outside": 1 - len(inside) / count, "flat": [float(np.median(flat)), max(flat)],
         "median": gaps.median(0).values.tolist(), "smallest": gaps.min(0).values.tolist(),
         "largest": gaps.max(0).values.tolist(),
-    }  # fmt: skip
+    }
 
 
 def recovered(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,13 +154,13 @@ def recovered(options: argparse.Namespace) -> dict[str, Any]:
     kept = (theirs["alphas"] >= 5) & (theirs["alphas"] <= 1e4)
     alphas, given = theirs["alphas"][kept], theirs["lmls"][kept]
     values = torch.tensor([truth(float(alpha), lambda w: constant + slope * w.sin() + square * w.sin().square())
-                           for alpha in alphas])  # fmt: skip
+                           for alpha in alphas])
     slope_of = np.polyfit(alphas.log10(), theirs["laplace_lmls"][kept], 1)[0]
     return {
         "n": float(-2 * square), "mean": float(-slope / (2 * square)), "w_map": float(theirs["w_map"][0]),
         "slope": float(slope_of), "alphas": alphas.tolist(), "truth": values.tolist(), "theirs": given.tolist(),
         "laplace": theirs["laplace_lmls"][kept].tolist(),
-    }  # fmt: skip
+    }
 
 
 def picture(rows: list[dict[str, Any]], x: Tensor) -> Figure:
@@ -204,13 +204,13 @@ def main() -> None:
     warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # what is not to be trusted has a star in the table
     x = paper_data()
     rows = [once(options.out / f"alpha-{alpha:g}.json", [str(options.steps), str(options.temperatures)],
-                 partial(estimates, alpha, x, options)) for alpha in alphas]  # fmt: skip
+                 partial(estimates, alpha, x, options)) for alpha in alphas]
     shown = [[f"{row['alpha']:g}", *(f"{row[name]:.3f}" + ("" if row["trusted"].get(name, True) else "*")
-                                     for name in COLUMNS)] for row in rows]  # fmt: skip
+                                     for name in COLUMNS)] for row in rows]
     print(table(["α", *COLUMNS], shown))
     found = slopes(rows)
     print("nats a decade, α from 10: " + ", ".join(f"{name} {value:+.3f}" for name, value in found.items())
-          + f" (-log 10 is {-math.log(10):.3f})")  # fmt: skip
+          + f" (-log 10 is {-math.log(10):.3f})")
     values = [row["truth"] for row in rows if row["alpha"] >= 5]
     print(f"truth at α of 5 and more: within {max(values) - min(values):.3f} nats")
     averages = many_data_sets(options.sets)

@@ -66,7 +66,7 @@ def scores(prior: Tensor, y: Tensor, noise: float, asked: Tensor) -> dict[str, T
         "conditional": conditional(own, y[..., :N], KNOWN, asked),
         "test": normal(y[..., N:], mean, spread.diagonal(dim1=-2, dim2=-1)).mean(-1),
         "joint": log_density(spread, y[..., N:] - mean) / spread.shape[-1],
-    }  # fmt: skip
+    }
 
 
 def study(words: str, noise: float, sets: int, count: int) -> dict[str, list[list[float]]]:
@@ -95,7 +95,7 @@ def summary(found: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
             "regret": means(regret), "first 50": means(regret[:50]), "test": means(spearman(found[name], test)),
             "joint": means(spearman(found[name], found["joint"])), "alpha": float(GRID[best].median()),
             "regrets": regret.tolist(),
-        }  # fmt: skip
+        }
     kept["test"] = {"alpha": float(GRID[test.argmax(1)].median())}
     return kept
 
@@ -115,7 +115,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         joint = torch.stack([
             scores(kernel(x[:part], x[:part], a, length, scale), y[:part], noise, orders(N, 1, 0))["joint"]
             for a in alphas
-        ]) * ASKED[noise]  # fmt: skip
+        ]) * ASKED[noise]
         at = {"evidence": theirs["mll"][1:], "conditional": theirs["cmll"][1:], "joint": theirs["test_likelihood"][1:]}
         kept[str(noise)] = {
             "alpha": alphas.tolist(), "own": {name: values.tolist() for name, values in curves.items()},
@@ -128,7 +128,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                            "joint": float((joint - at["joint"]).abs().max())},
             "spearman": {name: float(spearman(at[name], at["joint"])) for name in ("evidence", "conditional")}
             | {f"own {name}": float(spearman(curves[name], curves["test"])) for name in NAMES},
-        }  # fmt: skip
+        }
     files = authors(options.data, "gp_rq_learning_curve")
     kept["curves"] = {}
     for name, alpha in (("mlls_0001", 0.001), ("mlls_001", 0.01), ("mlls_01", 0.1), ("mlls_03", 0.3)):
@@ -181,7 +181,7 @@ def main() -> None:
     for words in KERNELS:
         for noise in NOISES:
             values = once(options.out / f"{words}-{noise}.json", [str(options.sets), str(count)],
-                          partial(study, words, noise, options.sets, count))  # fmt: skip
+                          partial(study, words, noise, options.sets, count))
             found = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
             wrong = found if (words, noise) == ("notebook", 0.2) else wrong
             own = kept["results"][f"{words}, noise {noise}"] = summary(found)
@@ -189,9 +189,9 @@ def main() -> None:
                 one, less = own[name], torch.tensor(own["evidence"]["regrets"]) - torch.tensor(own[name]["regrets"])
                 rows.append([words, str(noise), name, pm(one["regret"], 1), pm(one["first 50"], 1),
                              pm(means(less), 1), pm(one["test"], 2), pm(one["joint"], 2), f"{one['alpha']:.3f}",
-                             f"{own['test']['alpha']:.3f}"])  # fmt: skip
+                             f"{own['test']['alpha']:.3f}"])
     heads = ["kernel", "noise", "by", "regret, millinats a point", "first 50", "less than evidence's by",
-             "ρ with test", "ρ with joint", "median α", "of test"]  # fmt: skip
+             "ρ with test", "ρ with joint", "median α", "of test"]
     print(f"{options.sets} data sets, α = {TRUE}, noise {NOISE}\n{table(heads, rows)}")
     theirs = compare(options) if options.data else None
     if theirs:
@@ -206,9 +206,9 @@ def main() -> None:
     marginals of 150, {one['own_largest']['test'][0]:.3f}; their joint of 150, {one['own_largest']['joint'][0]:.3f}
   evidence at their α of largest conditional evidence: {one['evidence_at']:.3f}
   largest difference of the curves: """ + ", ".join(f"{k} {v:.2g}" for k, v in one["difference"].items()) + """
-  Spearman's ρ: """ + ", ".join(f"{k} {v:.2f}" for k, v in one["spearman"].items()))  # fmt: skip
+  Spearman's ρ: """ + ", ".join(f"{k} {v:.2f}" for k, v in one["spearman"].items()))
         rows = [[alpha, *(f"{one[who][n - 1]:.2f}" for n in (15, 50, 200) for who in ("own", "authors"))]
-                for alpha, one in theirs["curves"].items()]  # fmt: skip
+                for alpha, one in theirs["curves"].items()]
         heads = ["α", *(f"first {n}, {who}" for n in (15, 50, 200) for who in ("own", "theirs"))]
         print(f"\nFig. 23 (c), sums of the learning curves, nats (theirs begin with a zero)\n{table(heads, rows)}")
     write(options.out / "rational_quadratic.json", kept)

@@ -104,7 +104,7 @@ class Batches:
     def __init__(
         self, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | torch.dtype | None = None,
         targets: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
         self._share: tuple[Tensor, int] | None = None  # global numbers of these examples, and of how many
@@ -152,7 +152,7 @@ class Batches:
     def of(
         cls, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | torch.dtype | None = None,
         targets: str | None = None,
-    ) -> Batches:  # fmt: skip
+    ) -> Batches:
         """Return `Batches` unchanged, so that several readers detect a changing source; wrap other data."""
         return data if isinstance(data, cls) else cls(data, batch_size, device, dtype, targets)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning, NumericalError
+from ntk_laplace.errors import NumericalError, warn
 from ntk_laplace.model.likelihoods.targets import first_bad
 
 __all__ = [
     "cholesky", "covariance_root", "diagonal_blocks", "marginal_factor", "marginal_log_density", "require_positive",
-]  # fmt: skip
+]
 
 
 def diagonal_blocks(matrices: Tensor, size: int) -> Tensor:
@@ -51,11 +50,7 @@ def covariance_root(covariance: Tensor) -> Tensor:
             "Use dtype=torch.float64, or a larger prior precision.",
         )
     if least < -1e3 * eps * largest:
-        warnings.warn(
-            f"a latent covariance had an eigenvalue {least:.3g} beside {largest:.3g}; it counts as zero",
-            NTKLaplaceWarning,
-            stacklevel=2,
-        )
+        warn(f"a latent covariance had an eigenvalue {least:.3g} beside {largest:.3g}; it counts as zero")
     return (vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)) @ vectors.mT
 
 

@@ -171,7 +171,7 @@ class Everywhere(Likelihood):
         if y.shape[1 : 1 + axes] != self.positions or y.dim() > axes + 2:
             raise TargetError(f"targets of shape ({num_examples}, {', '.join(map(str, shape))}), with an axis of "
                               "responses if a position has several", f"shape {tuple(y.shape)}",
-                              "Pass one target for each position; pad examples of other shapes.")  # fmt: skip
+                              "Pass one target for each position; pad examples of other shapes.")
         flat = self._flat_targets(y)
         if not flat.is_floating_point() and bool((missing := flat == self.ignore_index).any()):
             per_output = own.event_shape(self._per_position(num_outputs)) != Size()
@@ -307,7 +307,7 @@ class Everywhere(Likelihood):
         """The record of the likelihood, and the shape."""
         inner = likelihood_record(self.likelihood)
         return {"likelihood": {"name": inner["name"], "options": inner["options"]},
-                "positions": list(self.positions), "ignore_index": self.ignore_index}  # fmt: skip
+                "positions": list(self.positions), "ignore_index": self.ignore_index}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Likelihood:
@@ -362,7 +362,7 @@ class EverywhereResponse(Response):
         if y.shape[front:] != inner:  # one number per position, or (n, D, *positions): the likelihood reads them
             front = 0
         canonical = self.likelihood.targets(y.reshape(-1, *y.shape[front + 1 :]), y.shape[: front + 1].numel(),
-                                            self.num_outputs)  # fmt: skip
+                                            self.num_outputs)
         if y.shape[front : front + 1] != self.batch_shape:
             raise TargetError(f"targets for {n} inputs", f"{len(y)}", "Pass one target for each predicted input.")
         rest = canonical.shape[1 + len(self._positions) :]

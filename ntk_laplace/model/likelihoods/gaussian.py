@@ -311,7 +311,7 @@ class Gaussian(PerOutput):
         shape = size if self.coupling is None else (*size, *size)
         allowed: dict[str, list[tuple[int, ...]]] = {
             "scalar": [()], "output": [(c,)], "point": [(n,), (n, c)], "covariance": [(c, c)],
-        }  # fmt: skip
+        }
         kinds = tuple(kind for kind in kinds or self._kinds if shape in allowed[kind])
         if not kinds:
             raise HyperparameterError(

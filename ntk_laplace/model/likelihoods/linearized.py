@@ -34,7 +34,7 @@ class LinearizedResponse(Response):
     def __init__(
         self, likelihood: ObservationModel, mean: Tensor, latent: Tensor, noise: Tensor, scalar: bool = False,
         num_outputs: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.loc, self.covariance_matrix, self.scalar = mean, latent + noise, scalar
         # copies, because views would keep both matrices in memory
         parts = (latent.diagonal(dim1=-2, dim2=-1).clone(), noise.diagonal(dim1=-2, dim2=-1).clone())

@@ -60,7 +60,7 @@ class PerOutput(Likelihood):
     def _columns(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Read targets (N, D); NaN is allowed if it marks a missing target."""
         remedy = ("Remove or impute examples with missing targets, or say that NaN marks a missing one, "
-                  f'{type(self).__name__}(missing="nan").')  # fmt: skip
+                  f'{type(self).__name__}(missing="nan").')
         return read_columns(y, num_examples, self.num_responses(num_outputs), self.missing is not None, remedy)
 
     def _filled(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:

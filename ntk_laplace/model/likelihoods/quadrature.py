@@ -20,7 +20,7 @@ _STEP, _REACH = 0.125, 10.0
 def expectation_by_output(
     likelihood: ObservationModel, function: Callable[[ObservationModel, Tensor, Tensor], Tensor],
     mean: Tensor, covariance: Tensor, y: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """E of a function of f ~ N(mean, covariance) that is a sum over outputs, or an array over them.
 
     All outputs share a node of the rule, because the expectation of each needs its own variance alone.
@@ -55,7 +55,7 @@ def expectation_by_output(
 def repeated(
     likelihood: ObservationModel, function: Callable[[ObservationModel, Tensor, Tensor], Tensor],
     f: Tensor, y: Tensor, part: slice,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A function of f and targets at S values of f (S, m, C) of the examples in `part`, (S, m, ...)."""
     count, n, _ = f.shape
     index = torch.arange(part.start, part.stop, device=f.device).repeat(count)

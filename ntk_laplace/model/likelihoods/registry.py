@@ -146,5 +146,5 @@ def built(name: str, options: Mapping[str, Any]) -> Likelihood:
             f"likelihood= the {name} of the fit", "none",
             "A checkpoint contains no code: register the class with ntk_laplace.register_likelihood, or pass it to "
             "load().",
-        )  # fmt: skip
+        )
     return _REGISTERED[name].from_record(options)

@@ -209,7 +209,7 @@ class FactorizedResponse(Response, td.Independent):
     def __init__(
         self, likelihood: ObservationModel, base: td.Distribution, epistemic: Tensor, aleatoric: Tensor, scalar: bool,
         num_outputs: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         num_outputs = epistemic.shape[-1] if num_outputs is None else num_outputs
         if scalar:
             epistemic, aleatoric = epistemic.squeeze(-1), aleatoric.squeeze(-1)

@@ -43,7 +43,7 @@ class Caller(nn.Module):
     def __init__(
         self, module: nn.Module, output: str | int | None = None, targets: str | None = None,
         positions: Size | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if not (output is None or isinstance(output, str) or is_whole(output, 0)):
             raise NetworkError("output= as the name of one of the network's outputs, or its position",
@@ -144,7 +144,7 @@ def _rows(found: Tensor, positions: Size) -> Tensor:
     Rows stay as they are.
     """
     first, last = (found.dim() == len(positions) + 2 and shape == positions
-                   for shape in (found.shape[2:], found.shape[1:-1]))  # fmt: skip
+                   for shape in (found.shape[2:], found.shape[1:-1]))
     if found.shape[1:] == positions or (found.dim() == 2 and found.shape[1] % positions.numel() == 0):
         return found.flatten(1)
     if first == last:

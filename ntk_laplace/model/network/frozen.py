@@ -77,7 +77,7 @@ class Network:
     def __init__(
         self, module: nn.Module, parameters: ParameterChoice = None, output: str | int | None = None,
         targets: str | None = None, positions: Size | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.module = private_copy(require_module(module))
         self.caller = Caller(self.module, output, targets, positions)
         chosen = choose(self.module, parameters)

@@ -78,4 +78,4 @@ def _same(out: Any, version: int, found: Tensor) -> bool:
     return (
         isinstance(out, Tensor) and out.is_contiguous() and found.is_contiguous() and out.numel() == found.numel()
         and out.data_ptr() == found.data_ptr() and out.dtype == found.dtype and out._version == version
-    )  # fmt: skip
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ntk_laplace.errors import NTKLaplaceError, NTKLaplaceWarning
+from ntk_laplace.errors import NTKLaplaceError, warn
 from ntk_laplace.model.data import Inputs, num_examples, take
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.recurrent import unrolled
@@ -51,7 +51,7 @@ class ManyWeights:
         self.network = network
         module = network.caller
         tensors = [tensor for found in (module.named_parameters, module.named_buffers)
-                   for _, tensor in found(remove_duplicate=False)]  # fmt: skip
+                   for _, tensor in found(remove_duplicate=False)]
         self._tied = len(set(map(id, tensors))) < len(tensors)  # to look for that at every call takes time
         self.batched = several and self._is_batched(take(x, slice(0, 2)))
 
@@ -98,8 +98,8 @@ class ManyWeights:
 
     @staticmethod
     def _alone(got: str) -> bool:
-        warnings.warn(f"torch.func.vmap does not evaluate this network at several weights at once ({got}): each is "
-                      "evaluated alone, which is slower", NTKLaplaceWarning, stacklevel=10)
+        warn(f"torch.func.vmap does not evaluate this network at several weights at once ({got}): each is "
+             "evaluated alone, which is slower")
         return False
 
     def saved_bytes(self, x: Inputs) -> int:

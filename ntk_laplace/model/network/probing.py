@@ -82,7 +82,7 @@ def _probed(network: Network, x: Inputs) -> Tensor:
     if not alone.requires_grad:
         raise NetworkError("outputs that autograd can follow to the chosen parameters", "outputs without a graph",
                            "Remove torch.no_grad(), .detach() and .numpy() from forward(), or choose others by "
-                           "parameters=.")  # fmt: skip
+                           "parameters=.")
     return alone
 
 

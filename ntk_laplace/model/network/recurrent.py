@@ -23,7 +23,7 @@ _SCRIPTED = {layer.__name__ for layer in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, 
 def _lstm_cell(
     x: Tensor, state: tuple[Tensor, Tensor], w_x: Tensor, w_h: Tensor, b_x: Tensor | None = None,
     b_h: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     h, c = state
     i, f, g, o = (linear(x, w_x, b_x) + linear(h, w_h, b_h)).chunk(4, 1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()

@@ -251,7 +251,7 @@ class GaussianPrior(nn.Module):
         found, given = copy.deepcopy(self), self._given_precision
         if found.log_precision is None:
             found._given_precision = {g: v * factor for g, v in given.items()} if isinstance(given, Mapping) else (
-                given * factor)  # fmt: skip
+                given * factor)
         else:
             found.precision = self.precision.detach() * factor
         return found
@@ -264,7 +264,7 @@ class GaussianPrior(nn.Module):
         return {
             "groups": groups, "spread": self.spread, "mean": float(mean[0]) if same else mean.clone(),
             "log_precision": self._log_precision().detach().clone(), "as_given": self.as_given,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], shapes: Mapping[str, Size]) -> GaussianPrior:

@@ -114,7 +114,7 @@ class Grouping:
         if self.by_parameter:
             return values
         parts = [part.view(self.shapes[name]).transpose(0, 1).flatten(1).sum(1) if name == self.by_input
-                 else part.sum().view(1) for name, part in self.shapes.parts(values).items()]  # fmt: skip
+                 else part.sum().view(1) for name, part in self.shapes.parts(values).items()]
         groups, _ = self._members(values.device)
         return values.new_zeros(len(self.names)).index_add(0, groups, torch.cat(parts))
 

@@ -10,13 +10,12 @@ out, its error and the covariance of its target are [G⁻¹]_nn⁻¹ [G⁻¹z]_n
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import UnsupportedError, warn
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.likelihoods import Gaussian, Tempered
 from ntk_laplace.posterior.calibrate.densities import Setting
@@ -99,8 +98,8 @@ def with_left_out_hyperparameters(fitted: FittedModel) -> FittedModel:
     value, found = climb(LinearLeaveOneOut(fitted), _AXES)
     limits = [name for name, axis in _AXES.items() if axis.at_low(found[name]) or axis.at_high(found[name])]
     if limits:
-        warnings.warn(f"the leave-one-out density of the refit, {value:.4g} nats a point, still grows beyond the "
-                      f"bounds of {' and '.join(limits)}", NTKLaplaceWarning, stacklevel=4)
+        warn(f"the leave-one-out density of the refit, {value:.4g} nats a point, still grows beyond the "
+             f"bounds of {' and '.join(limits)}")
     moved = fitted.derived(fitted.structure)
     own = moved.likelihood.likelihood if isinstance(moved.likelihood, Tempered) else moved.likelihood
     assert isinstance(own, Gaussian)

@@ -93,7 +93,7 @@ def _checked(found: Densities, names: Sequence[str] | None) -> tuple[str, ...]:
         return found.names
     chosen = tuple(names) if isinstance(names, (Sequence, Set)) and not isinstance(names, str) else (names,)
     known = {*found.names, *(("average_temperature",) if "temperature" in found.names else ()),
-             *((COMMON,) if isinstance(found, NormalDensities) else ())}  # fmt: skip
+             *((COMMON,) if isinstance(found, NormalDensities) else ())}
     if not chosen or not all(is_choice(name, known) for name in chosen) or (COMMON in chosen and len(chosen) > 1):
         raise UnsupportedError(f"parameters among {', '.join(sorted(known))} for this likelihood",
                                f"{', '.join(map(str, chosen)) or 'none'}",
@@ -133,7 +133,7 @@ def climb(
 
         last = samples == found.samples[-1]
         result = minimize(negative, logs, jac=True, method="L-BFGS-B", bounds=limits,
-                          options={"ftol": 1e-13 if last else 1e-8, "gtol": 1e-7, "maxiter": 60})  # fmt: skip
+                          options={"ftol": 1e-13 if last else 1e-8, "gtol": 1e-7, "maxiter": 60})
         logs = result.x
     return -float(result.fun), fixed | {name: math.exp(x) for name, x in zip(names, logs, strict=True)}
 

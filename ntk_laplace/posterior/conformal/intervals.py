@@ -60,7 +60,7 @@ class PredictionIntervals:
 
     AXES: ClassVar[dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("mean", "lower", "upper", "width"), ("input", "response")), "counts": ("response",),
-    }  # fmt: skip
+    }
 
     @property
     def width(self) -> Tensor:
@@ -98,7 +98,7 @@ class PredictionIntervals:
             "input": torch.arange(n).repeat_interleave(responses).tolist(),
             "response": list(range(responses)) * n,
             **{name: getattr(self, name).flatten().tolist() for name in ("mean", "lower", "upper", "width")},
-        })  # fmt: skip
+        })
         frame.attrs |= {"level": self.level, "method": self.method, "guarantees": list(self.guarantees)}
         return frame
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SET_SCORES", "PredictionSets", "class_probabilities", "hard_labels", "label_scores", "members", "require_classes",
-]  # fmt: skip
+]
 
 _Name = TypeVar("_Name")
 SET_SCORES = ("probability", "cumulative", "randomized")
@@ -108,7 +108,7 @@ class PredictionSets:
 
         frame = pandas.DataFrame({
             "input": range(len(self.mask)), "labels": self.labels(names), "size": self.size.tolist(),
-        })  # fmt: skip
+        })
         frame.attrs |= {"level": self.level, "method": self.method, "guarantees": list(self.guarantees)}
         return frame
 

@@ -25,7 +25,7 @@ _EFFECTIVE = 0.5  # share of effective chains above which few chains are trusted
 def annealed_evidence(
     fitted: FittedModel, temperatures: int, chains: int, start: str, model: str, leapfrog: int, bounds: bool,
     exact_draws: Tensor | None, x: InputData | None, generator: Generator,
-) -> AnnealedEvidence:  # fmt: skip
+) -> AnnealedEvidence:
     """The evidence by chains from the prior, or from the posterior's Gaussian; arguments as those of the verb.
 
     Raises
@@ -56,7 +56,7 @@ def annealed_evidence(
     return AnnealedEvidence(
         **summary(log_weights, path.log_density_error, _EFFECTIVE), model=model, start=start, temperatures=temperatures,
         symmetry=log_symmetries(fitted.network, fitted.prior), sampler=path.sampler, upper_log_weights=upper, **told,
-    )  # fmt: skip
+    )
 
 
 def _conjugate(fitted: FittedModel, model: str) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import warn
 from ntk_laplace.posterior.estimates.weights import effective_samples, log_mean
 
 __all__ = ["ConditionalEstimate", "autocorrelation_time", "conditional_estimate", "warn_of"]
@@ -172,11 +171,11 @@ def autocorrelation_time(series: Tensor) -> float:
     return min(max(1.0, 2.0 * float(pairs.sum()) - 1.0), float(series.numel()))
 
 
-def warn_of(found: ConditionalEstimate, level: int) -> ConditionalEstimate:
+def warn_of(found: ConditionalEstimate) -> ConditionalEstimate:
     """The estimate, with a warning at the caller's line, `level` frames up, if it is not to be trusted."""
     if not found.trusted:
         remedy = "more samples" if found.independent < _FEWEST else (
             'the sum of marginals, kind="marginal", fewer points, or method="evidence" of a posterior, which needs no '
             "samples" if found.kind == "joint" else "more samples")
-        warnings.warn(f"the {found}. Ask for {remedy}", NTKLaplaceWarning, stacklevel=level)
+        warn(f"the {found}. Ask for {remedy}")
     return found

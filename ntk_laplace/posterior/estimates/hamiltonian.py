@@ -60,7 +60,7 @@ class Weights:
             torch.where(column, self.theta, other.theta), torch.where(chosen, self.base, other.base),
             torch.where(chosen, self.gain, other.gain), torch.where(column, self.base_slope, other.base_slope),
             torch.where(column, self.gain_slope, other.gain_slope),
-        )  # fmt: skip
+        )
 
 
 class HamiltonianPath(Path[Weights]):

@@ -239,7 +239,7 @@ class ApproximationErrors:
             "step": [math.nan, gauss, line],
             "step_error": [math.nan, gauss_error, line_error],
             "trusted": [True, self.linearized.trusted, self.network.trusted],
-        })  # fmt: skip
+        })
 
     def plot(self) -> Figure:
         """Plot the three evidences with bars of two standard errors, and the steps between them."""
@@ -256,7 +256,7 @@ class ApproximationErrors:
             str(self.linearized),
             f"  {round(line, 3) + 0.0:+,.3f} ± {line_error:.3g}: the linearization",
             str(self.network),
-        ])  # fmt: skip
+        ])
 
 
 def _error_of_mean(values: Tensor) -> float:

@@ -25,7 +25,7 @@ __all__ = [
     "similarities",
     "widening",
     "without_each",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def conditioned(fitted: FittedModel, index: Tensor) -> tuple[Without, float]:
     largest = -(-len(index) // count) * c
     require_memory(_MATRICES * largest**2 * fitted.points.f.element_size(), fitted.points.f.device,
                    f"{_MATRICES} matrices over {largest:,} outputs of points to leave out",
-                   "Leave out fewer points at a time.", fitted.settings.memory_budget)  # fmt: skip
+                   "Leave out fewer points at a time.", fitted.settings.memory_budget)
     product = _Products(fitted)
     # every count-th point: neighbors in the data, often of one class, are not left out together
     groups = [torch.arange(start, len(index), count, device=index.device) for start in range(count)]

@@ -159,7 +159,7 @@ class Explanation(Ranked):
         "importance": ("training point", "output"), "kernel": ("input", "training point", "output"),
         "similarity": ("input", "training point"), "correlation": ("input", "training point"),
         "variance": ("input", "output"), "leverage": ("training point",),
-    }  # fmt: skip
+    }
 
     @property
     def share(self) -> Tensor:
@@ -196,7 +196,7 @@ class Explanation(Ranked):
         return {
             "contribution": float(self.share[i, j]), "similarity": float(self.similarity[i, j]),
             "correlation": float(self.correlation[i, j]), "importance": float(self.importance[j, self.output[i]]),
-        }  # fmt: skip
+        }
 
     def contributed(self) -> Tensor:
         """Sum of all contributions, (n, C)."""
@@ -261,7 +261,7 @@ class _Decomposing:
             kernel=kernel, similarity=similarity, correlation=correlation, variance=variance, leverage=self._leverage,
             targets=self._fitted.points.targets, k=k,
             guarantees=_EXACT if self._fitted.exact else _OTHER_ROOT,
-        )  # fmt: skip
+        )
 
 
 def bytes_of_each(fitted: FittedModel) -> int:

@@ -109,7 +109,7 @@ class GroupRemoval:
         without = ChangedPrecision(
             fitted.precision, rows.weighted(root), -torch.ones_like(root[:, 0]), fitted.prior,
             fitted.settings.memory_budget, None if fitted.exact else HIGH_LEVERAGE,
-        )  # fmt: skip
+        )
         step = without.solve(rows.vjp(self._residual[here].to(rows.f), fitted.network.shapes))
         return -test.jvp(fitted.network.unflatten(step)), without.leverage, not without.partial
 

@@ -93,7 +93,7 @@ class LeaveOneOut:
         "mean": ("training point", "output"), "covariance": ("training point", "output", "output"),
         **dict.fromkeys(("log_density", "plug_in_log_density", "leverage", "self_influence", "effective_parameters",
                          "information", "importance", "suspicion", "flagged"), ("training point",)),
-    }  # fmt: skip
+    }
 
     @property
     def trusted(self) -> bool:
@@ -145,7 +145,7 @@ class LeaveOneOut:
             "training_index": self.index.cpu()[chosen].tolist(),
             "target": [t.item() if t.numel() == 1 else t.tolist() for t in self.targets.cpu()[chosen]],
             **classes, **numbers, "flagged": self.flagged.cpu()[chosen].tolist(),
-        })  # fmt: skip
+        })
         frame.attrs |= {"trusted": self.trusted, "reasons": list(self.reasons)}
         return frame
 
@@ -158,7 +158,7 @@ class LeaveOneOut:
 
     def _columns(self) -> dict[str, Tensor]:
         names = ("suspicion", "log_density", "plug_in_log_density", "self_influence", "leverage",
-                 "effective_parameters", "information", "importance")  # fmt: skip
+                 "effective_parameters", "information", "importance")
         return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
@@ -236,7 +236,7 @@ def _predicted(
             part = slice(start, start + step)
             one = likelihood if step >= points.num_examples else likelihood.at(part)
             density = predictive(one, found.mean[part], found.covariance[part], "glm", samples, generator,
-                                 network.scalar)  # fmt: skip
+                                 network.scalar)
             integrated.append(density.log_prob(targets[part]))
         plug_in = likelihood.log_prob(found.mean, points.targets)
         own = likelihood.log_prob(points.f, points.targets)
@@ -245,7 +245,7 @@ def _predicted(
     if measured.moved:
         guarantees += ("hyperparameters have changed since the fit: the weights are "
                        f"{measured.decrement:.2g} nats a point from the optimum, by the Newton decrement, and the "
-                       "remaining gradient is kept fixed",)  # fmt: skip
+                       "remaining gradient is kept fixed",)
     return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
                        found.used, found.information, importance, points.targets, index, guarantees, measured)
 

@@ -125,7 +125,7 @@ class Ranked:
         if side not in self.quantity.sides:
             raise UnsupportedError(f"the side {' or '.join(map(repr, self.quantity.sides))}", repr(side),
                                    "No training point makes a prediction less sure: see supporting()."
-                                   if self.by in SPREADS else "Choose one of the two.")  # fmt: skip
+                                   if self.by in SPREADS else "Choose one of the two.")
 
     def contributed(self) -> Tensor:
         """Sum of all contributions, (n, C)."""
@@ -174,7 +174,7 @@ class Ranked:
     def plot(
         self, inputs: Tensor | None = None, training: Tensor | None = None, shape: Sequence[int] | None = None,
         names: Sequence[str] | None = None,
-    ) -> Figure:  # fmt: skip
+    ) -> Figure:
         """Draw, for each input, the training points that speak for and against it.
 
         Parameters
@@ -199,7 +199,7 @@ class Ranked:
     def to_html(
         self, k: int | None = None, inputs: Tensor | None = None, training: Tensor | None = None,
         shape: Sequence[int] | None = None, names: Sequence[str] | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Self-contained HTML fragment: the figure of `plot`, the table, and the decomposition of each prediction."""
         buffer = io.BytesIO()
         self.plot(inputs, training, shape, names).savefig(buffer, format="png", dpi=110, bbox_inches="tight")

@@ -186,7 +186,7 @@ def _rank(fitted: FittedModel, test: Jacobian, quantity: Quantity, k: int) -> Ra
         indices={side: torch.cat([heap.indices for heap in heaps]) for side, heaps in sides.items()},
         effects={side: signs[side] * torch.cat([heap.values for heap in heaps]) for side, heaps in sides.items()},
         leverage=leverage, targets=fitted.points.targets, k=k, guarantees=guarantees + first_order,
-    )  # fmt: skip
+    )
 
 
 def effects(

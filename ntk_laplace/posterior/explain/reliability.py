@@ -153,7 +153,7 @@ def reliability(fitted: FittedModel, leverage: Tensor, unfinished: float | None 
         effective_share=used / (float(fitted.points.counts.sum()) * fitted.points.num_outputs),
         additive=additive, refitted=fitted.model.refitted,
         linear=ratio < LEAST_RATIO and additive and fitted.exact and _linear(fitted),
-    )  # fmt: skip
+    )
 
 
 def newton_decrement(fitted: FittedModel) -> float:

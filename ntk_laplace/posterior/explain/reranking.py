@@ -79,7 +79,7 @@ class Reranking:
                         ("input", "rank")),
         **dict.fromkeys(("group_linear", "group_moving", "group_disagrees"), ("input", "group")),
         **dict.fromkeys(("group_converged", "group_comes_back"), ("group",)),
-    }  # fmt: skip
+    }
 
     @property
     def by(self) -> str:
@@ -105,7 +105,7 @@ class Reranking:
         import pandas
 
         return pandas.DataFrame.from_records([self._record(i, r) for i in range(len(self.f))
-                                              for r in range(self.indices.shape[1])])  # fmt: skip
+                                              for r in range(self.indices.shape[1])])
 
     def groups_dataframe(self) -> pandas.DataFrame:
         """One row for each input and group."""
@@ -118,7 +118,7 @@ class Reranking:
              "disagrees": bool(disagrees[i, g]), "converged": bool(self.group_converged[g]),
              "comes_back": bool(self.group_comes_back[g])}
             for i in range(len(self.f)) for g, group in enumerate(self.groups)
-        ])  # fmt: skip
+        ])
 
     def _record(self, i: int, rank: int) -> dict[str, Any]:
         j, moving = int(self.indices[i, rank]), float(self.moving[i, rank])
@@ -129,7 +129,7 @@ class Reranking:
             "linear": float(self.linear[i, rank]), "moving": moving, "place_by_linear": int(self.places[i, rank]),
             "meaning": self.quantity.meaning(i, moving), "disagrees": bool(self.disagrees[i, rank]),
             "converged": bool(self.converged[i, rank]), "comes_back": bool(self.comes_back[i, rank]),
-        }  # fmt: skip
+        }
 
     def plot(self) -> Figure:
         """Draw moving effects against linear ones, with those that disagree or do not come back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NTKLaplaceWarning
+from ntk_laplace.errors import DataError, warn
 from ntk_laplace.posterior.explain.quantity import Quantity
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class SourceEffects:
         "f": ("input", "output"), "outputs": ("input", "source", "output"), "effect": ("input", "source"),
         "single": ("input", "source"), "log_prob_change": ("input", "source"),
         **dict.fromkeys(("num_points", "own_log_prob", "own_log_prob_without", "converged"), ("source",)),
-    }  # fmt: skip
+    }
 
     def __len__(self) -> int:
         return len(self.names)
@@ -112,7 +111,7 @@ class SourceEffects:
         columns = {
             "source": list(self.names), "points": self.num_points.tolist(), "effect": self.effect.mean(0).tolist(),
             "sum of single effects": self.single.mean(0).tolist(),
-        }  # fmt: skip
+        }
         if self.log_prob_change is not None:
             columns["change of log p(y)"] = self.log_prob_change.mean(0).tolist()
         columns["own log p"] = self.own_log_prob.tolist()
@@ -132,7 +131,7 @@ class SourceEffects:
                     "input": i, "output": int(self.quantity.output[i]), "source": self.names[s],
                     "points": int(self.num_points[s]), "removal_effect": effect, "meaning": meaning,
                     "sum_of_single_effects": float(self.single[i, s]),
-                }  # fmt: skip
+                }
                 if self.log_prob_change is not None:
                     record["log_prob_change"] = float(self.log_prob_change[i, s])
                 records.append(record)
@@ -227,5 +226,5 @@ def _check(names: Sequence[str], number: Tensor, counts: Tensor) -> None:
         raise DataError("sources of several training points", f"a label of its own for each of {n:,}",
                         "Use removal_effects(x) or explain(x) for the effects of single points.")
     if 2 * len(names) > n:
-        warnings.warn(f"{len(names):,} sources for {n:,} training points: most are single points, whose effects "
-                      "removal_effects(x) gives much faster", NTKLaplaceWarning, stacklevel=5)
+        warn(f"{len(names):,} sources for {n:,} training points: most are single points, whose effects "
+             "removal_effects(x) gives much faster")

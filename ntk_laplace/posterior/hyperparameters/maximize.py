@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from ntk_laplace.errors import (
     HyperparameterError,
-    NTKLaplaceWarning,
     NumericalError,
     UnsupportedError,
     is_choice,
     is_number,
     require_whole,
+    warn,
 )
 from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.posterior.hyperparameters.history import HyperparameterHistory
@@ -44,7 +43,7 @@ def maximize(
     posterior: Evidence, theta: Tensor, method: str = "lbfgs", parameters: Sequence[str] | None = None,
     steps: int = 200, tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), *, estimated: bool = False,
     **options: Any,
-) -> HyperparameterHistory:  # fmt: skip
+) -> HyperparameterHistory:
     """Maximize a posterior's evidence over its hyperparameters, and set them to the best values.
 
     Where the prior has a hyperprior (`GaussianPrior.log_hyperprior`), it is added to the evidence, also in the history.
@@ -105,7 +104,7 @@ def maximize(
     search.report_bounds()
     search.report_certainty()
     if not history.converged:
-        warnings.warn(f"the evidence's maximum was not reached: {history.message}", NTKLaplaceWarning, stacklevel=3)
+        warn(f"the evidence's maximum was not reached: {history.message}")
     return history
 
 
@@ -123,7 +122,7 @@ def _run(
 def _by_local_models(
     search: _Search, local: SearchObjective, bounds: tuple[float, float], method: str, posterior: Evidence,
     theta: Tensor, rate: float, progress: bool | None,
-) -> None:  # fmt: skip
+) -> None:
     """Maximize local models in turn, each made where the one before has its maximum; a step is one of them.
 
     Two of them differ by their errors where they meet. This is taken from the evidences before, so that the differences
@@ -162,7 +161,7 @@ class _Search:
     def __init__(
         self, variables: Variables, objective: SearchObjective, bounds: tuple[float, float], steps: int,
         tolerance: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.variables, self.objective, self.steps, self.tolerance = variables, objective, steps, tolerance
         self.low, self.high = variables.box(bounds)
         self.start = variables.get()
@@ -229,12 +228,9 @@ class _Search:
         """Warn if all labels are fitted: the evidence then increases to 0 as the temperature falls, with no maximum."""
         if "temperature" in self.variables.parameters and self.history.evidence[self.history.best] > _CERTAIN:
             present = float(self.variables.parameters["temperature"].detach().exp())
-            warnings.warn(
-                "the evidence has no maximum over temperatures: all training labels are fitted, so the evidence "
-                f"increases to 0 as the temperature goes to 0 (now {present:.2g}), where labels carry no information "
-                'about the weights; leave "temperature" out of parameters=, as the default does', NTKLaplaceWarning,
-                stacklevel=4,
-            )  # fmt: skip
+            warn("the evidence has no maximum over temperatures: all training labels are fitted, so the evidence "
+                 f"increases to 0 as the temperature goes to 0 (now {present:.2g}), where labels carry no information "
+                 'about the weights; leave "temperature" out of parameters=, as the default does')
 
     def still(self, steps: int = 20) -> bool:
         """Whether the evidence has changed by less than the tolerance over some steps."""
@@ -264,10 +260,8 @@ class _Search:
         if self.history.at_bounds:
             first = list(self.history.at_bounds.items())[:4]
             found = ", ".join(f"{name} = {value:.3g}" for name, value in first)
-            warnings.warn(
-                f"the evidence still grows beyond the bounds of {len(self.history.at_bounds)} hyperparameters: {found}",
-                NTKLaplaceWarning, stacklevel=4,
-            )  # fmt: skip
+            count = len(self.history.at_bounds)
+            warn(f"the evidence still grows beyond the bounds of {count} hyperparameters: {found}")
 
 
 def _lbfgs(search: _Search) -> None:
@@ -298,7 +292,7 @@ def _lbfgs(search: _Search) -> None:
         found = minimize(
             negative, start.numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
             options={"maxiter": search.steps, "gtol": 0.0, "ftol": 1e-15, "maxls": 40},
-        )  # fmt: skip
+        )
         exhausted = found.status == 1
     search.judge(exhausted)
 
@@ -372,8 +366,8 @@ def _follow_an_estimate(method: str, moving: list[str]) -> None:
         remedy = ('Name parameters=["precision"], use method="adam", or fit with structure="gp" or "full".'
                   if moving != ["precision"] else 'Use method="mackay", or fewer prior groups.')
         raise UnsupportedError('method "adam", or a local model of log det B, for ' + what, '"lbfgs"', remedy)
-    warnings.warn(f"{what} is an estimate without a local model: the hyperparameters found have errors of their own; "
-                  'structure="gp" or "full" has none', NTKLaplaceWarning, stacklevel=4)  # fmt: skip
+    warn(f"{what} is an estimate without a local model: the hyperparameters found have errors of their own; "
+         'structure="gp" or "full" has none')
 
 
 def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float], rate: float) -> None:

@@ -59,7 +59,7 @@ class LearningCurve:
             "log_density": self.mean.cpu().numpy(),
             "standard_error": self.standard_error.cpu().numpy(),
             "evidence_so_far": self.mean.cumsum(0).cpu().numpy(),
-        })  # fmt: skip
+        })
 
     def plot(self) -> Figure:
         """Plot the terms, and their cumulative sum, the evidence, below ([L22] Fig. 4)."""
@@ -81,5 +81,5 @@ def require_beginning(m: int, num_examples: int, least: int) -> int:
                         f"{num_examples}", 'Fit structure="gp", whose closed form conditions on any number.')
     if not is_whole(m, least) or m >= num_examples:
         raise DataError(f"a number m of points to condition on, {least} to {num_examples - 1}", repr(m),
-                        "Pass a whole number that leaves points to predict, such as 80 % of N.")  # fmt: skip
+                        "Pass a whole number that leaves points to predict, such as 80 % of N.")
     return int(m)

@@ -17,7 +17,7 @@ _ROUNDING = 64  # units of it in a product, whose sums are over the data
 def conjugate_gradients(
     operator: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], tolerance: float,
     norm: float, steps: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Solve A x = b for each row b of `right`.
 
     Parameters
@@ -73,7 +73,7 @@ def conjugate_gradients(
 def nearly_solved(
     operator: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], share: float,
     steps: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Solve A x = b for each row b of `right`, with an error e of (eᵀAe)^½ at most this share of (bᵀA⁻¹b)^½.
 
     With the residual r, eᵀAe = rᵀA⁻¹r is at most rᵀM⁻¹r, and bᵀA⁻¹b is at least bᵀx.
@@ -109,7 +109,7 @@ def nearly_solved(
 def _descend(
     operator: Callable[[Tensor], Tensor], residual: Tensor, solution: Tensor, left: Tensor,
     precondition: Callable[[Tensor], Tensor], small: Callable[[Tensor, Tensor, Tensor], Tensor], steps: int,
-) -> int:  # fmt: skip
+) -> int:
     """Steps of conjugate gradients from the present residuals; `solution` changes in place; the number of products.
 
     One more than `steps` where these were not enough. `small` says which residuals r are, from r, rᵀM⁻¹r and the rows.

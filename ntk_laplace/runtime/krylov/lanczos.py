@@ -37,7 +37,7 @@ class Quadrature:
 def lanczos(
     operator: Callable[[Tensor], Tensor], probes: Tensor, bound: float, steps: int,
     enough: Callable[[Quadrature], bool],
-) -> Quadrature:  # fmt: skip
+) -> Quadrature:
     """Run Lanczos for all probes together, until `enough` says that the quadrature has converged.
 
     Parameters

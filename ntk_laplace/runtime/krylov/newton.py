@@ -79,7 +79,7 @@ class Minima:
 def minimize(
     objectives: Objectives, start: Tensor, eps: float, room: int = tuning.DESCENT_BYTES,
     steps: int = tuning.NEWTON_STEPS,
-) -> Minima:  # fmt: skip
+) -> Minima:
     """Minima of several objectives, each from its own start.
 
     Parameters

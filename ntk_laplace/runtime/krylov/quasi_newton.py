@@ -74,7 +74,7 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
             ends[rows], reached[rows] = at, values
             order = inverses.keep(going)
             rows, at, values, gradients, raised, direction, size, gain = (
-                one[order] for one in (rows, at, values, gradients, raised, direction, size, gain))  # fmt: skip
+                one[order] for one in (rows, at, values, gradients, raised, direction, size, gain))
         if len(rows) == 0:
             break
         step = size.unsqueeze(1) * direction
@@ -83,7 +83,7 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
         own, shorter = good.unsqueeze(1), _shorter(size, found - values, size * gain)
         at, values, gradients = (
             torch.where(one, new, old)
-            for one, new, old in ((own, at + step, at), (good, found, values), (own, there, gradients)))  # fmt: skip
+            for one, new, old in ((own, at + step, at), (good, found, values), (own, there, gradients)))
         if bool(good.any()):
             raised = objectives.precondition(gradients)
             direction = inverses.directions(torch.where(good, size, 0.0), gradients, raised)

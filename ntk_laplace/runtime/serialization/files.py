@@ -78,7 +78,7 @@ class FileFormat:
         place = f"{self.what} at {path}"
         try:
             record = read_record(path, device) if is_safetensors(path) else torch.load(
-                path, map_location=device, weights_only=True)  # fmt: skip
+                path, map_location=device, weights_only=True)
         except FileNotFoundError as error:
             raise DataError(place, "no such file", self.remedy) from error
         except DataError:

@@ -86,7 +86,7 @@ def read_record(path: str | os.PathLike[str], device: torch.device) -> dict[str,
         text = (file.metadata() or {}).get(_KEY)
         if text is None:
             raise DataError("a record of ntk_laplace in the metadata of the file", f"{path} without one",
-                            "Write the file with save(path).")  # fmt: skip
+                            "Write the file with save(path).")
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     found: dict[str, Any] = _from_json(json.loads(text), tensors)
     return found
@@ -108,12 +108,12 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
         return {"dict": [[_to_json(key, name, tensors), _to_json(one, _below(name, key), tensors)]
-                         for key, one in value.items()]}  # fmt: skip
+                         for key, one in value.items()]}
     if isinstance(value, (list, tuple)):
         entries = [_to_json(one, _below(name, index), tensors) for index, one in enumerate(value)]
         return entries if isinstance(value, list) else {"tuple": entries}
     raise UnsupportedError("a record of tensors, numbers and texts", f"a {type(value).__name__} in {name!r}",
-                           "Choose a name that ends with .pt.")  # fmt: skip
+                           "Choose a name that ends with .pt.")
 
 
 def _below(name: str, key: Any) -> str:

@@ -65,7 +65,7 @@ class ChangedPrecision(PosteriorPrecision):
     def __init__(
         self, base: PosteriorPrecision, rows: Jacobian, signs: Tensor, prior: GaussianPrior,
         budget: int | None = None, max_leverage: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(prior, base.shapes, rows.f)
         self.base, self.rows = base, rows
         self.homogeneous, self.standard_error = base.homogeneous, base.standard_error
@@ -99,7 +99,7 @@ class ChangedPrecision(PosteriorPrecision):
         require_memory(
             (one * m * r + 4 * (m * r) ** 2) * self.rows.f.element_size(), self.rows.f.device,
             f"{m:,} points that change ({m * r:,} rows)", "Change fewer points at a time.", budget,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _one_cotangent(rows: Jacobian, cotangent: int) -> Jacobian:
@@ -140,7 +140,7 @@ class ChangedPrecision(PosteriorPrecision):
                 "an approximation with enough information about the removed points, for the evidence without them",
                 f"a leverage of {self.leverage:.3g} of these points in it",
                 'Change fewer points, use an exact structure ("gp" or "full"), or fit to those that stay.',
-            )  # fmt: skip
+            )
         before = self.base.log_det()
         return before + self._values.log().sum().to(before)
 

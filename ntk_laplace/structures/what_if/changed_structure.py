@@ -42,7 +42,7 @@ class MovedPoints(TrainingPoints):
         vars(self).update(
             _unmoved=unmoved_points, _outputs=outputs, targets=unmoved_points.targets, weights=unmoved_points.weights,
             expanded=unmoved_points.f,
-        )  # fmt: skip
+        )
 
     def __repr__(self) -> str:
         return f"MovedPoints({self._unmoved!r})"
@@ -268,13 +268,13 @@ class ChangedStructure(Structure):
             added=tuple(one.to(device, dtype) for one in self.added), index=self.index.to(device),
             old_targets=self.old_targets.to(unmoved_points.targets),
             rows=None if self.rows is None else self.rows.to(dtype, device), _found=None,
-        )  # fmt: skip
+        )
 
 
 def changed_structure(
     model: LinearizedModel, inner: Structure, unmoved_points: TrainingPoints, max_leverage: float,
     added: Sequence[FunctionSpaceStructure] = (),
-) -> ChangedStructure:  # fmt: skip
+) -> ChangedStructure:
     """Read the rows of the points that changed; `model` is without displacement."""
     base, n = inner.points, inner.points.num_examples
     before = model.likelihood.in_form_of(base.targets, unmoved_points.targets)
@@ -307,7 +307,7 @@ def rows_of(fitted: FittedModel, index: Tensor) -> Jacobian:
         if not parts:
             require_memory(rows.nbytes * len(index) // rows.num_examples, rows.f.device,
                            f"the rows of {len(index):,} training points", "Ask about fewer points at a time.",
-                           fitted.settings.memory_budget)  # fmt: skip
+                           fitted.settings.memory_budget)
         parts.append(rows)
     if not parts:
         raise DataError(f"{len(index):,} training points", "none", "Pass the data of the fit.")

@@ -81,7 +81,7 @@ def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float)
         If no point remains.
     """
     wrong = HyperparameterError(f"one finite weight of at least 0, or {len(indices)}", f"{weights!r}"[:80],
-                                "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")  # fmt: skip
+                                "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")
     f = points.f
     try:
         new = as_tensor(weights, f.dtype).detach().to(f.device).reshape(-1)

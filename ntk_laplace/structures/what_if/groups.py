@@ -110,7 +110,7 @@ class Groups:
             # an optimum is known to where a step gains eps |F|, a log likelihood to its square root
             tolerance = _SAME + (20 * eps * (1.0 + float(home.abs().sum()))) ** 0.5
             found = [(likelihood.log_prob(likelihood.outputs(some)) - home).abs().amax(1) <= tolerance
-                     for some in reached[1:].split(self._each)]  # fmt: skip
+                     for some in reached[1:].split(self._each)]
         return torch.cat(found)
 
     @property

@@ -14,14 +14,13 @@ share each pass.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import warn
 from ntk_laplace.model.data import Joined, Replaced, Source
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, Minima, minimize, remembered
@@ -57,7 +56,7 @@ class ChangedObjectives:
     def __init__(
         self, fitted: FittedModel, likelihood: WeightLikelihood, weights: Tensor, remaining: Tensor,
         inverse: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         prior, like = fitted.prior, fitted.theta
         self._fitted, self._likelihood, self._weights, self._remaining = fitted, likelihood, weights, remaining
         self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
@@ -160,7 +159,7 @@ def moving_model(fitted: FittedModel) -> LinearizedModel:
 
 
 def fitted_at(model: LinearizedModel, structure: Structure, source: Source, points: TrainingPoints, theta: Tensor
-              ) -> FittedModel:  # fmt: skip
+              ) -> FittedModel:
     """The same structure, of a copy of the network at weights θ, fitted to points with their targets and weights."""
     network = model.network.at(theta)
     model = replace(model, network=network, jacobian_pass=model.jacobian_pass.on(network, model.jacobian_pass.dtype))
@@ -204,11 +203,11 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     unchanged = fitted.structure.points_to_change.counts
     before[: len(unchanged)] = unchanged
     found = objective.deflated(model.theta, before).minimize(model.theta[None])
-    tell_unreached(found.converged, found.falling, found.steps, stacklevel=7)
+    tell_unreached(found.converged, found.falling, found.steps)
     return fitted_at(model, fitted.structure, source, points, found.at[0])
 
 
-def tell_unreached(converged: Tensor, falling: Tensor, steps: Tensor, stacklevel: int) -> None:
+def tell_unreached(converged: Tensor, falling: Tensor, steps: Tensor) -> None:
     """Warn of changes, (G,), whose optimum was not reached."""
     missed = ~converged
     if not bool(missed.any()):
@@ -216,5 +215,5 @@ def tell_unreached(converged: Tensor, falling: Tensor, steps: Tensor, stacklevel
     which = f"{int(missed.sum())} of {len(missed)} changes" if len(missed) > 1 else "the changed data"
     why = ("the objective still falls, as it does far from a minimum: train the network to convergence first"
            if bool(falling.any()) else "the objective has kinks or is flat there")
-    warnings.warn(f"the network is not at its optimum for {which} after up to {int(steps[missed].max())} steps: {why}; "
-                  "the answer is that of the best weights found", NTKLaplaceWarning, stacklevel=stacklevel)  # fmt: skip
+    warn(f"the network is not at its optimum for {which} after up to {int(steps[missed].max())} steps: {why}; "
+         "the answer is that of the best weights found")

@@ -53,7 +53,7 @@ def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> Fitted
     model = fitted.model
     if model.displacement is None and model.training_gradient is None:
         raise UnsupportedError("a posterior that a what-if changed, to relinearize", "one of the data it was fitted to",
-                               "Ask remove, relabel, reweight or add first.")  # fmt: skip
+                               "Ask remove, relabel, reweight or add first.")
     still = moving_model(fitted)
     with torch.no_grad():
         source = training_inputs(model, fitted.structure, x, "relinearize(x)")

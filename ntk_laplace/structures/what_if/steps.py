@@ -12,12 +12,11 @@ A refit goes to the linearized model's own optimum, where no gradient remains; w
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import torch
 
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import warn
 from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, Structure
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, ChangedPrecision
@@ -112,10 +111,7 @@ def stepped_once(
     move, changed = changed.stepped(start)
     precision = changed.posterior_precision(start)
     if isinstance(precision, ChangedPrecision) and precision.partial:
-        warnings.warn(
-            f"the removed points have a leverage of {precision.leverage:.3g} in this approximate precision, above "
-            f"{HIGH_LEVERAGE}: nothing is subtracted from it, so the covariance does not change, and the mean moves to "
-            "first order",
-            NTKLaplaceWarning, stacklevel=5,
-        )  # fmt: skip
+        warn(f"the removed points have a leverage of {precision.leverage:.3g} in this approximate precision, above "
+             f"{HIGH_LEVERAGE}: nothing is subtracted from it, so the covariance does not change, and the mean moves "
+             "to first order")
     return FittedModel(replace(start, displacement=move), changed)

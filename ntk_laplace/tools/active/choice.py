@@ -47,7 +47,7 @@ class Selection:
 def select(
     posterior: Posterior, pool: InputData, k: int, method: str = "information", *, targets: InputData | None = None,
     samples: int = 256,
-) -> Selection:  # fmt: skip
+) -> Selection:
     """Choose k inputs of a pool to be labeled next, so that no two tell the same.
 
     The choice is greedy: each input has the largest score given the labels of those chosen before it. These labels are

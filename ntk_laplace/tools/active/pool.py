@@ -47,7 +47,7 @@ class Pool:
         """V_ni S_i between these inputs and some of another pool, (n, i, C, R'); of the posterior, without labels."""
         few, root = other._rows.subset(index), other.root[index]
         columns = [self._precision.cross_covariance(few.weighted(root[..., r : r + 1])).products(self._rows)
-                   for r in range(root.shape[-1])]  # each (C, n, i)  # fmt: skip
+                   for r in range(root.shape[-1])]  # each (C, n, i)
         return torch.stack(columns, -1).permute(1, 2, 0, 3)
 
     def whitened_half(self) -> Tensor:

@@ -26,7 +26,7 @@ _MOST_VECTORS = 2**10  # of labels of one example
 def score(
     posterior: Posterior, pool: InputData, method: str = "information", *, targets: InputData | None = None,
     samples: int = 256, batch_size: int = 512,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """How much a label at each input of a pool would tell, in nats; larger is better.
 
     Parameters
@@ -95,7 +95,7 @@ def about(pool: Pool, targets: Pool, both: Tensor) -> Tensor:
     """Mean over targets of I(y; y*) = -½ log det(I - (I + A)⁻¹ A_x* (I + A_**)⁻¹ A_*x), (n,), of A_x* `both`."""
     left, right = (
         torch.linalg.cholesky(one.blocks() + torch.eye(one.root.shape[-1]).to(both)) for one in (pool, targets)
-    )  # fmt: skip
+    )
     half = torch.linalg.solve_triangular(left.unsqueeze(1), both, upper=False)
     half = torch.linalg.solve_triangular(right.unsqueeze(0), half.mT, upper=False)  # (n, m, R*, R)
     left_over = torch.eye(half.shape[-1]).to(half) - half.mT @ half  # canonical correlations are below 1
@@ -128,7 +128,7 @@ def _of_label_vectors(probabilities: Tensor) -> Tensor:
     if classes**labels > max(_MOST_VECTORS, classes):
         most = int(math.log(_MOST_VECTORS) / math.log(classes))
         raise UnsupportedError(f'at most {most} labels of an example with {classes} classes, whose vectors "bald" '
-                               "enumerates", f"{labels}", 'Use method="information".')  # fmt: skip
+                               "enumerates", f"{labels}", 'Use method="information".')
     total = probabilities.new_zeros(probabilities.shape[1], classes**labels)
     for p in probabilities:
         of_vectors = p.new_ones(len(p), 1)
@@ -163,4 +163,4 @@ def require_method(method: Any, targets: InputData | None) -> None:
     if (method == "epig") != (targets is not None):
         raise UnsupportedError('targets= for method="epig", and for no other', f"method={method!r}",
                                "Pass the inputs at which you want to predict." if method == "epig" else
-                               "Leave targets out.")  # fmt: skip
+                               "Leave targets out.")

@@ -48,7 +48,7 @@ def without_each_in_turn(indices: Iterable[int], num_examples: int) -> NDArray[n
 def retrain(
     train: Train, kept: ArrayLike, seeds: Sequence[int] = (0,), *, folder: str | os.PathLike[str] | None = None,
     processes: int = 1, progress: bool | None = None,
-) -> NDArray[np.float64]:  # fmt: skip
+) -> NDArray[np.float64]:
     """Outcomes of training on subsets of the data with several random seeds.
 
     Parameters
@@ -87,7 +87,7 @@ def retrain(
                         f"shape {kept.shape}, seeds {seeds[:5]}, {processes!r} processes", "See random_halves.")
     if not callable(train):
         raise UnsupportedError("a function train(indices, seed) that returns outcomes", f"{train!r}"[:80],
-                               "Define one that trains and evaluates.")  # fmt: skip
+                               "Define one that trains and evaluates.")
     store = _Store(folder, kept)
     jobs = [(int(seed), number) for seed in seeds for number in range(len(kept))]
     found = {job: outcome for job in jobs if (outcome := store.read(job)) is not None}

@@ -106,7 +106,7 @@ def datamodeling_score(
     if predictions.shape != outcomes.shape or predictions.ndim != 2 or len(predictions) < 3:
         raise DataError("predictions and outcomes of one shape (M, n), M at least 3",
                         f"{predictions.shape} and {outcomes.shape}", "Give one row per subset, one column per test "
-                        "point.")  # fmt: skip
+                        "point.")
     each = _spearman(predictions, outcomes)
     generator, count = np.random.default_rng(seed), len(predictions)
     drawn = [generator.integers(0, count, count) for _ in range(bootstrap)]

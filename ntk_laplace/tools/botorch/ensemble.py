@@ -55,7 +55,7 @@ class LaplaceEnsemble(GaussianModel):
     def __init__(
         self, members: Sequence[GaussianModel], *, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, train_X: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         one_kind = all(isinstance(one, GaussianModel) for one in members)
         if not members or not one_kind or len({one.train_targets.shape for one in members}) > 1:
             got = ", ".join(str(tuple(one.train_targets.shape)) for one in members) if one_kind else (

@@ -105,7 +105,7 @@ class FourierNetwork(nn.Module):
 
     def _optimum(
         self, x: Tensor, y: Tensor, noise: Tensor | None, scale: Tensor, precision: float, variance: float
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """log s, log p and, if no noise is given, the log of the noise less 1e-5, after a descent by L-BFGS."""
         logs = [scale.log(), x.new_tensor(math.log(precision))]
         logs += [] if noise is not None else [x.new_tensor(math.log(max(variance - _LEAST_NOISE, _LEAST_NOISE)))]

@@ -43,7 +43,7 @@ class GaussianModel(Model, FantasizeMixin):
     def __init__(
         self, train_targets: Tensor, train_X: Tensor | None, input_transform: InputTransform | None,
         outcome_transform: OutcomeTransform | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if input_transform is not None:
             self.input_transform = input_transform
@@ -112,7 +112,7 @@ class GaussianModel(Model, FantasizeMixin):
     def posterior(
         self, X: Tensor, output_indices: list[int] | None = None, observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
-    ) -> GPyTorchPosterior:  # fmt: skip
+    ) -> GPyTorchPosterior:
         """Joint posterior over q points and m outputs, for each batch.
 
         Parameters
@@ -150,7 +150,7 @@ class GaussianModel(Model, FantasizeMixin):
 
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
-    ) -> GaussianModel:  # fmt: skip
+    ) -> GaussianModel:
         """The model given more observations, at the same weights and hyperparameters: `Posterior.add`, in batches.
 
         Parameters
@@ -187,7 +187,7 @@ class GaussianModel(Model, FantasizeMixin):
 
     def thompson_path(
         self, count: int | None = None, generator: torch.Generator | None = None
-    ) -> GenericDeterministicModel:  # fmt: skip
+    ) -> GenericDeterministicModel:
         """Draws of functions from the posterior: f + J(x)δ with δ ~ N(0, H⁻¹), as a deterministic model.
 
         Parameters

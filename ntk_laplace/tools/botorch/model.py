@@ -76,7 +76,7 @@ class LaplaceModel(GaussianModel):
         self, posterior: Posterior, *, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
         input_dtype: torch.dtype | None = None, train_X: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(posterior, Posterior) or not isinstance(posterior.likelihood, Gaussian):
             got = f"a {type(posterior).__name__}"
             got = f"a {type(posterior.likelihood).__name__} likelihood" if isinstance(posterior, Posterior) else got
@@ -102,7 +102,7 @@ class LaplaceModel(GaussianModel):
         input_transform: InputTransform | None = ..., outcome_transform: OutcomeTransform | None = ...,
         input_shape: Sequence[int] | None = ..., input_dtype: torch.dtype | None = ..., members: Literal[1] = ...,
         seed: int = ..., **laplace: Any,
-    ) -> LaplaceModel: ...  # fmt: skip
+    ) -> LaplaceModel: ...
 
     @overload
     @classmethod
@@ -114,7 +114,7 @@ class LaplaceModel(GaussianModel):
         input_transform: InputTransform | None = ..., outcome_transform: OutcomeTransform | None = ...,
         input_shape: Sequence[int] | None = ..., input_dtype: torch.dtype | None = ..., members: _Several,
         seed: int = ..., **laplace: Any,
-    ) -> LaplaceEnsemble: ...  # fmt: skip
+    ) -> LaplaceEnsemble: ...
 
     @overload
     @classmethod
@@ -126,7 +126,7 @@ class LaplaceModel(GaussianModel):
         input_transform: InputTransform | None = ..., outcome_transform: OutcomeTransform | None = ...,
         input_shape: Sequence[int] | None = ..., input_dtype: torch.dtype | None = ..., members: int = ...,
         seed: int = ..., **laplace: Any,
-    ) -> LaplaceModel | LaplaceEnsemble: ...  # fmt: skip
+    ) -> LaplaceModel | LaplaceEnsemble: ...
 
     @classmethod
     def fit(
@@ -137,7 +137,7 @@ class LaplaceModel(GaussianModel):
         warm_start: LaplaceModel | LaplaceEnsemble | None = None, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
         input_dtype: torch.dtype | None = None, members: int = 1, seed: int = 0, **laplace: Any,
-    ) -> LaplaceModel | LaplaceEnsemble:  # fmt: skip
+    ) -> LaplaceModel | LaplaceEnsemble:
         """Train a network with its evidence, and return its posterior as a model.
 
         A round trains to an optimum of the log joint by L-BFGS over all examples, and maximizes the evidence over the
@@ -220,13 +220,13 @@ class LaplaceModel(GaussianModel):
         require_whole("seed", seed, 0, "Leave it out for 0.")
         for number, start in enumerate(cls._starts(warm_start, members)):
             found.append(surrogate.posterior(network, hidden_layer_sizes, activation, rounds, steps, trainer, start,
-                                             laplace, seed + number))  # fmt: skip
+                                             laplace, seed + number))
             if number == 1 and torch.equal(found[0].network.theta, found[1].network.theta):
                 raise UnsupportedError("members that begin at different weights", "the same weights twice",
                                        "Pass a callable (d, m) -> Module that draws its weights, or members=1.")
         format_of: dict[str, Any] = {"input_shape": input_shape, "input_dtype": input_dtype}
         outside: dict[str, Any] = {"input_transform": input_transform, "outcome_transform": outcome_transform,
-                                   "train_X": train_X}  # fmt: skip
+                                   "train_X": train_X}
         if len(found) == 1:
             return cls(found[0], **format_of, **outside)
         return LaplaceEnsemble([cls(one, **format_of) for one in found], **outside)
@@ -235,7 +235,7 @@ class LaplaceModel(GaussianModel):
     def construct_inputs(
         cls, training_data: SupervisedDataset, network: nn.Module | Callable[[int, int], nn.Module] | str,
         **options: Any,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Train a network on a dataset of BoTorch, and return the arguments with which its model is made.
 
         ``LaplaceModel(**LaplaceModel.construct_inputs(dataset, network))`` is `fit` of the dataset's X, Y and Yvar.
@@ -281,7 +281,7 @@ class LaplaceModel(GaussianModel):
         models: Any = warm_start.members if isinstance(warm_start, LaplaceEnsemble) else [warm_start]
         if len(models) != members:
             raise UnsupportedError(f"a warm start with members={members}", f"one with {len(models)}",
-                                   f"Pass members={len(models)}, or no warm start.")  # fmt: skip
+                                   f"Pass members={len(models)}, or no warm start.")
         return [model.laplace for model in models]
 
     # --- the model's form

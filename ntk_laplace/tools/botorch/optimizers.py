@@ -32,7 +32,7 @@ def lbfgs(network: Network, x: Inputs, y: Tensor, likelihood: Likelihood, prior:
     optimizer = torch.optim.LBFGS(
         [u], max_iter=steps, max_eval=2 * steps, history_size=tuning.LBFGS_PAIRS, tolerance_grad=1e-6,
         tolerance_change=1e-9, line_search_fn="strong_wolfe",
-    )  # fmt: skip
+    )
 
     def negative_log_joint() -> Tensor:
         optimizer.zero_grad()

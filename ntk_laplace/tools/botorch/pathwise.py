@@ -53,7 +53,7 @@ class LaplacePath(SamplePath):
             return self.draws(x).squeeze(-1)
         if x.ndim > 2 and x.shape[-3] != 1:
             raise DataError(f"inputs (..., 1, n, d) of the {self.num_outputs} outputs", f"shape {tuple(x.shape)}",
-                            "Pass X.unsqueeze(-3).")  # fmt: skip
+                            "Pass X.unsqueeze(-3).")
         return self.draws(x.squeeze(-3) if x.ndim > 2 else x).mT
 
     def set_ensemble_as_batch(self, ensemble_as_batch: bool) -> None:

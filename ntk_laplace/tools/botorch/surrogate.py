@@ -74,7 +74,7 @@ class Surrogate:
         self, network: Any, hidden_layer_sizes: Any, activation: str, rounds: int, steps: int,
         trainer: Callable[..., Any] | str | None, start: Posterior | None, options: dict[str, Any],
         seed: int = 0,
-    ) -> Posterior:  # fmt: skip
+    ) -> Posterior:
         """The posterior of a trained copy of the network, or of that of `start`; `seed` is of the initial weights."""
         if self.prior_mean not in ("zero", "initial"):
             raise UnsupportedError('prior_mean "zero" or "initial"', repr(self.prior_mean), "Choose one of the two.")
@@ -84,7 +84,7 @@ class Surrogate:
             raise UnsupportedError('trainer="gauss-newton" or a callable', repr(trainer), "Leave it out for L-BFGS.")
         if isinstance(network, str) and network == "fourier" and trainer is not None:
             raise UnsupportedError('no trainer for network="fourier"', f"a {type(trainer).__name__}",
-                                   "Pass a module or a callable (d, m) -> Module with the trainer.")  # fmt: skip
+                                   "Pass a module or a callable (d, m) -> Module with the trainer.")
         options = {"settings": Settings(progress=False), **options}
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)

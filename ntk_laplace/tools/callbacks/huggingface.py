@@ -48,7 +48,7 @@ class EvidenceCallback(TracksEvidence, TrainerCallback):
     def __init__(
         self, trainer: Trainer, likelihood: Likelihood, prior: GaussianPrior | None = None,
         structure: str | StructureSpec = "kfac", **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(trainer, Trainer):
             raise UnsupportedError("a transformers.Trainer", f"a {type(trainer).__name__}",
                                    "Make the trainer first, then trainer.add_callback(EvidenceCallback(trainer, ...)).")

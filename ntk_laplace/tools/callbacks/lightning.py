@@ -46,7 +46,7 @@ class EvidenceCallback(TracksEvidence, Callback):
     def __init__(
         self, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None,
         structure: str | StructureSpec = "kfac", **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.tracker = EvidenceTracker(data, likelihood, prior, structure, **options)
 

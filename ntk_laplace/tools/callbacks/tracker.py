@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import (
-    DataError,
-    HyperparameterError,
-    NetworkError,
-    NTKLaplaceWarning,
-    UnsupportedError,
-    require_whole,
-)
+from ntk_laplace.errors import DataError, HyperparameterError, NetworkError, UnsupportedError, require_whole, warn
 from ntk_laplace.model.data import generators_of
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, require_module
@@ -132,14 +124,14 @@ class EvidenceTracker:
         correction: bool = False, curvature: str | CurvatureType = "ggn", parameters: ParameterChoice = None,
         dtype: torch.dtype | None = None, settings: Settings | None = None, output: str | int | None = None,
         targets: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if data is None:
             raise DataError("the training data of the evidence", "None", "Pass (X, y), a dataset or a DataLoader.")
         if not isinstance(metric, str) or not metric:
             raise HyperparameterError("a name as metric", repr(metric), 'Pass metric="log_evidence", for instance.')
         if isinstance(network, nn.Module) or not (network is None or isinstance(network, str) or callable(network)):
             raise NetworkError("the name of a submodule, or a function of the trained module, as network",
-                               f"a {type(network).__name__}", 'Pass network="model", for instance.')  # fmt: skip
+                               f"a {type(network).__name__}", 'Pass network="model", for instance.')
         if path is not None:
             require_writable(path)
         spec_of(structure)
@@ -153,7 +145,7 @@ class EvidenceTracker:
         self._fit = partial(
             laplace, structure=structure, curvature=CurvatureType.of(curvature), parameters=parameters, dtype=dtype,
             settings=Settings.of(settings), output=output, targets=targets,
-        )  # fmt: skip
+        )
         self._state: dict[str, Any] | None = None
 
     def start(self) -> None:
@@ -202,8 +194,8 @@ class EvidenceTracker:
     def restore(self, module: nn.Module) -> None:
         """Load the weights and buffers of the highest evidence; a warning if there was no evaluation."""
         if self.best is None:
-            warnings.warn(f"no evidence was computed, so no weights are restored: every={self.every} is more than "
-                          "the number of epochs", NTKLaplaceWarning, stacklevel=2)  # fmt: skip
+            warn(f"no evidence was computed, so no weights are restored: every={self.every} is more than "
+                 "the number of epochs")
             return
         module.load_state_dict(self._saved())
 
@@ -227,7 +219,7 @@ class EvidenceTracker:
 
     def _keep(self, module: nn.Module) -> None:
         state = {name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-                 for name, value in module.state_dict().items()}  # fmt: skip
+                 for name, value in module.state_dict().items()}
         if self.path is None:
             self._state = state
         else:

@@ -45,7 +45,7 @@ class _NoTensors(ValueError):
 def load_data(
     path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "the training data",
     sources: str | None = None,
-) -> tuple[Inputs, Tensor]:  # fmt: skip
+) -> tuple[Inputs, Tensor]:
     """X and y of a file, as tensors; floating arrays are cast to `dtype`, whole numbers become int64.
 
     Parameters
@@ -74,7 +74,7 @@ def load_data(
 def load_inputs(
     path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "inputs to explain",
     sources: str | None = None,
-) -> tuple[Inputs, Tensor | None]:  # fmt: skip
+) -> tuple[Inputs, Tensor | None]:
     """X of a file, and y if the file has it, read as in `load_data`; a ``.pt`` file may contain X alone.
 
     Raises
@@ -100,7 +100,7 @@ def load_sources(path: Path, name: str) -> list[Any]:
     if array.ndim != 1 or array.dtype.kind not in "USiub":
         raise DataError(f"{name} to be an array of names or whole numbers, one per example",
                         f"shape {array.shape} and type {array.dtype}",
-                        f"Convert it before it is saved: {name} = {name}.astype(str).")  # fmt: skip
+                        f"Convert it before it is saved: {name} = {name}.astype(str).")
     labels: list[Any] = array.astype(str).tolist() if array.dtype.kind == "S" else array.tolist()
     return labels
 
@@ -136,7 +136,7 @@ def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> 
     if missing:
         there = first_few(list(arrays)) if arrays else "nothing"
         raise DataError(f"{'tensors' if saved else 'arrays'} {words} in {path}",
-                        f"{there}, and no {' and no '.join(missing)}", remedy)  # fmt: skip
+                        f"{there}, and no {' and no '.join(missing)}", remedy)
     return arrays
 
 

@@ -82,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         "Takes about a minute on two cores and downloads nothing.",
     )
     demo.add_argument("--out", type=directory, default=Path("ntk-laplace-demo"), metavar="DIR",
-                      help="directory for the files, made if missing (default: %(default)s)")  # fmt: skip
+                      help="directory for the files, made if missing (default: %(default)s)")
     demo.add_argument("--seed", type=seed, default=0, metavar="S",
-                      help="a whole number; decides splits and initial weights (default: %(default)s)")  # fmt: skip
+                      help="a whole number; decides splits and initial weights (default: %(default)s)")
     demo.add_argument("--small", action="store_true", help="a few examples of each problem: seconds, rougher numbers")
     fit = commands.add_parser(
         "fit",
@@ -95,24 +95,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("data", type=Path, metavar="DATA",
                      help=f"a table ({TABLES}), a folder with one folder of images for each class, or arrays X and y, "
-                     ".npz or .pt")  # fmt: skip
+                     ".npz or .pt")
     fit.add_argument("--target", **TARGET)
     fit.add_argument("--group", **GROUP)
     fit.add_argument("--task", choices=("regression", "classes"),
-                     help="what the target is (default: names and few whole numbers are classes)")  # fmt: skip
+                     help="what the target is (default: names and few whole numbers are classes)")
     fit.add_argument("--network", type=source, metavar="FILE.py[:FACTORY]",
                      help=f"a Python file and the function in it that returns the nn.Module to train (default: "
-                     f"{FACTORY}); the file is run")  # fmt: skip
+                     f"{FACTORY}); the file is run")
     fit.add_argument("--hidden", type=widths, metavar="A,B,...",
                      help="units of the hidden layers (default: 32,32, or 32 for classes), or channels of the "
-                     "convolutions (default: 8,16)")  # fmt: skip
+                     "convolutions (default: 8,16)")
     fit.add_argument("--level", type=level, default=0.9, metavar="Q",
-                     help="of the intervals or sets: the fraction to be covered (default: %(default)s)")  # fmt: skip
+                     help="of the intervals or sets: the fraction to be covered (default: %(default)s)")
     fit.add_argument("--epochs", type=count, metavar="N", help="of the training (default: 300, or 100 for classes)")
     fit.add_argument("--seed", type=seed, default=0, metavar="S",
-                     help="decides held-out rows and initial weights (default: %(default)s)")  # fmt: skip
+                     help="decides held-out rows and initial weights (default: %(default)s)")
     fit.add_argument("--out", type=directory, default=Path("ntk-laplace-fit"), metavar="DIR",
-                     help="directory for the files, made if missing (default: %(default)s)")  # fmt: skip
+                     help="directory for the files, made if missing (default: %(default)s)")
     evidence = commands.add_parser(
         "evidence",
         help="the evidence of a network under several structures",
@@ -124,9 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     add_model_options(evidence)
     evidence.add_argument("--structures", type=structures, metavar="A,B,...",
                           help=f"which ones (default: all, {','.join(structure_names())} and those that the network's "
-                          "file registers)")  # fmt: skip
+                          "file registers)")
     evidence.add_argument("--correction", action="store_true",
-                          help="add half gᵀH⁻¹g, for weights that are not at their optimum")  # fmt: skip
+                          help="add half gᵀH⁻¹g, for weights that are not at their optimum")
     evidence.add_argument("--json", type=Path, metavar="OUT", help="write all digits to this file")
     evidence.add_argument("--plot", type=png_file, metavar="OUT.png", help="draw the table into this file")
     plan = commands.add_parser(
@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     add_model_options(plan, estimators=False)
     plan.add_argument("--structures", type=structures, metavar="A,B,...", help="which ones (default: all)")
     plan.add_argument("--processes", type=count, default=1, metavar="K",
-                      help="devices like this one that would share the fit (default: %(default)s)")  # fmt: skip
+                      help="devices like this one that would share the fit (default: %(default)s)")
     plan.add_argument("--json", type=Path, metavar="OUT", help="write all digits to this file")
     explain = commands.add_parser(
         "explain",
@@ -151,19 +151,19 @@ def _parser() -> argparse.ArgumentParser:
     add_model_options(explain)
     explain.add_argument("--structure", default="gp", metavar="A",
                          help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
-                         "(default: %(default)s)")  # fmt: skip
+                         "(default: %(default)s)")
     shown = explain.add_argument_group("the page")
     shown.add_argument("--inputs", type=Path, required=True, metavar="FILE",
                        help="inputs to explain, in a file or folder like that of --data; targets may be absent")
     shown.add_argument("--out", type=html_file, default=Path("explanations.html"), metavar="OUT.html",
-                       help="the page (default: %(default)s)")  # fmt: skip
+                       help="the page (default: %(default)s)")
     shown.add_argument("--most", type=count, default=500, metavar="N",
-                       help="explain at most the first N inputs (default: %(default)s)")  # fmt: skip
+                       help="explain at most the first N inputs (default: %(default)s)")
     shown.add_argument("--k", type=count, default=6, metavar="K",
-                       help="training points for and against each prediction (default: %(default)s)")  # fmt: skip
+                       help="training points for and against each prediction (default: %(default)s)")
     shown.add_argument("--candidates", type=count, default=0, metavar="N",
                        help="rank the N strongest training points of each input again, by what the network itself does "
-                       "without them: a network is moved for each (default: no second ranking)")  # fmt: skip
+                       "without them: a network is moved for each (default: no second ranking)")
     shown.add_argument("--shape", type=image_shape, metavar="HxW", help="inputs are images of this height and width")
     shown.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
     shown.add_argument("--features", type=names, metavar="A,B,...", help="names of the inputs' columns")
@@ -180,21 +180,21 @@ def _parser() -> argparse.ArgumentParser:
     add_model_options(predict)
     predict.add_argument("--structure", default="auto", metavar="A",
                          help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
-                         "(default: the cheaper of the exact ones, gp and full)")  # fmt: skip
+                         "(default: the cheaper of the exact ones, gp and full)")
     told = predict.add_argument_group("the predictions")
     told.add_argument("--inputs", type=Path, required=True, metavar="FILE",
                       help="inputs to predict, in a file or folder like that of --data; targets, which may be absent, "
-                      "are scored")  # fmt: skip
+                      "are scored")
     told.add_argument("--out", type=csv_file, default=Path("predictions.csv"), metavar="OUT.csv",
-                      help="the table; the page beside it ends with .html (default: %(default)s)")  # fmt: skip
+                      help="the table; the page beside it ends with .html (default: %(default)s)")
     told.add_argument("--level", type=level, default=0.9, metavar="Q",
-                      help="of the intervals or sets: the fraction to be covered (default: %(default)s)")  # fmt: skip
+                      help="of the intervals or sets: the fraction to be covered (default: %(default)s)")
     told.add_argument("--held-out", type=Path, metavar="FILE",
                       help="data that training did not use, for calibration, intervals and sets in place of "
-                      "leave-one-out; needed for a structure that is not exact")  # fmt: skip
+                      "leave-one-out; needed for a structure that is not exact")
     told.add_argument("--retrain", action="store_true",
                       help="train a copy of the network on first, at precisions and noise that the evidence chooses: "
-                      "for weights trained with little weight decay")  # fmt: skip
+                      "for weights trained with little weight decay")
     told.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
     return parser
 
@@ -256,7 +256,7 @@ def _own(options: argparse.Namespace) -> int:
         if not is_about_memory(cause):
             raise
         return _complain(f"expected more memory; got {type(cause).__name__}: {first_line(cause).rstrip('.')}. "
-                         "Take fewer examples, or a smaller network.", FAILED)  # fmt: skip
+                         "Take fewer examples, or a smaller network.", FAILED)
     return OK
 
 
@@ -271,7 +271,7 @@ def _warnings_in_words() -> Iterator[None]:
         def shown(
             message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
             line: str | None = None,
-        ) -> None:  # fmt: skip
+        ) -> None:
             if issubclass(category, NTKLaplaceWarning):
                 print(f"ntk-laplace: warning: {message}", file=sys.stderr)
             else:

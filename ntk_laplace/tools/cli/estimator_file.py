@@ -74,7 +74,7 @@ def load_estimator(options: argparse.Namespace) -> Estimator:
     except (ImportError, AttributeError) as cause:
         raise ntkl.DataError(f"a model whose classes Python can find, in {path}",
                              f"{type(cause).__name__}: {first_line(cause).rstrip('.')}",
-                             "Pass the file of its network, --network FILE.py.") from cause  # fmt: skip
+                             "Pass the file of its network, --network FILE.py.") from cause
     except Exception as cause:  # damaged bytes may raise anything
         raise ntkl.DataError("a model.joblib that ntk-laplace fit wrote", f"{path}, which joblib cannot load "
                              f"({type(cause).__name__}: {first_line(cause).rstrip('.')})", _AGAIN) from cause
@@ -178,7 +178,7 @@ class Estimator:
         shape = (count,) if self.shape is None else self.shape
         if inputs.shape[1:] != shape:
             raise ntkl.DataError(f"X of shape {_of(shape)}, as in the training data", f"{_of(inputs.shape[1:])} in "
-                                 f"{path}", "Save the inputs as those of the training.")  # fmt: skip
+                                 f"{path}", "Save the inputs as those of the training.")
         x = pandas.DataFrame(inputs.reshape(len(inputs), -1).double().numpy())
         return NewExamples(x, None if y is None else self._array_targets(y, path), _counted(len(x)))
 
@@ -187,7 +187,7 @@ class Estimator:
             return self._known(y.reshape(len(y), -1)[:, 0].numpy(), f"y of {path}")
         if y.numel() != len(y) * len(self.targets):
             raise ntkl.DataError(f"y of {len(self.targets)} targets", f"shape {tuple(y.shape)} in {path}",
-                                 "Save the targets as those of the training, or none.")  # fmt: skip
+                                 "Save the targets as those of the training, or none.")
         found = y.double().numpy().reshape(len(y), -1)
         return found[:, 0] if len(self.targets) == 1 else found
 
@@ -208,7 +208,7 @@ class Estimator:
         if unknown:
             raise ntkl.DataError(f"classes of the training data ({first_few(known)}) in {where}",
                                  f"{labels.tolist()[unknown[0]]!r} in row {unknown[0]}, counted from 0",
-                                 "Correct the name, or remove the row.")  # fmt: skip
+                                 "Correct the name, or remove the row.")
         return labels
 
     def _another(self, what: str, path: Path) -> ntkl.DataError:
@@ -220,7 +220,7 @@ class Estimator:
         else:
             expected = f"images or X of shape {_of(self.shape)}"
         return ntkl.DataError(f"{expected}, as the training data were", f"{what} {path}",
-                              "Save the inputs as those of the training.")  # fmt: skip
+                              "Save the inputs as those of the training.")
 
 
 def _of(shape: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ __all__ = ["estimator_page", "source_effects"]
 def estimator_page(
     model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, rows: pandas.DataFrame, targets: Sequence[str],
     shape: Sequence[int] | None, sources: ntkl.SourceEffects | None = None, **options: Any,
-) -> ExplorerPage:  # fmt: skip
+) -> ExplorerPage:
     """Explain predictions by training rows.
 
     Parameters
@@ -45,7 +45,7 @@ def estimator_page(
     features = columns if all(isinstance(name, str) for name in columns) else None
     truths = None if y is None else model.network_targets(y)
     page = explore(model.posterior_, model.network_inputs(x), model.network_inputs(rows), truths,
-                   naming=Naming(names, features, _picture(shape), target), sources=sources, **options)  # fmt: skip
+                   naming=Naming(names, features, _picture(shape), target), sources=sources, **options)
     shown = page.content["rows"]
     if shown is None:
         return page

@@ -51,7 +51,7 @@ def _of_network(options: argparse.Namespace) -> ntkl.EvidenceComparison:
     return ntkl.compare_evidence(
         model.network, (model.x, model.y), model.likelihood, model.prior, options.structures, options.correction,
         curvature=options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
-    )  # fmt: skip
+    )
 
 
 def _of_estimator(options: argparse.Namespace) -> ntkl.EvidenceComparison:
@@ -61,12 +61,12 @@ def _of_estimator(options: argparse.Namespace) -> ntkl.EvidenceComparison:
     found = ntkl.compare_evidence(
         model.network_, estimator.data, posterior.likelihood, posterior.prior, options.structures, options.correction,
         curvature=model.curvature, settings=settings_of(options),
-    )  # fmt: skip
+    )
     units = float(np.asarray(model.log_marginal_likelihood_value_)) - posterior.log_marginal_likelihood().item()
     if units == 0.0:
         return found
     return replace(found, rows=tuple(_shifted(row, units) for row in found.rows),
-                   model=f"{found.model}; of standardized targets, the evidence in their own units")  # fmt: skip
+                   model=f"{found.model}; of standardized targets, the evidence in their own units")
 
 
 def _shifted(row: ntkl.StructureEvidence, units: float) -> ntkl.StructureEvidence:

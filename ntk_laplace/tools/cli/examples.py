@@ -111,11 +111,11 @@ def _require_classes(found: Examples, path: Path) -> None:
     where = f"{found.targets[0]!r} of {path}"
     if len(names) == 1:
         raise ntkl.DataError(f"at least two classes in {where}", f"{names[0]!r} in each of {count:,} rows",
-                             "Add rows of another class, or name another target.")  # fmt: skip
+                             "Add rows of another class, or name another target.")
     if len(names) == count:
         raise ntkl.DataError(f"classes of several rows in {where}", f"another value in each row, such as {names[0]!r}",
                              "Numbers are no classes with --task regression; make dates numbers, or name another "
-                             "target.")  # fmt: skip
+                             "target.")
 
 
 def _table(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
@@ -131,7 +131,7 @@ def _table(path: Path, target: Sequence[str] | None, task: str | None, group: st
         return Examples(x, table_labels(frame[targets[0]], path), True, targets, named, sources=sources)
     if task == "classes":
         raise ntkl.DataError("one target that is a class", f"--target {' --target '.join(targets)}",
-                             "Fit one of them at a time.")  # fmt: skip
+                             "Fit one of them at a time.")
     y = numbers(frame, path, targets)
     return Examples(x, y[:, 0] if len(targets) == 1 else y, False, targets, named, sources=sources)
 
@@ -155,7 +155,7 @@ def _arrays(path: Path, target: Sequence[str] | None, task: str | None, group: s
         return Examples(x, labels, classes, ["y"], named, shape, sources)
     if task == "classes" or y.ndim > 2:
         raise ntkl.DataError("y of shape (N,), or (N, targets) of real numbers", f"shape {tuple(y.shape)} in {path}",
-                             "Save one class number for each row of X.")  # fmt: skip
+                             "Save one class number for each row of X.")
     return Examples(x, y.double().numpy(), False, [f"y{index}" for index in range(y.shape[1])], named, shape, sources)
 
 
@@ -178,18 +178,18 @@ def _require_rows(path: Path, inputs: Tensor, y: Tensor | None) -> None:
     if len(inputs) == 0 or (y is not None and len(inputs) != len(y)):
         got = f"{len(inputs)}" if y is None else f"{len(inputs)} and {len(y)}"
         raise ntkl.DataError("as many rows of X as of y, at least one", f"{got} in {path}",
-                             "Save both for the same examples.")  # fmt: skip
+                             "Save both for the same examples.")
     for name, values in {"X": inputs, "y": y}.items():
         if values is not None and not values.isfinite().all():
             row = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
             raise ntkl.DataError(f"finite numbers in {name} of {path}", f"none in row {row}, counted from 0",
-                                 "Correct the value, or remove the row.")  # fmt: skip
+                                 "Correct the value, or remove the row.")
 
 
 def _images(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
     if task == "regression":
         raise ntkl.DataError("a table or arrays, for regression", f"the folder {path}",
-                             "The names in a folder of images are classes.")  # fmt: skip
+                             "The names in a folder of images are classes.")
     require_no_sources(path, group)
     found = read_images(path)
     x = pandas.DataFrame(found.x.reshape(len(found.x), -1))
@@ -223,5 +223,5 @@ def table_labels(column: pandas.Series, path: Path) -> NDArray[Any]:
     if (values != np.floor(values)).any():
         row = int(np.argmax(values != np.floor(values)))
         raise ntkl.DataError(f"names or whole numbers as classes in column {column.name!r} of {path}",
-                             f"{values[row]:g} in row {row}", "Take --task regression.")  # fmt: skip
+                             f"{values[row]:g} in row {row}", "Take --task regression.")
     return values.astype(np.int64)

@@ -46,7 +46,7 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.SourceE
     posterior = ntkl.laplace(
         model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
         options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
-    )  # fmt: skip
+    )
     classes = options.classes or model.files.classes
     if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
         classes = None  # names of responses, which are fewer than the outputs
@@ -64,5 +64,5 @@ def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.Sourc
     page = estimator_page(
         estimator.model, new.x, new.y, estimator.rows, estimator.targets, options.shape or estimator.shape, sources,
         k=options.k, title=options.title, candidates=options.candidates,
-    )  # fmt: skip
+    )
     return page, sources

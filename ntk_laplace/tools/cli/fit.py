@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"\n{sources}")
     print(f"\nPredictions of the held-out rows are in {table}; {page} explains them in a browser.\n"
           f"The model is in {saved}: ntk-laplace predict {saved} --inputs FILE predicts new rows, and\n"
-          f"joblib.load({str(saved)!r}).predict({_call(examples)}.")  # fmt: skip
+          f"joblib.load({str(saved)!r}).predict({_call(examples)}.")
 
 
 def _call(examples: Examples) -> str:
@@ -95,7 +95,7 @@ def _settings(options: argparse.Namespace, examples: Examples) -> dict[str, Any]
         return found | {"network": own, "standardize": True}
     if own is None and len(shape) != 3:
         raise ntkl.DataError("X of shape (N, features), or (N, channels, height, width) of images",
-                             f"shape (N, {', '.join(map(str, shape))})", "Pass --network FILE.py.")  # fmt: skip
+                             f"shape (N, {', '.join(map(str, shape))})", "Pass --network FILE.py.")
     # pixels are from 0 to 1, and neighbors share the weights: standardizing each would undo that
     network = ImageNetwork(shape, hidden or (8, 16), own)
     return found | {"network": network, "standardize": False}
@@ -137,5 +137,5 @@ def _train(training: Examples, new: Examples, settings: dict[str, Any]) -> Model
     unknown = np.setdiff1d(new.y, training.y)
     if len(unknown):
         raise ntkl.DataError("each class among the training rows", f"{unknown[0]!r} in held-out rows alone",
-                             "Add rows of this class, or pass another --seed.")  # fmt: skip
+                             "Add rows of this class, or pass another --seed.")
     return ntkl.LaplaceClassifier(**settings).fit(training.x, training.y)

@@ -76,7 +76,7 @@ def read_images(path: Path, like: ImageFolder | None = None, labeled: bool = Tru
     folders = [entry for entry in entries if entry.is_dir()]
     if labeled and not folders:
         raise DataError("one folder of images for each class", f"{path} without folders",
-                        "Move the images of each class to a folder with the name of the class.")  # fmt: skip
+                        "Move the images of each class to a folder with the name of the class.")
     if folders and len(folders) < len(entries):
         stray = next(entry for entry in entries if not entry.is_dir())
         raise DataError("folders of images alone", f"{stray} beside them", "Move the file to a folder, or remove it.")
@@ -85,7 +85,7 @@ def read_images(path: Path, like: ImageFolder | None = None, labeled: bool = Tru
     other = [name for name in classes if name not in known]
     if other:
         raise DataError(f"classes of the training data ({first_few(known)}) in {path}", repr(other[0]),
-                        "Correct the folder's name, or remove it.")  # fmt: skip
+                        "Correct the folder's name, or remove it.")
     groups = [_images(folder) for folder in folders] if folders else [entries]
     files = [file for group in groups for file in group]
     if not files:
@@ -116,7 +116,7 @@ def _stacked(files: Sequence[Path], shape: Sequence[int] | None) -> NDArray[np.f
             (height, width), (h, w) = size, pixels.shape[:2]
             whose = str(files[0]) if shape is None else "the training data"
             raise DataError(f"images of one size, {width} x {height} pixels as in {whose}", f"{w} x {h} in {file}",
-                            "Resize them, or cut them out.")  # fmt: skip
+                            "Resize them, or cut them out.")
     channels = max(pixels.ndim for pixels in found) if shape is None else (2 if shape[0] == 1 else 3)
     for file, pixels in zip(files, found, strict=True):
         if pixels.ndim > channels:
@@ -132,7 +132,7 @@ def _pixels(file: Path) -> NDArray[np.uint8]:
         with Image.open(file) as image:
             if image.mode not in (*_GRAY, *_COLOR):
                 raise DataError("images with 8 bits per channel", f"mode {image.mode} in {file}",
-                                "Convert it, or save arrays in an .npz file.")  # fmt: skip
+                                "Convert it, or save arrays in an .npz file.")
             return np.asarray(image.convert("L" if image.mode in _GRAY else "RGB"))
     except DataError:
         raise

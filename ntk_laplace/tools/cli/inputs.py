@@ -65,7 +65,7 @@ class Files:
     def __init__(
         self, dtype: torch.dtype, likelihood: Likelihood, targets: str | None = None,
         columns: Sequence[str] | None = None, group: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.dtype, self.likelihood, self.targets, self.columns = dtype, likelihood, targets, columns
         self.features: list[str] | None = None
         self.classes: list[str] | None = None
@@ -86,7 +86,7 @@ class Files:
         if path.is_dir():
             if not self.likelihood.classifies:
                 raise DataError("a likelihood of classes, for a folder of images", type(self.likelihood).__name__,
-                                "Pass --likelihood categorical, or save arrays in an .npz file.")  # fmt: skip
+                                "Pass --likelihood categorical, or save arrays in an .npz file.")
             require_no_sources(path, self.group)
             found = read_images(path)
             self.classes, self._images = found.classes, replace(found, x=found.x[:1])
@@ -139,7 +139,7 @@ class Files:
     def _folder(self, path: Path, labeled: bool) -> tuple[Tensor, Any]:
         if self._images is None:
             raise DataError("a file with the columns or arrays of the training data", f"the folder {path}",
-                            "A folder of images needs one as --data too.")  # fmt: skip
+                            "A folder of images needs one as --data too.")
         found = read_images(path, self._images, labeled)
         self.names = found.files
         return self._tensors(found)
@@ -151,7 +151,7 @@ class Files:
         frame = read_table(path, what)
         if self.targets is not None:
             raise DataError("--target COLUMN, for a table", f"--targets {self.targets} and {path}",
-                            "--targets names an array of an .npz or .pt file.")  # fmt: skip
+                            "--targets names an array of an .npz or .pt file.")
         return frame
 
     def _pair(self, frame: pandas.DataFrame, path: Path) -> tuple[Tensor, Any]:

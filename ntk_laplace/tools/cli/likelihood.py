@@ -32,12 +32,12 @@ def add_likelihood_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the likelihood")
     group.add_argument("--likelihood", type=_likelihood, metavar="NAME",
                         help=f"of the targets y: {', '.join(_choices())}, or FILE.py:CLASS for your own; the file is "
-                        "run")  # fmt: skip
+                        "run")
     group.add_argument("--noise", type=positive, metavar="VARIANCE",
-                        help="of gaussian targets, in squared units of y (default: 1)")  # fmt: skip
+                        help="of gaussian targets, in squared units of y (default: 1)")
     group.add_argument("--likelihood-option", type=_option, action="append", default=[], metavar="NAME=VALUE",
                         help="an argument of the likelihood's class, such as missing=nan or \"parametrization=log "
-                        "variance\"; may be repeated")  # fmt: skip
+                        "variance\"; may be repeated")
 
 
 def likelihood_fault(options: argparse.Namespace) -> str:
@@ -73,7 +73,7 @@ def _choices() -> dict[str, type[Likelihood]]:
     return {
         name: cls for name, cls in sorted(found.items())
         if all(p.default is not p.empty for p in inspect.signature(cls).parameters.values())
-    }  # fmt: skip
+    }
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _likelihood(text: str) -> LikelihoodName:
         return LikelihoodName(name, Path(file).expanduser())
     if text not in _choices():
         raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(_choices())}, "
-                                         "or name a class as FILE.py:CLASS)")  # fmt: skip
+                                         "or name a class as FILE.py:CLASS)")
     return LikelihoodName(text)
 
 

@@ -113,7 +113,7 @@ def require_writable(path: Path | None, options: argparse.Namespace, made: bool 
     given = (network, *(getattr(options, name, None) for name in ("data", "checkpoint", "inputs", "held_out")))
     if path.exists() and any(file.exists() and path.samefile(file) for file in given if file is not None):
         raise ntkl.DataError("another name for what is written", f"{path}, which is an input",
-                             "It would be overwritten: choose another --out, --json or --plot.")  # fmt: skip
+                             "It would be overwritten: choose another --out, --json or --plot.")
     place = path if path.exists() else path.resolve().parent
     while made and not place.exists():
         place = place.parent

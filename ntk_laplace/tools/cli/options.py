@@ -36,19 +36,19 @@ FACTORY = "make_network"
 TARGET: dict[str, Any] = {  # of the option --target
     "action": "append", "metavar": "COLUMN",
     "help": "the column of the targets in a table; all other columns are inputs; repeat it for several targets",
-}  # fmt: skip
+}
 GROUP: dict[str, Any] = {  # of the option --group; dest, because `group` is that of the processes
     "dest": "source", "metavar": "COLUMN",
     "help": "the column, or the array, that names the source of each training example, such as its file, annotator or "
     "month; it is no input; explanations show what changes without each source",
-}  # fmt: skip
+}
 
 
 _NEEDED = ("checkpoint", "data", "likelihood")  # with a Python file
 _OF_A_FILE = (  # what a model.joblib has itself
     *_NEEDED, "target", "targets", "source", "output", "noise", "likelihood_option", "precision", "groups", "curvature",
     "float32", "device", "structure", "held_out", "retrain", "classes", "features",
-)  # fmt: skip
+)
 
 
 def add_model_options(parser: argparse.ArgumentParser, estimators: bool = True) -> None:
@@ -64,12 +64,12 @@ def add_model_options(parser: argparse.ArgumentParser, estimators: bool = True) 
     or_model = "; or a model.joblib that fit wrote, a pickle, which can run code: load only your own"
     parser.add_argument("network", type=source, metavar="FILE.py[:FACTORY]" + "|model.joblib" * estimators,
                         help=f"a Python file and the function in it that returns the nn.Module (default: {FACTORY}); "
-                        f"the file is run{or_model * estimators}")  # fmt: skip
+                        f"the file is run{or_model * estimators}")
     if estimators:
         parser.add_argument("--network", type=Path, dest="classes_of", metavar="FILE.py",
                             help="the file that fit took as --network, for a model.joblib; the file is run")
     model = parser.add_argument_group("the model", "A Python file needs --checkpoint, --data and --likelihood." +
-                                      " A model.joblib has all of these." * estimators)  # fmt: skip
+                                      " A model.joblib has all of these." * estimators)
     model.add_argument("--checkpoint", type=Path, metavar="PT",
                        help="the trained weights, saved with torch.save(network.state_dict(), PT), or .safetensors")
     model.add_argument("--data", type=Path, metavar="FILE",
@@ -78,24 +78,24 @@ def add_model_options(parser: argparse.ArgumentParser, estimators: bool = True) 
     model.add_argument("--target", **TARGET)
     model.add_argument("--group", **GROUP)
     model.add_argument("--output", type=output, metavar="NAME",
-                       help="which of the outputs, by name or position, if the network returns several")  # fmt: skip
+                       help="which of the outputs, by name or position, if the network returns several")
     model.add_argument("--targets", metavar="NAME",
                        help="the array of the targets, if the others are the network's inputs by name, saved with "
-                       "numpy.savez(NPZ, input_ids=..., labels=...)")  # fmt: skip
+                       "numpy.savez(NPZ, input_ids=..., labels=...)")
     add_likelihood_options(parser)
     model.add_argument("--precision", type=positive, default=1.0, metavar="DELTA",
-                       help="of the prior: the weight decay on the summed loss (default: 1)")  # fmt: skip
+                       help="of the prior: the weight decay on the summed loss (default: 1)")
     model.add_argument("--groups", choices=("all", "layer", "tensor", "input"), default="all",
-                       help="parameters that share one precision (default: %(default)s)")  # fmt: skip
+                       help="parameters that share one precision (default: %(default)s)")
     model.add_argument("--curvature", choices=("ggn", "ef", "mc"), default="ggn",
-                       help="exact Gauss-Newton, empirical or Monte-Carlo Fisher (default: %(default)s)")  # fmt: skip
+                       help="exact Gauss-Newton, empirical or Monte-Carlo Fisher (default: %(default)s)")
     work = parser.add_argument_group("the work")
     work.add_argument("--float32", action="store_true",
                       help="single precision for network and algebra: half the memory, six digits "
-                      "(default: double, in any case)")  # fmt: skip
+                      "(default: double, in any case)")
     work.add_argument("--device", default="cpu", help="as torch names it, such as cuda (default: %(default)s)")
     work.add_argument("--memory", type=positive, metavar="GIB",
-                      help="refuse what would take more (default: the device's free memory)")  # fmt: skip
+                      help="refuse what would take more (default: the device's free memory)")
 
 
 def is_estimator(path: Path) -> bool:

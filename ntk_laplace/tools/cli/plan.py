@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     found = ntkl.plan(
         model.network, (model.x, model.y), model.likelihood, model.prior, options.structures, options.curvature,
         processes=options.processes, dtype=model.dtype, settings=model.settings, output=model.output,
-    )  # fmt: skip
+    )
     print(found)
     if options.json is not None:
         options.json.write_text(found.to_json() + "\n", encoding="utf-8")

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     posterior = ntkl.laplace(
         model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
         options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
-    )  # fmt: skip
+    )
     sentences: list[str] = []
     warned: list[str] = []
     if options.retrain:
@@ -104,7 +104,7 @@ def _require_exact(options: argparse.Namespace) -> None:
             "leave-one-out",
             f"--structure {options.structure} and --curvature {options.curvature} without --held-out",
             "Pass data that training did not use: --held-out FILE.",
-        )  # fmt: skip
+        )
 
 
 def _calibrated(posterior: ntkl.Posterior, held_out: Any) -> tuple[ntkl.PredictiveFit, Judged]:

@@ -115,7 +115,7 @@ class Judged:
         if self.hard is not None:
             there, labels = self.hard
             return {name: metrics.set_coverage(_class_table(one)[there], labels, levels)
-                    for name, one in self.versions.items()}  # fmt: skip
+                    for name, one in self.versions.items()}
         if any(hasattr(one, "probs") for one in self.versions.values()):
             return None
         present, shape = ~self.targets.isnan(), self.targets.shape
@@ -123,7 +123,7 @@ class Judged:
             name: metrics.interval_coverage(one.mean.reshape(shape)[present], one.variance.reshape(shape)[present],
                                             self.targets[present], levels)
             for name, one in self.versions.items()
-        }  # fmt: skip
+        }
 
     @cached_property
     def hard(self) -> tuple[NDArray[np.bool_], NDArray[np.int64]] | None:
@@ -169,7 +169,7 @@ class Predictions:
     def of(
         cls, posterior: ntkl.Posterior, x: Any, y: Tensor | None, level: float, held_out: Any,
         names: Sequence[str] | None,
-    ) -> Predictions:  # fmt: skip
+    ) -> Predictions:
         """Predict.
 
         Parameters
@@ -276,7 +276,7 @@ class Predictions:
         parts = {
             "mean": _two(response.mean), "sd": np.sqrt(_two(response.variance)),
             "epistemic_sd": np.sqrt(_two(response.epistemic)), "aleatoric_sd": np.sqrt(_two(response.aleatoric)),
-        }  # fmt: skip
+        }
         if hasattr(response, "probs"):
             parts = {"probability": parts.pop("mean"), **parts}
         if isinstance(self.regions, ntkl.PredictionIntervals):
@@ -292,7 +292,7 @@ class Predictions:
         columns = {
             part if single else f"{part}_{name}": values[:, index]
             for index, name in enumerate(self.names) for part, values in parts.items()
-        }  # fmt: skip
+        }
         return pandas.DataFrame(columns | {"unfamiliarity": self.unfamiliarity})
 
     def _named(self, labels: NDArray[np.int64]) -> list[Any]:
@@ -305,7 +305,7 @@ def _versions(posterior: ntkl.Posterior, x: Any) -> Versions:
     return {
         NETWORK: posterior.predict(x, "map"), POSTERIOR: posterior.predict(x, calibrated=False),
         CALIBRATED: posterior.predict(x),
-    }  # fmt: skip
+    }
 
 
 def _targets(posterior: ntkl.Posterior, y: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def doubts(fit: ntkl.PredictiveFit, found: Predictions) -> Iterator[str]:
 def build(
     posterior: ntkl.Posterior, judged: Judged, found: Predictions, sentences: Sequence[str], warned: Sequence[str],
     table: str,
-) -> Page:  # fmt: skip
+) -> Page:
     """Assemble the page.
 
     Parameters
@@ -187,7 +187,7 @@ def _lists(page: Page, found: Predictions) -> None:
         "standard deviations" + (" of the predicted class." if found.labels else " in the unit of the target.")
     )
     uncertain, unfamiliar = (np.argsort(-one, kind="stable")[:_LISTED] for one in
-                             (found.uncertainty, found.unfamiliarity))  # fmt: skip
+                             (found.uncertainty, found.unfamiliarity))
     _list(page, found, uncertain, "By the calibrated posterior, least certain first")
     text = (
         "Unfamiliarity is the uncertainty of the posterior as it is, which grows away from the training data. The "

@@ -68,7 +68,7 @@ def _made(path: Path, factory: str, what: str, kind: type, options: Mapping[str,
     module = _run(path, what, fail)
     if not hasattr(module, factory):
         own = [name for name, value in vars(module).items()
-               if callable(value) and getattr(value, "__module__", None) == module.__name__]  # fmt: skip
+               if callable(value) and getattr(value, "__module__", None) == module.__name__]
         there = f"a file with {first_few(own)}" if own else "a file without functions"
         example = own[0] if own else factory
         raise fail(f"a function {factory!r} in {path}", there, f"Name the function: {path}:{example}")
@@ -124,7 +124,7 @@ def _called(
         raise fail(
             f"{what} to run {arguments}", f"{type(cause).__name__}: {first_line(cause)}{where}",
             'Training and the reading of arguments belong below if __name__ == "__main__".',
-        ) from cause  # fmt: skip
+        ) from cause
 
 
 def require_file(path: Path, what: str) -> None:

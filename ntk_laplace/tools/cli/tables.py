@@ -59,7 +59,7 @@ def read_table(path: Path, what: str) -> pandas.DataFrame:
     frame = _READERS[_ending(path)](path)
     if frame.empty:
         raise DataError("a table with at least one row below the names of its columns", f"{path} without rows",
-                        "Check the file.")  # fmt: skip
+                        "Check the file.")
     decimal = [name for name, column in frame.items() if infer_dtype(column, skipna=True) == "decimal"]
     return frame.astype(dict.fromkeys(decimal, float)) if decimal else frame
 
@@ -87,7 +87,7 @@ def _csv(path: Path) -> pandas.DataFrame:
                         "Name it. pandas writes such a column of row numbers, unless to_csv has index=False.")
     if names.duplicated().any():
         raise DataError("columns with different names", f"{names[names.duplicated()].iloc[0]!r} twice in {path}",
-                        "Rename one.")  # fmt: skip
+                        "Rename one.")
     return frame
 
 
@@ -120,7 +120,7 @@ def _columnar(read: Callable[[Path], pandas.DataFrame], what: str) -> Callable[[
             frame = read(path)
         except ImportError as cause:
             raise DataError("a table that pandas can read here", f"{path}, for which pandas finds no engine",
-                            "Install one, pip install pyarrow, or save the table as .csv.") from cause  # fmt: skip
+                            "Install one, pip install pyarrow, or save the table as .csv.") from cause
         except (ValueError, OSError) as cause:  # among them all errors of pyarrow for damaged files
             raise DataError(f"{what} table", f"{path} ({first_line(cause)})", "Check the file.") from cause
         # the file has a named index as a column, which is not dropped; an index without a name counts the rows
@@ -169,7 +169,7 @@ def require_columns(frame: pandas.DataFrame, path: Path, targets: Sequence[str] 
     if not targets or missing:
         got = f"--target {missing[0]}" if missing else "none"
         raise DataError(f"--target COLUMN, one of {first_few(list(frame.columns))} in {path}", got,
-                        "Name the column of the targets; all others are inputs.")  # fmt: skip
+                        "Name the column of the targets; all others are inputs.")
     if len(set(targets)) < len(targets):
         raise DataError("different columns of targets", f"--target {' --target '.join(targets)}", "Name each once.")
     return list(targets)
@@ -198,7 +198,7 @@ def input_columns(
     found = [name for name in frame.columns if name not in (targets or ())]
     if not found:
         raise DataError("columns of inputs beside the target", f"{first_few(targets or [])} alone in {path}",
-                        "Add a column of inputs.")  # fmt: skip
+                        "Add a column of inputs.")
     if known is None:
         return found
     missing, extra = [name for name in known if name not in found], [name for name in found if name not in known]
@@ -240,7 +240,7 @@ def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: 
     found = np.column_stack([frame[name].to_numpy(np.float64, na_value=np.nan) for name in names])
     for row, index in np.argwhere(np.isinf(found))[:1]:
         raise DataError(f"finite numbers in column {names[index]!r} of {path}", f"{found[row, index]:g}{_row(row)}",
-                        "Correct the value, or remove the row.")  # fmt: skip
+                        "Correct the value, or remove the row.")
     return found
 
 
@@ -256,16 +256,16 @@ def require_64_bits(column: pandas.Series, path: Path, remedy: str = "") -> None
     if is_numeric_dtype(column.dtype) or not texts.str.fullmatch(r"\s*[+-]?\d+\s*").all():
         return
     wide = [number for number, text in zip(np.flatnonzero(column.notna()), texts, strict=True)
-            if not -(2**63) <= int(text) < 2**63]  # fmt: skip
+            if not -(2**63) <= int(text) < 2**63]
     if wide:
         raise DataError(f"numbers of at most 64 bits in column {column.name!r} of {path}",
                         f"{str(column.iloc[wide[0]])!r}{_row(int(wide[0]))}",
-                        f"Write them with a decimal point, or drop the column.{remedy}")  # fmt: skip
+                        f"Write them with a decimal point, or drop the column.{remedy}")
 
 
 def target_classes(
     column: pandas.Series, path: Path, known: Sequence[str] | None
-) -> tuple[NDArray[np.int64], list[str]]:  # fmt: skip
+) -> tuple[NDArray[np.int64], list[str]]:
     """Class numbers of a column of names, and the names in sorted order.
 
     Parameters
@@ -305,7 +305,7 @@ def _require_names(column: pandas.Series, path: Path) -> None:
             return
         row, kind = wrong[0], f"a value of type {type(column.iloc[wrong[0]]).__name__}"
     raise DataError(f"names or numbers in column {column.name!r} of {path}", f"{kind}{_row(row)}",
-                    "Make it text or a number, or name another target.")  # fmt: skip
+                    "Make it text or a number, or name another target.")
 
 
 def source_labels(frame: pandas.DataFrame, path: Path, name: str, targets: Sequence[str] | None) -> list[Any]:
@@ -319,7 +319,7 @@ def source_labels(frame: pandas.DataFrame, path: Path, name: str, targets: Seque
     others = [column for column in frame.columns if column not in (targets or ())]
     if name not in others:
         raise DataError(f"--group COLUMN, one of {first_few(others)} in {path}", f"--group {name}",
-                        "Name the column of the sources, which is no target.")  # fmt: skip
+                        "Name the column of the sources, which is no target.")
     _require_present(frame[name], path)
     labels: list[Any] = frame[name].tolist()
     return labels
@@ -336,11 +336,11 @@ def require_sources(labels: Iterable[Any], path: Path, name: str) -> None:
     names = [str(label) for label in labels]
     if len(set(names)) == 1:
         raise DataError(f"at least two sources in {name!r} of {path}", f"{names[0]!r} in each of {len(names):,} "
-                        "training rows", "Name another column, or leave --group out.")  # fmt: skip
+                        "training rows", "Name another column, or leave --group out.")
     if len(set(names)) == len(names):
         raise DataError(f"sources of several rows in {name!r} of {path}", f"another one in each of {len(names):,} "
                         f"training rows, such as {names[0]!r}", "Name another column, or leave --group out: the page "
-                        "has the effects of single rows.")  # fmt: skip
+                        "has the effects of single rows.")
 
 
 def named_classes(column: pandas.Series) -> bool:
@@ -356,7 +356,7 @@ def _require_present(column: pandas.Series, path: Path) -> None:
         got = f"{word!r}, which is read as missing," if word else "none"
         name = " If it is the name of a class, write another one." if word else ""
         raise DataError(f"a value in each row of column {column.name!r} of {path}", f"{got}{_row(row)}",
-                        f"Fill it in, or remove the row.{name}")  # fmt: skip
+                        f"Fill it in, or remove the row.{name}")
 
 
 def _word(path: Path, name: str, row: int) -> str:

@@ -121,7 +121,7 @@ def _require_same(wanted: Mapping[str, Any], state: Mapping[str, Any], path: Pat
     other = [
         f"{name} {tuple(state[name].shape)} instead of {tuple(value.shape)}" for name, value in wanted.items()
         if isinstance(value, Tensor) and value.shape != state[name].shape
-    ]  # fmt: skip
+    ]
     if other:
         raise NetworkError("weights of the network's shapes", f"{first_few(other, quote=False)} in {path}",
                            "Let the factory build the network that was trained, with its widths.")

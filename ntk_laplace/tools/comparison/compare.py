@@ -172,7 +172,7 @@ def _label(structure: str | StructureSpec) -> str:
 def _examine(
     frozen: Network, data: Any, likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType,
     settings: Settings
-) -> tuple[EvidenceComparison, Batches]:  # fmt: skip
+) -> tuple[EvidenceComparison, Batches]:
     """Check network, prior and data before any fit; return a comparison without rows.
 
     A stream of unknown length is counted, to make sure that all structures read the same examples.
@@ -197,7 +197,7 @@ def _likelihood(likelihood: Likelihood) -> str:
     if not isinstance(likelihood, Likelihood):
         return "no likelihood"  # the first fit raises an error for it
     single = [(name, p.detach().exp().item()) for name, p in likelihood.named_parameters()
-              if name.startswith("log_") and p.numel() == 1]  # fmt: skip
+              if name.startswith("log_") and p.numel() == 1]
     options = ", ".join(f"{name.removeprefix('log_')} {value:g}" for name, value in single)
     return type(likelihood).__name__ + (f" ({options})" if options else "")
 
@@ -246,7 +246,7 @@ class _Outcome:
 def _attempt(
     label: str, fit: Callable[[], Posterior], correction: bool, scores: Sequence[str], device: torch.device,
     before: Sequence[_Outcome],
-) -> _Outcome:  # fmt: skip
+) -> _Outcome:
     """Measure one structure; errors that may be specific to it become the row's note."""
     try:
         with _heard([outcome.row for outcome in before]) as notes:
@@ -294,7 +294,7 @@ def _measure(
         fitting.seconds, evaluating.seconds, memory.bytes, found.standard_error,
         None if elbo is None else float(elbo), None if elbo is None else elbo.standard_error,
         None if drawn is None else drawn.value, None if drawn is None else drawn.standard_error,
-    )  # fmt: skip
+    )
     reference = posterior.fitted.structure.spec.exact and found.standard_error == 0
     return _Outcome(row, posterior.num_examples, reference)
 
@@ -314,5 +314,5 @@ def _together(found: EvidenceComparison, outcomes: Sequence[_Outcome]) -> Eviden
     rows = tuple(
         outcome.row if best is None or outcome.row is exact or outcome.row.evidence is None
         else replace(outcome.row, difference=outcome.row.evidence - best) for outcome in outcomes
-    )  # fmt: skip
+    )
     return replace(found, rows=rows, exact=None if exact is None else exact.structure, num_examples=n)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError, is_choice
+from ntk_laplace.errors import DataError, UnsupportedError, is_choice, warn
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood, Tempered
 from ntk_laplace.posterior import Posterior
@@ -28,7 +27,7 @@ def compare_models(
     models: Iterable[Any] | Mapping[str, Posterior], test: Any = None, *, m: int | None = None,
     permutations: int | None = None, seed: int = 0, conditional: str = "auto", predictive: str = "glm",
     scores: Sequence[str] = CRITERIA,
-) -> ModelComparison:  # fmt: skip
+) -> ModelComparison:
     """Scores of several trained models of the same data, and the agreement of their rankings.
 
     Evidences of different data, or of densities and probabilities, cannot be compared: the models must have the same
@@ -100,7 +99,7 @@ def compare_models(
             rows.append(_row(name, posterior, scores, given, tested[name]))
     found = ModelComparison(tuple(rows), first.num_examples, None if method == "none" else m, method)
     if found.warning:
-        warnings.warn(found.warning, NTKLaplaceWarning, stacklevel=2)
+        warn(found.warning)
     return found
 
 
@@ -213,7 +212,7 @@ def _row(
         aic=float(posterior.aic()) if "aic" in scores else None, prior_gap=check.gap, vague=check.vague,
         narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note, loo_note=note,
         evidence_error=error, importance_trusted=None if drawn is None else drawn.trusted, **bounds, **tested,
-    )  # fmt: skip
+    )
 
 
 def _left_out(posterior: Posterior) -> tuple[float | None, str]:

@@ -221,7 +221,7 @@ def plan(
     with torch.inference_mode(False):
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
     model, batches = linearized(network, data, *own, Auto(None), curvature, parameters=parameters, dtype=dtype,
-                                settings=settings, output=output, targets=targets)  # fmt: skip
+                                settings=settings, output=output, targets=targets)
     with torch.inference_mode(False), outside_autocast():
         x, y = batches.first()
         count = batches.length if batches.length is not None else sum(len(part) for _, part in batches)
@@ -298,7 +298,7 @@ class _Probe:
             rows, each = _timed(lambda: own.rows(self._x), self.model)
             few = rows.subset(slice(0, self._few)).weighted(self._root[: self._few])
             problem = Problem(replace(self.model, jacobian_pass=own), self._count, rows, 1, self._spectrum(few),
-                              self._joint, self._root)  # fmt: skip
+                              self._joint, self._root)
             passes = rows.num_examples / each
             rates = replace(self._dense, passes=passes, products=self._products(few))
             self._problems[factored] = problem, rates

@@ -67,7 +67,7 @@ def check_prior(posterior: Posterior, used: Tensor, evidence: Evidence) -> Prior
             times = ratio[worst] if kind == "vague" else 1.0 / ratio[worst]
             side = "wider" if kind == "vague" else "tighter"
             words.append(f"{kind}{many}: precision {precision[worst]:.3g}, a variance {times:.3g} times {side} than "
-                         f"the weights'; better precisions would add about {gap:.3g} nats")  # fmt: skip
+                         f"the weights'; better precisions would add about {gap:.3g} nats")
     return PriorCheck(float(gaps.sum()), found["vague"], found["narrow"], "; ".join(words))
 
 

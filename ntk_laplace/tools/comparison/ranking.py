@@ -31,7 +31,7 @@ _HEADINGS = {
     "importance": ("importance", "{:.2f}"),
     "test_log_likelihood": ("test log lik.", "{:.4f}"),
     "test_accuracy": ("accuracy", "{:.4f}"), "test_rmse": ("RMSE", "{:.4g}"),
-}  # fmt: skip
+}
 _WORDS = {
     "evidence": "evidence, nats", "conditional": "conditional evidence, nats", "loo": "leave-one-out log density, nats",
     "bic": "BIC as a log score, nats", "aic": "AIC as a log score, nats",
@@ -40,7 +40,7 @@ _WORDS = {
     "test_log_likelihood": "test log likelihood, nats per example", "test_accuracy": "test accuracy",
     "test_brier": "test Brier score", "test_ece": "test calibration error", "test_rmse": "test RMSE",
     "parameters": "parameters", "effective_parameters": "effective parameters",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class ModelComparison:
         return model_ranking(
             (_WORDS[criterion], across), (_WORDS[against], up), [row.name for row in self.rows],
             [row.parameters for row in self.rows], self.spearman(criterion, against), [row.vague for row in self.rows],
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         """A table, the rank correlations with the test log likelihood, and cautions."""
@@ -231,10 +231,10 @@ class ModelComparison:
         found = {name: rho for name, rho in self._correlations().items() if rho is not None}
         if found:
             lines += ["", "Spearman's ρ with the test log likelihood: "
-                      + ", ".join(f"{name} {rho:.2f}" for name, rho in found.items())]  # fmt: skip
+                      + ", ".join(f"{name} {rho:.2f}" for name, rho in found.items())]
         notes = [f"{row.name}: prior {row.prior}" for row in self.rows if row.prior]
         notes += [f"{row.name}: LOO{'*' if row.loo_trusted is False else ''}: {row.loo_note}"
-                  for row in self.rows if row.loo_note]  # fmt: skip
+                  for row in self.rows if row.loo_note]
         if self.warning:
             notes.insert(0, f"Mind: {self.warning}.")
         notes = [textwrap.fill(note, 100, subsequent_indent="  ") for note in notes]

@@ -166,7 +166,7 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
         "ELBO": ("elbo", "{:.3f}"), "ELBO ±": ("elbo_error", "{:.2g}"),
         "importance": ("importance", "{:.3f}"), "imp. ±": ("importance_error", "{:.2g}"),
         "fit s": ("fit_seconds", "{:.2f}"), "evid. s": ("evidence_seconds", "{:.2f}"),
-    }  # fmt: skip
+    }
     columns: list[list[str] | None] = []
     for heading, (name, form) in forms.items():
         values = [getattr(row, name) for row in rows]

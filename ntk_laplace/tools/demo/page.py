@@ -90,7 +90,7 @@ def build(studies: Sequence[Study], pictures: dict[str, Picture], summary: dict[
     page.link(
         "Click through them: held-out fours and nines, the training images behind each, and what would be said without "
         "those", EXPLORER,
-    )  # fmt: skip
+    )
     return page
 
 
@@ -108,7 +108,7 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
             f"{found.summary['evidence_full']:.8f}", f"{found.summary['relative_difference']:.0e}",
         )
         for found in studies
-    ]  # fmt: skip
+    ]
     page.table("Log marginal likelihood of the training data, in nats", columns, rows)
     trained = [
         (
@@ -119,7 +119,7 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
             f"{found.summary['variance_relative_difference']:.0e}", f"{found.summary['seconds']:.1f}",
         )
         for found in studies
-    ]  # fmt: skip
+    ]
     page.table(
         "How the networks were trained, and how their posteriors agree",
         (
@@ -162,9 +162,9 @@ def _structures(page: Page, studies: Sequence[Study], picture: Picture) -> None:
                 "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.1f}",
             )
             for row in found.comparison.rows
-        ]  # fmt: skip
+        ]
         page.table(f"{found.problem.title}: log marginal likelihood by structure, in nats, ± its standard error",
-                   columns, rows)  # fmt: skip
+                   columns, rows)
         for row in found.comparison.rows:
             if row.note:
                 page.paragraph(f"{row.structure}: {row.note}")

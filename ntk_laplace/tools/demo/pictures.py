@@ -166,7 +166,7 @@ def coverage(found: Study) -> Picture:
     """Draw the coverage of the regression's predictive intervals."""
     truth = found.problem.split.y_test
     series = {name: metrics.interval_coverage(one.mean, one.variance, truth, LEVELS)
-              for name, one in predictions(found).items()}  # fmt: skip
+              for name, one in predictions(found).items()}
     held = [f"{values[LEVELS.index(0.9)]:.0%} ({name})" for name, values in series.items()]
     return Picture(
         "coverage",

@@ -82,7 +82,7 @@ def problems(seed: int) -> list[Problem]:
             data.diabetes(seed, 330), lambda: mlp((10, 24, 1)), lambda noise: ntkl.Gaussian(noise=noise),
             (5.0, 15.0, 50.0), (0.4, 0.5),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def toys(seed: int) -> tuple[Problem, Problem]:
@@ -90,11 +90,11 @@ def toys(seed: int) -> tuple[Problem, Problem]:
     wave = Problem(
         "wave", "One input, with a gap in the data", "MLP, 1-16-16-1",
         data.wave(seed), lambda: mlp((1, 16, 16, 1)), lambda noise: ntkl.Gaussian(noise=noise), (0.5,), (0.04,),
-    )  # fmt: skip
+    )
     moons = Problem(
         "moons", "Two inputs, two classes", "MLP, 2-16-16-1",
         data.moons(seed), lambda: mlp((2, 16, 16, 1)), lambda noise: ntkl.Bernoulli(), (0.3,),
-    )  # fmt: skip
+    )
     return wave, moons
 
 
@@ -105,6 +105,6 @@ def miniature(problem: Problem, train: int = 40, test: int = 30) -> Problem:
         split,
         x_train=split.x_train[:train], y_train=split.y_train[:train],
         x_test=split.x_test[:test], y_test=split.y_test[:test],
-    )  # fmt: skip
+    )
     return replace(problem, split=small, precisions=problem.precisions[-2:], noises=problem.noises[:1],
                    epochs=60)

@@ -105,7 +105,7 @@ def _explorer(found: Study) -> ntkl.ExplorerPage:
     return ntkl.explore(
         found.posterior, split.x_test[order], split.x_train, truth[order], naming=ntkl.Naming(classes=classes),
         title="Four or nine? The training images behind each answer", progress=False,
-    )  # fmt: skip
+    )
 
 
 def _show(console: Console, studies: list[Study], summary: dict[str, Any], out: Path) -> None:

@@ -29,7 +29,7 @@ class Screen:
         self.console = console
         columns = (
             TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn()
-        )  # fmt: skip
+        )
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("starting", total=steps)
         self._begin = time.perf_counter()
@@ -66,7 +66,7 @@ def evidence_table(runs: dict[str, dict[str, Any]], titles: dict[str, str]) -> T
         table.add_row(
             titles[name], f"{run['n']:,}", str(run["outputs"]), f"{run['parameters']:,}", f"{run['evidence_gp']:#.10g}",
             f"{run['evidence_full']:#.10g}", f"{run['relative_difference']:.0e}", f"{run['seconds']:.1f}",
-        )  # fmt: skip
+        )
     table.caption = "N examples, C outputs, P parameters; sec. with all training"
     return table
 

@@ -190,7 +190,7 @@ def study(problem: Problem, seed: int, report: Report) -> Study:
         training = ntkl.train_with_evidence(
             trained, (split.x_train, split.y_train), problem.likelihood(1.0), epochs=problem.epochs,
             batch_size=None, predictive="loo", settings=_QUIET,
-        )  # fmt: skip
+        )
     seconds["training_with_evidence"] = time.perf_counter() - start
     own = training.posterior
     fit = training.predictive or own.fit_predictive(strict=False)

@@ -67,7 +67,7 @@ class Standardized:
         outside = np.flatnonzero((largest > 1 / _SMALLEST) | ((largest > 0) & (largest < _SMALLEST)))
         if len(outside):
             raise DataError(f"inputs and targets with magnitudes from {_SMALLEST:g} to {1 / _SMALLEST:g}",
-                            f"{largest[outside[0]]:g} at most in a column", "Take another unit for it.")  # fmt: skip
+                            f"{largest[outside[0]]:g} at most in a column", "Take another unit for it.")
         found = StandardScaler().fit(table.astype(np.float64), sample_weight=weight)
         low, high = table.min(0).astype(np.float64), table.max(0).astype(np.float64)
         mean = np.where(low == high, low, found.mean_)  # a sum of large numbers is rounded
@@ -117,7 +117,7 @@ class LaplaceEstimator(BaseEstimator):
 
     def _fit(
         self, x: Array, y: Tensor, outputs: int, likelihood: Likelihood, weight: Array | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Train a network, or take the given one, and keep its posterior."""
         self._require_parameters()
         if hasattr(self, "n_iter_"):
@@ -148,7 +148,7 @@ class LaplaceEstimator(BaseEstimator):
                     "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
                     "optimizer": lambda weights: torch.optim.Adam(weights, lr=self.learning_rate),
                     "predictive": self.predictive, "batch_size": self.batch_size, "settings": settings,
-                } | self._schedules()  # fmt: skip
+                } | self._schedules()
                 with _untold():
                     if starts is None:
                         found = train_with_evidence(module, data, likelihood, prior, **options)
@@ -215,14 +215,14 @@ class LaplaceEstimator(BaseEstimator):
         named = isinstance(precision, (Mapping, Tensor))  # the prior checks these
         if not each or not (named or all(is_number(one, above=0) for one in each)):
             raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
-                                      "Pass precision=1.0 or (1.0, 0.1).")  # fmt: skip
+                                      "Pass precision=1.0 or (1.0, 0.1).")
         require_flags(prefit=self.prefit)
         if self.prefit and several:
             raise UnsupportedError("one precision, for prefit=True", repr(self.precision),
-                                   "Pass the precision that the network was trained with.")  # fmt: skip
+                                   "Pass the precision that the network was trained with.")
         if self.prefit and not is_module(self.network):
             raise UnsupportedError("a trained network, for prefit=True", repr(self.network)[:80],
-                                   "Pass the nn.Module, or leave prefit out to train one.")  # fmt: skip
+                                   "Pass the nn.Module, or leave prefit out to train one.")
 
     def _read(self, x: Any, y: Any, sample_weight: Any, **checks: Any) -> tuple[Array, Any, Array | None]:
         """Inputs, targets and weights. Equal examples become one, whose weight is the sum of theirs."""
@@ -233,7 +233,7 @@ class LaplaceEstimator(BaseEstimator):
             weight = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
         _, labels = np.unique(y, return_inverse=True)
         _, first, member = np.unique(np.column_stack([x, labels.reshape(len(x), -1)]), axis=0, return_index=True,
-                                     return_inverse=True)  # fmt: skip
+                                     return_inverse=True)
         total: Array = np.bincount(member.ravel(), weights=weight).astype(np.float64)
         order = [group for group in np.argsort(first) if total[group] > 0]
         self.training_index_, total = first[order], total[order]
@@ -308,11 +308,11 @@ class LaplaceEstimator(BaseEstimator):
     @overload
     def log_marginal_likelihood(
         self, theta: Any = ..., eval_gradient: bool = ...
-    ) -> float | tuple[float, Array]: ...  # fmt: skip
+    ) -> float | tuple[float, Array]: ...
 
     def log_marginal_likelihood(
         self, theta: Any = None, eval_gradient: bool = False
-    ) -> float | tuple[float, Array]:  # fmt: skip
+    ) -> float | tuple[float, Array]:
         """Laplace-GGN evidence of the training data, in nats, of targets in their own units.
 
         Parameters
@@ -390,7 +390,7 @@ def _require_numbers(x: Any) -> None:
         remedy = "Encode it, by pandas.get_dummies or sklearn's OneHotEncoder, or drop it."
         if dtype.kind in "mM" or isinstance(dtype, pandas.DatetimeTZDtype):
             raise DataError(f"numbers in column {name!r} of X", f"dates or times, {dtype}",
-                            "Make it a number, such as days since a date, or drop it.")  # fmt: skip
+                            "Make it a number, such as days since a date, or drop it.")
         other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
         if other.any():
             row = int(np.argmax(other))
@@ -408,11 +408,11 @@ def _require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:
             raise NetworkError(f"a network that takes X of shape {tuple(x[:2].shape)} and type {x.dtype}",
                                f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}",
                                "An estimator passes X as real numbers: convert token numbers in forward(), x.long(), "
-                               "and reshape other inputs there.") from cause  # fmt: skip
+                               "and reshape other inputs there.") from cause
     own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
     if own is not None and own != outputs:
         raise DataError(f"a network with {outputs} outputs, one for each class or target", f"{own}",
-                        "Make its last layer as wide; a callable gets the number.")  # fmt: skip
+                        "Make its last layer as wide; a callable gets the number.")
 
 
 def _hyperparameters(posterior: Posterior) -> list[nn.Parameter]:

@@ -61,7 +61,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         precision: Any = 1.0, groups: Any = "auto", structure: Any = "kfac", curvature: Any = "ggn",
         predictive: str | None = "loo", epochs: int = 100, learning_rate: float = 0.02, batch_size: int | None = 128,
         standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False, random_state: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.network = network
         self.hidden_layer_sizes = hidden_layer_sizes
         self.activation = activation
@@ -100,7 +100,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise DataError("labels of at least two classes", f"1 class, {self.classes_.tolist()[0]!r}",
-                            "Add examples of another class.")  # fmt: skip
+                            "Add examples of another class.")
         self._fit(x, torch.as_tensor(labels), len(self.classes_), Categorical(), weight)
         return self
 
@@ -153,7 +153,7 @@ def _require_labels(y: Any) -> None:
     if gaps.any():
         row = int(np.argwhere(gaps)[0, 0])
         raise DataError("a label for each example", f"{labels[gaps][0]!r} in row {row}",
-                        "Drop the rows without a label, or name their class.")  # fmt: skip
+                        "Drop the rows without a label, or name their class.")
     kinds = sorted({type(label).__name__ for label in labels.flat})
     try:
         ordered = len(kinds) < 2 or ("str" not in kinds and sorted(set(labels.flat)) is not None)
@@ -161,4 +161,4 @@ def _require_labels(y: Any) -> None:
         ordered = False
     if not ordered:
         raise DataError("labels of one type, such as strings or integers", " and ".join(kinds),
-                        "Make all of them strings, or all of them integers.")  # fmt: skip
+                        "Make all of them strings, or all of them integers.")

@@ -18,7 +18,7 @@ __all__ = ["ACTIVATIONS", "is_module", "network_of"]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity,
-}  # fmt: skip
+}
 
 
 class _Log(nn.Module):
@@ -56,11 +56,11 @@ def network_of(
         return _of_skorch(network)
     if not callable(network):
         raise UnsupportedError('network="mlp", a callable (features, outputs) -> Module, an nn.Module or a skorch net',
-                               repr(network)[:80], 'Pass one of them, or leave it out for "mlp".')  # fmt: skip
+                               repr(network)[:80], 'Pass one of them, or leave it out for "mlp".')
     made = network(inputs, outputs)
     if not isinstance(made, nn.Module):
         raise UnsupportedError("an nn.Module from network(features, outputs)", f"a {type(made).__name__}",
-                               "Return the module.")  # fmt: skip
+                               "Return the module.")
     return made
 
 

@@ -106,7 +106,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         curvature: Any = "ggn", predictive: str | None = "loo", epochs: int = 300, learning_rate: float = 0.03,
         batch_size: int | None = 512, standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False,
         random_state: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.network = network
         self.hidden_layer_sizes = hidden_layer_sizes
         self.activation = activation
@@ -172,7 +172,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         """Noise variance of each standardized target, (C,), with the factor of the calibration."""
         posterior = self.posterior_
         likelihood = posterior.likelihood if posterior.predictive is None else posterior.predictive.likelihood(
-            posterior.likelihood)  # fmt: skip
+            posterior.likelihood)
         if not isinstance(likelihood, Gaussian):
             raise UnsupportedError("a Gaussian likelihood", f"a {type(likelihood).__name__}", "Fit again.")
         return likelihood.noise.detach().cpu().double().expand(len(self._targets.scale))
@@ -180,26 +180,26 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     @overload
     def predict(
         self, X: Any, return_std: Literal[False] = ..., return_cov: Literal[False] = ...
-    ) -> Array: ...  # fmt: skip
+    ) -> Array: ...
 
     @overload
     def predict(
         self, X: Any, return_std: Literal[True], return_cov: bool = ...
-    ) -> tuple[Array, Array]: ...  # fmt: skip
+    ) -> tuple[Array, Array]: ...
 
     @overload
     def predict(
         self, X: Any, return_std: bool = ..., *, return_cov: Literal[True]
-    ) -> tuple[Array, Array]: ...  # fmt: skip
+    ) -> tuple[Array, Array]: ...
 
     @overload
     def predict(
         self, X: Any, return_std: bool = ..., return_cov: bool = ...
-    ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+    ) -> Array | tuple[Array, Array]: ...
 
     def predict(
         self, X: Any, return_std: bool = False, return_cov: bool = False
-    ) -> Array | tuple[Array, Array]:  # fmt: skip
+    ) -> Array | tuple[Array, Array]:
         """Predictive mean of the targets, with their standard deviation or covariance, noise included.
 
         Parameters

@@ -51,7 +51,7 @@ class Naming:
 def gather(
     posterior: Posterior, x: Inputs, training: Inputs | None, targets: Tensor | None, k: int, naming: Naming,
     progress: bool | None = None, candidates: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Collect all content of the page.
 
     Parameters
@@ -127,7 +127,7 @@ def _check(posterior: Posterior, training: Inputs | None, naming: Naming) -> Non
                         "Pass the inputs that the posterior was fitted to, in their order.")
     if naming.shape is not None and not all(isinstance(side, int) and side > 0 for side in _sides(naming.shape)):
         raise DataError("a shape (height, width) of images, or (height, width, 3)", f"{naming.shape!r}",
-                        "Pass for example shape=(28, 28).")  # fmt: skip
+                        "Pass for example shape=(28, 28).")
     names = naming.classes
     wanted = 2 if _kind(posterior) == "binary" else posterior.num_outputs
     if names is not None and len(names) != wanted:
@@ -162,7 +162,7 @@ def _summary(posterior: Posterior) -> str:
     evidence = posterior.log_marginal_likelihood().item()
     kept = "" if posterior.fitted.structure.spec.keeps_jacobian else f"structure {posterior.structure}, "
     return (f"{posterior.num_examples:,} training points, {posterior.num_parameters:,} parameters, {kept}{likelihood} "
-            f"likelihood, log evidence {evidence:,.1f} nats").replace("-", "\N{MINUS SIGN}")  # fmt: skip
+            f"likelihood, log evidence {evidence:,.1f} nats").replace("-", "\N{MINUS SIGN}")
 
 
 # --- predictions
@@ -293,7 +293,7 @@ class _Asked:
         """Training points that are removed together, for each input."""
         device = self.found.f.device
         return {name: [torch.tensor([j for side in of for j, _ in own[side]], dtype=torch.long, device=device)
-                       for own in self.sides] for name, of in _GROUPS.items()}  # fmt: skip
+                       for own in self.sides] for name, of in _GROUPS.items()}
 
     def records(self, posterior: Posterior, x: Inputs) -> list[dict[str, Any]]:
         """The part of each input's record that all structures support."""
@@ -307,7 +307,7 @@ class _Asked:
                 "f": rounded(found.f[i] * sign), "offset": rounded(found.offset[i, output] * sign),
                 "gap": rounded(found.gap[i, output] * sign), "prediction": _said(posterior, glm, i),
                 "network": _said(posterior, plain, i), "without": {},
-            })  # fmt: skip
+            })
         return records
 
 
@@ -347,7 +347,7 @@ def _training_set(posterior: Posterior, left_out: LeaveOneOut) -> dict[str, list
     binary = _kind(posterior) == "binary"
     without = (left_out.mean[:, 0] >= 0).long() if binary else (
         left_out.mean.argmax(1) if _kind(posterior) == "classes" else left_out.mean.squeeze(-1)
-    )  # fmt: skip
+    )
     targets, observed = posterior.targets, posterior.likelihood.observed(posterior.targets)
     shown = rounded(targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)
     if observed is not None and observed.ndim == 1:  # missing labels and missing numbers are null

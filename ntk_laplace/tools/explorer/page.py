@@ -109,7 +109,7 @@ class ExplorerPage:
         reranked = _RERANKED.format(target=target) if "reranked" in self.content["points"][0] else ""
         sources = HTML if "sources" in self.content else ""
         body = _BODY.format(title=escape(self.title), summary=escape(self.content["summary"]), guarantees=promises,
-                            whose=whose, caution=caution, reranked=reranked, sources=sources)  # fmt: skip
+                            whose=whose, caution=caution, reranked=reranked, sources=sources)
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -130,7 +130,7 @@ def explore(
     posterior: Posterior, x: Inputs, training: Inputs | None = None, targets: Tensor | None = None, k: int = 6,
     naming: Naming | None = None, title: str = "Which training points made these predictions?",
     progress: bool | None = None, candidates: int = 0, sources: SourceEffects | None = None,
-) -> ExplorerPage:  # fmt: skip
+) -> ExplorerPage:
     """Make a page that explains predictions by uncertainty, training points, and effects of their removal.
 
     Parameters

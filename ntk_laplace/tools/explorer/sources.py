@@ -55,7 +55,7 @@ def with_sources(posterior: Posterior, found: SourceEffects, content: dict[str, 
         "names": list(found.names), "points": found.num_points.tolist(), "converged": found.converged.tolist(),
         "own": rounded(found.own_log_prob), "without": rounded(found.own_log_prob_without),
         "guarantees": list(found.guarantees), "moving": found.linearization == "moving",
-    }  # fmt: skip
+    }
     return content | {"points": points, "sources": sources}
 
 

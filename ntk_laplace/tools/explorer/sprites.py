@@ -64,4 +64,4 @@ def sheet(images: NDArray[np.uint8]) -> dict[str, Any]:
     Image.fromarray(whole).save(buffer, format="PNG", optimize=True)
     data = base64.b64encode(buffer.getvalue()).decode()
     return {"source": f"data:image/png;base64,{data}", "columns": columns, "rows": rows, "width": width,
-            "height": height}  # fmt: skip
+            "height": height}

@@ -15,7 +15,7 @@ def cnn_groups():
         nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(),
         nn.Conv2d(4, 6, 3, stride=2, groups=2), nn.GroupNorm(3, 6), nn.ReLU(inplace=True),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
-    ), real(2, 6, 5)  # fmt: skip
+    ), real(2, 6, 5)
 
 
 @network(outputs=2)
@@ -26,7 +26,7 @@ def conv_padding():
         nn.Conv2d(3, 2, 3, dilation=(1, 2), padding="same"), nn.Tanh(),
         nn.Conv2d(2, 2, 2, padding=1, padding_mode="replicate", bias=False), nn.MaxPool2d(2),
         Lambda(lambda x: x.mean((2, 3))),
-    ), real(1, 5, 6)  # fmt: skip
+    ), real(1, 5, 6)
 
 
 @network(outputs=3)
@@ -35,7 +35,7 @@ def conv1d():
         nn.Conv1d(2, 4, 3, stride=2, padding=1, dilation=2), nn.Tanh(),
         nn.Conv1d(4, 4, 2, padding="same", groups=4), nn.Tanh(),
         nn.Conv1d(4, 3, 1), Lambda(lambda x: x.sum(2)),
-    ), real(2, 9)  # fmt: skip
+    ), real(2, 9)
 
 
 @network(outputs=2)
@@ -43,7 +43,7 @@ def conv3d():
     return nn.Sequential(
         nn.Conv3d(1, 2, 2, stride=(1, 2, 1)), nn.Tanh(),
         nn.Conv3d(2, 2, (1, 2, 2), groups=2, padding=(0, 1, 0)), nn.Flatten(), nn.Tanh(), nn.Linear(24, 2),
-    ), real(1, 3, 4, 4)  # fmt: skip
+    ), real(1, 3, 4, 4)
 
 
 @network(outputs=2)
@@ -51,7 +51,7 @@ def conv_transpose1d():
     return nn.Sequential(
         nn.ConvTranspose1d(4, 4, 3, stride=2, padding=1, output_padding=1, groups=2), nn.Tanh(),
         nn.ConvTranspose1d(4, 2, 2, dilation=2), Lambda(lambda x: x.square().mean(2)),
-    ), real(4, 4)  # fmt: skip
+    ), real(4, 4)
 
 
 @network(outputs=3)
@@ -61,7 +61,7 @@ def conv_transpose2d():
         nn.Tanh(),
         nn.ConvTranspose2d(4, 3, 2, stride=2, dilation=(1, 2), bias=False),
         Lambda(lambda x: 3 * torch.tanh(x).mean((2, 3))),
-    ), real(2, 3, 2)  # fmt: skip
+    ), real(2, 3, 2)
 
 
 class Residual(nn.Module):
@@ -85,4 +85,4 @@ def resnet_batchnorm():
     return nn.Sequential(
         nn.Conv2d(1, 3, 3, stride=2), nn.BatchNorm2d(3), nn.ReLU(), Residual(3),
         nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3),
-    ), real(1, 6, 6)  # fmt: skip
+    ), real(1, 6, 6)

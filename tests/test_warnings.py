@@ -1,0 +1,68 @@
+"""Warnings name the line of the caller's code, however deep in the library they are raised."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.krylov import minimize
+from ntk_laplace.structures.what_if import moving
+from refusals import inputs, labels, network
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Products(nn.Module):
+    """A layer that no rule covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(4, 4, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, x)
+
+
+def far() -> ntkl.Posterior:
+    """Of a network that is not trained, with labels that it cannot predict."""
+    return ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(1e-3))
+
+
+DEEP: dict[str, Callable[[], object]] = {
+    "a fit": lambda: ntkl.laplace(Products(), (inputs(), labels()), ntkl.Categorical()),
+    "a what-if": lambda: far().remove(0, linearization="moving"),
+    "many what-ifs": lambda: far().what_ifs([[0], [1]]),
+    "under no_grad": lambda: torch.no_grad()(far().what_ifs)([[0], [1]]),
+    "a predictive": lambda: far().fit_predictive("loo", strict=False),
+    "an estimate": lambda: far().importance_evidence(samples=20, model="nn"),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_the_line_is_the_callers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "minimize", functools.partial(minimize, steps=1))  # what-ifs end early
+    monkeypatch.setattr(tuning, "QUASI_NEWTON_STEPS", 1)
+    with pytest.warns(ntkl.NTKLaplaceWarning) as caught:
+        DEEP[name]()
+    own = [one for one in caught if one.category is ntkl.NTKLaplaceWarning]
+    for one in own:
+        line = linecache.getline(one.filename, one.lineno)
+        assert one.filename == __file__ and inspect.getsource(DEEP[name]).count(line.strip()) > 0, (one, line)
+
+
+def test_all_warnings_go_one_way() -> None:
+    """`errors.warn` finds the line; a fixed depth would be wrong after the next change."""
+    for path in sorted((ROOT / "ntk_laplace").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warnings.warn"):
+                assert path.name == "errors.py", f"{path}:{node.lineno}"
