@@ -235,7 +235,7 @@ def test_inputs_on_a_kink_are_no_missing_second_derivative():
     assert found.log_marginal_likelihood().isfinite()
     theta, likelihood = posterior.network.theta, likelihood_of(posterior.fitted, "nn", x, 1)
     noise = torch.randn(len(theta), generator=torch.Generator().manual_seed(0)).double()
-    assert likelihood._disagreement(theta, noise) > 0.2 > likelihood._disagreement(theta + 0.01, noise)
+    assert likelihood.hessian_gap(theta, noise) > 0.2 > likelihood.hessian_gap(theta + 0.01, noise)
 
 
 def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):

@@ -337,13 +337,13 @@ class NetworkLikelihood(WeightLikelihood):
         generator, gaps = torch.Generator().manual_seed(0), list[float]()
         for distance in _PLACES:
             away, noise = torch.randn(2, len(theta), generator=generator, dtype=torch.float64).to(theta)
-            gaps.append(self._disagreement(theta + distance * theta.square().mean().sqrt() * away, noise))
+            gaps.append(self.hessian_gap(theta + distance * theta.square().mean().sqrt() * away, noise))
             if gaps[-1] <= _DISAGREEMENT:
                 return
         raise _no_second_derivatives(f"products with the Hessian that differ by {min(gaps):.2g} from the gradient's "
                                      "difference")
 
-    def _disagreement(self, theta: Tensor, noise: Tensor) -> float:
+    def hessian_gap(self, theta: Tensor, noise: Tensor) -> float:
         """Relative gap of a product with the Hessian at θ and a difference of gradients along the same direction."""
         size = torch.finfo(self._network.network.precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
         both = torch.stack([theta + size * noise, theta - size * noise])
