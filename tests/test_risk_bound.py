@@ -360,6 +360,34 @@ def test_binary_labels_and_outputs_that_are_not_finite() -> None:
     assert 0.55 < half.risk < 0.95  # about half of the draws have the largest loss
 
 
+def test_labels_at_many_positions() -> None:
+    """One position is the likelihood itself; several are a mean of their losses, or the sum of their densities."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(30, 3, generator=generator, dtype=torch.float64)
+    for inner, classes in ((ntkl.Categorical(), 3), (ntkl.Bernoulli(), 2)):
+        y = torch.randint(0, classes, (30, 4), generator=generator)
+        per = classes if classes == 3 else 1
+        own = nn.Linear(3, per).double()
+        alone, placed = (ntkl.laplace(own, (x, y[:, :1] if positions else y[:, 0]),
+                                      ntkl.Everywhere(inner, 1) if positions else inner,
+                                      ntkl.GaussianPrior(1.0), "full") for positions in (False, True))
+        wide = ntkl.laplace(nn.Linear(3, 4 * per).double(), (x, y), ntkl.Everywhere(inner), ntkl.GaussianPrior(1.0),
+                            "full")
+        fs = torch.stack([outputs_at(wide, theta, x) for theta in draws_of(wide, 30)]).unflatten(-1, (4, per))
+        p = fs.softmax(-1) if per == 3 else torch.cat([1 - fs.sigmoid(), fs.sigmoid()], -1)
+        chosen = p.gather(-1, y.expand(30, -1, -1).unsqueeze(-1)).squeeze(-1)
+        right = nn.functional.one_hot(y, classes)
+        expected = {"zero-one": (p.argmax(-1) != y).double().mean(), "brier": (p - right).square().sum(-1).mean(),
+                    "log": -chosen.log().sum(-1).clamp(min=math.log(0.01)).mean()}
+        for loss, value in expected.items():
+            one, other = (ntkl.risk_bound(posterior, (x, labels), loss=loss, draws=30)
+                          for posterior, labels in ((alone, y[:, 0]), (placed, y[:, :1])))
+            assert one.risk == pytest.approx(other.risk, abs=1e-12) and one.chance == pytest.approx(other.chance)
+            found = ntkl.risk_bound(wide, (x, y), loss=loss, draws=30)
+            assert found.risk == pytest.approx(float(value), abs=1e-12)
+            assert found.chance == pytest.approx((4 if loss == "log" else 1) * one.chance)
+
+
 def test_the_linearized_network_of_the_first_points() -> None:
     prior, (x, y) = fitted(FIRST), others()
     posterior = prior.condition((x, y)).refit()

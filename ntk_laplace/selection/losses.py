@@ -91,17 +91,25 @@ def bounded_loss(
     if bounds is not None:
         raise UnsupportedError("bounds= for a loss that is a function", f"bounds={bounds!r} for {loss!r}",
                                "Leave bounds= out.")
-    single = plain.event_shape(num_outputs) == torch.Size()  # else one label for each output
+    one, positions = plain.at_position(), plain.num_positions(num_outputs)
+    outputs = num_outputs // positions
+    single = one.event_shape(outputs) == torch.Size()  # else one label for each output
     if loss == "log":
-        return _log_loss(plain, p_min, num_outputs, single)
+        guess = math.log(outputs) if single else outputs * math.log(2.0)
+        return _log_loss(plain, p_min, positions * guess if plain.classifies else None)
     if not plain.classifies:
         raise UnsupportedError(f"a likelihood of classes for loss={loss!r}", type(plain).__name__, _FIXED)
     function = {"zero-one": _errors, "brier": _squares}[loss]
-    return BoundedLoss(loss, 0.0, 1.0 if loss == "zero-one" else 2.0, lambda f, y: function(plain.mean(f), y, single),
-                       loss == "brier", 1.0 - 1.0 / num_outputs if single else 0.5)
+
+    def mean_over_labels(f: Tensor, y: Tensor) -> Tensor:
+        apart, labels = plain.apart(f, y)
+        return function(one.mean(apart), labels, single).view(len(f), -1).mean(1)
+
+    return BoundedLoss(loss, 0.0, 1.0 if loss == "zero-one" else 2.0, mean_over_labels, loss == "brier",
+                       1.0 - 1.0 / outputs if single else 0.5)
 
 
-def _log_loss(likelihood: Likelihood, p_min: float, num_outputs: int, single: bool) -> BoundedLoss:
+def _log_loss(likelihood: Likelihood, p_min: float, chance: float | None) -> BoundedLoss:
     if likelihood.is_density:
         raise UnsupportedError(
             "a bounded loss: the log loss of a density is bounded on neither side",
@@ -110,24 +118,21 @@ def _log_loss(likelihood: Likelihood, p_min: float, num_outputs: int, single: bo
         raise HyperparameterError("a probability p_min between 0 and 1 at which the log loss is clipped: without it "
                                   "the loss has no bound", f"p_min={p_min!r}", "Leave it out for 0.01.")
     high = -math.log(p_min)
-    chance = None
-    if likelihood.classifies:
-        chance = math.log(num_outputs) if single else num_outputs * math.log(2.0)
     return BoundedLoss("log", 0.0, high, lambda f, y: (-likelihood.log_prob(f, y)).clamp(0.0, high), True, chance)
 
 
 def _errors(p: Tensor, y: Tensor, single: bool) -> Tensor:
-    """Whether the most probable class is wrong; for several labels the share of those that are wrong."""
+    """Whether the most probable class is wrong; for several labels each of them."""
     _require_hard(y, single)
-    return (p.argmax(-1) != y).to(p) if single else ((p > 0.5) != (y > 0.5)).to(p).mean(-1)
+    return (p.argmax(-1) != y).to(p) if single else ((p > 0.5) != (y > 0.5)).to(p)
 
 
 def _squares(p: Tensor, y: Tensor, single: bool) -> Tensor:
-    """Σ_c (p_c - [c = y])² over all classes; for several labels the mean over these."""
+    """Σ_c (p_c - [c = y])² over all classes; for several labels of each."""
     _require_hard(y, single)
     if single:
         return (p - one_hot(y.long(), p.shape[-1]).to(p)).square().sum(-1)
-    return 2.0 * (p - y.to(p)).square().mean(-1)
+    return 2.0 * (p - y.to(p)).square()
 
 
 def _require_hard(y: Tensor, single: bool) -> None:

@@ -140,7 +140,7 @@ def risk_bound(
         Posterior of the same parameters from *other* points: of a network that was trained on them alone. It takes the
         place of the prior.
     loss : str or callable
-        "zero-one": whether the most probable class is wrong; for several binary labels the share that is wrong.
+        "zero-one": whether the most probable class is wrong; for several labels, or positions, the share that is wrong.
         "log": -log p(y given f), clipped at ``-log p_min``, for targets with probabilities. "brier": squared distance
         of the probabilities from the label, 0 to 2. Or a function of outputs f (n, C) and canonical targets with
         values (n,) within `bounds`.
