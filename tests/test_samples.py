@@ -178,7 +178,23 @@ def test_zero_densities() -> None:
     logs[3, 1] = -math.inf
     with pytest.warns(ntkl.NTKLaplaceWarning, match="variance of the log density inf"):
         found = conditional_from_samples(logs)
-    assert found.value == pytest.approx(math.log(19 / 20) - 2.0) and found.standard_error == math.inf
+    assert found.value == pytest.approx(math.log(19 / 20) - 2.0) and found.standard_error == pytest.approx(1 / 19)
+    assert not found.trusted and found.interval == (-math.inf, math.inf)  # 20 samples
+
+
+@pytest.mark.parametrize("kind", ["joint", "marginal"])
+def test_a_density_of_zero_is_a_weight_of_zero(kind: str) -> None:
+    """As one of e^-800, but that its logarithm has no spread; where every sample has it, nothing is known."""
+    good = -1.0 + 0.3 * np.random.default_rng(0).standard_normal((500, 6))
+    zero, small = (conditional_from_samples(np.concatenate([good, np.full((1, 6), low)]), "marginal")
+                   for low in (-math.inf, -800.0))
+    assert zero.trusted and zero.interval == pytest.approx(small.interval, abs=1e-9) and zero.variance == math.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mixed = conditional_from_samples(np.concatenate([good, np.full((1, 6), -math.inf)]), kind)
+        never = conditional_from_samples(np.where(np.arange(6) == 2, -math.inf, good), kind)
+    assert math.isfinite(mixed.value) and math.isfinite(mixed.standard_error) and math.isfinite(mixed.bias)
+    assert never.value == -math.inf and not never.trusted and never.interval == (-math.inf, math.inf)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from ntk_laplace.variational_inference.representations import Matrix, Representa
 from ntk_laplace.variational_inference.states import DataTerms, DenseState, FunctionSpaceState
 from ranks import on_ranks
 from reference import relative_error
+from refusals import refused
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import jacobians
 
@@ -555,6 +556,55 @@ def test_resuming_another_tempering_is_refused(tmp_path: Any) -> None:
             ntkl.variational(network, (x, y), likelihood, settings=settings, **given)
 
 
+@pytest.mark.parametrize(("what", "changed"), [
+    ("targets and example weights", lambda network, x, y: (network, (x, -y))),
+    ("targets and example weights", lambda network, x, y: (network, (x, y, torch.full((len(x),), 0.5)))),
+    ("network", lambda network, x, y: (nn.Sequential(network[0], nn.ReLU(), network[2]), (x, y))),
+    ("frozen parameters", lambda network, x, y: (nn.Sequential(_moved(network[0]), *network[1:]), (x, y))),
+])
+def test_resuming_another_model_is_refused(what: str, changed: Any, tmp_path: Any) -> None:
+    network, (x, y) = sine()
+    given: dict[str, Any] = {"start": 10.0, "steps": 2, "elbo_every": 0, "parameters": ["2"]}
+    likelihood, path = ntkl.Gaussian(0.1), tmp_path / "state"
+    ntkl.variational(network, (x, y), likelihood, settings=ntkl.Settings(checkpoint=path), **given)
+    again = ntkl.Settings(resume=path)
+    shuffled = torch.randperm(len(x))  # a loader may shuffle
+    ntkl.variational(network, (x[shuffled], y[shuffled]), likelihood, settings=again, **given)
+    other, data = changed(network, x, y)
+    with refused(ntkl.UnsupportedError, f"to resume with the {what}", ".", "same arguments"):
+        ntkl.variational(other, data, likelihood, settings=again, **given)
+    with refused(ntkl.UnsupportedError, "row tolerance", r"0\.1", "same arguments"):
+        ntkl.variational(network, (x, y), likelihood, settings=again, row_tolerance=0.1, **given)
+    with refused(ntkl.HyperparameterError, "at least the 2 steps", "steps=1", "steps=2 or more"):
+        ntkl.variational(network, (x, y), likelihood, settings=again, **given | {"steps": 1})
+
+
+def _moved(layer: nn.Linear) -> nn.Linear:
+    other = nn.Linear(layer.in_features, layer.out_features).to(layer.weight)
+    return other
+
+
+def test_a_callback_cannot_move_the_run() -> None:
+    alone, seen = (fit_sine(callbacks=call) for call in (lambda step: None, lambda step: step.mean.zero_()))
+    assert torch.equal(alone.posterior.network.theta, seen.posterior.network.theta)
+
+
+def test_a_network_of_inference_tensors_is_moved_in_place() -> None:
+    data = sine()[1]
+    with torch.inference_mode():
+        network = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    fit = ntkl.variational(network, data, ntkl.Gaussian(0.1), start=10.0, steps=2, elbo_every=0, inplace=True)
+    assert torch.equal(torch.cat([p.flatten() for p in network.parameters()]), fit.posterior.network.theta)
+
+
+def test_rows_of_a_precision_are_none() -> None:
+    """The forecast counts the rows of the steps, and those of the start where it has any."""
+    for start, rows in ((10.0, 96), ("map", 120)):
+        with pytest.raises(ntkl.MemoryBudgetError, match=f"{rows} rows, 48 a step"):
+            fit_sine(structure="gp", algorithm="voggn", samples=2, start=start, steps=2, batch_size=None,
+                     settings=ntkl.Settings(memory_budget=20_000))
+
+
 def _every_step() -> Any:
     """Snapshots after every step."""
     from unittest import mock
@@ -633,6 +683,34 @@ def test_targets_are_refused_before_a_step() -> None:
     for start in (10.0, "map"):
         with pytest.raises(ntkl.NonFiniteError, match="missing targets"):
             ntkl.variational(network, (x, y * math.nan), ntkl.Gaussian(0.1), start=start, steps=2, elbo_every=0)
+
+
+def test_noise_per_point_needs_another_start() -> None:
+    network, (x, y) = sine()
+    likelihood = ntkl.Gaussian(torch.full((len(x),), 0.1, dtype=torch.float64), kind="point")
+    with refused(ntkl.UnsupportedError, 'start="map"', "noise per point", r"start=laplace\(.*start=10\.0"):
+        ntkl.variational(network, (x, y), likelihood, steps=2)
+    given: dict[str, Any] = {"steps": 3, "elbo_every": 0, "start": 10.0}
+    one, other = (ntkl.variational(network, (x, y), noise, **given) for noise in (likelihood, ntkl.Gaussian(0.1)))
+    assert relative_error(one.posterior.network.theta, other.posterior.network.theta) < 1e-12
+
+
+def test_a_start_without_a_finite_elbo_is_no_step() -> None:
+    x = 300.0 * torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with refused(ntkl.NumericalError, "a start with a finite ELBO", "rates", 'start="map", or a larger precision'):
+        ntkl.variational(nn.Linear(2, 1).double(), (x, torch.ones(9, 1)), ntkl.Poisson(), start=1e-3, steps=3)
+
+
+@pytest.mark.parametrize("structure", ["full", "gp"])
+def test_an_expectation_that_is_not_concave_is_refused_later(structure: str) -> None:
+    """At the start Λ is positive; under a later q E Λ of two points is not."""
+    x, y = torch.ones(8, 1).double(), torch.tensor([[-0.95]] * 6 + [[0.95]] * 2).double()
+    cauchy = ntkl.CustomLikelihood(lambda f, y: -torch.log1p((y - f) ** 2).sum(1))
+    network = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(network.weight)
+    with pytest.raises(ntkl.NTKLaplaceError, match="concave"):
+        ntkl.variational(network, (x, y), cauchy, ntkl.GaussianPrior(0.1), structure, "lgva", relinearize=False,
+                         start=10.0, step_size=0.5, steps=100, elbo_every=0)
 
 
 def test_likelihoods_that_are_not_concave() -> None:

@@ -18,6 +18,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures import LinearizedModel
 from ntk_laplace.structures.batch_merging import merged_batches
+from ntk_laplace.structures.data_passes import digest
 from ntk_laplace.structures.points import TrainingPoints
 
 __all__ = ["Examples", "Part"]
@@ -82,12 +83,12 @@ class Examples:
     def __init__(self, model: LinearizedModel, batches: Batches, batch_size: int | None) -> None:
         self._model, self._batches = model, batches
         kept: list[tuple[Inputs, Tensor]] = []
-        size, self.num_examples = 0, 0
+        size, self.num_examples, labels = 0, 0, list[Tensor]()
         for x, y in merged_batches(batches, model.network):
             if not model.network.evaluated:
                 model.jacobian_pass.prepare(x)
             # refused here rather than in a step
-            model.likelihood.targets(y, num_examples(x), model.network.num_outputs)
+            labels.append(model.likelihood.targets(y, num_examples(x), model.network.num_outputs).flatten().cpu())
             self.num_examples += num_examples(x)
             size += num_bytes(x)
             kept.append((x, y))
@@ -95,6 +96,9 @@ class Examples:
                 kept.clear()
         self._kept = kept if size <= tuning.HELD_BYTES else None
         self._weights = batches.weights
+        # whatever their order is: a loader may shuffle
+        seen = [torch.cat(labels), *([] if self._weights is None else [self._weights.cpu()])]
+        self.fingerprint = digest(*(values.sort().values for values in seen))
         model.likelihood.bind(self.num_examples, model.network.num_outputs)
         self.batch_size = None if batch_size is None or batch_size >= self.num_examples else batch_size
         if self.batch_size is not None and self._kept is None:

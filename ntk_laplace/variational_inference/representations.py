@@ -48,8 +48,8 @@ class Representation(ABC):
     """Rows beyond which function space becomes weight space; None for no limit."""
 
     @abstractmethod
-    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, kept: int) -> None:
-        """Refuse what does not fit, for so many rows per step that are kept for so many steps.
+    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
+        """Refuse what does not fit, for so many rows of a step, and so many of all steps that are kept.
 
         Raises
         ------
@@ -98,7 +98,7 @@ class Matrix(Representation):
 
     spec = FullWeightSpace()
 
-    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, kept: int) -> None:
+    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
         """H, its factor, and a copy to resume from: 3 P² numbers."""
         p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
         require_memory(
@@ -145,15 +145,15 @@ class Rows(Representation):
     most_rows: int | None = None
     spec = FunctionSpace()
 
-    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, kept: int) -> None:
+    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
         """Rows with two copies of them in a step, and three matrices over them."""
         few = self._few(model, examples)
-        total = rows * kept if self.most_rows is None else min(rows * kept, self.most_rows)
+        total = total if self.most_rows is None else min(total, self.most_rows)
         each = few.nbytes // (few.num_examples * few.num_cotangents)
         require_memory(
             3 * total * (total * model.jacobian_pass.dtype.itemsize + each), model.network.device,
             f"{total:,} rows, {rows:,} a step, and three matrices over them",
-            'Pass row_tolerance=1e-3, which drops old rows and says so, structure="auto" or "full", or fewer steps.',
+            'Pass fewer samples or steps, row_tolerance=1e-3, which drops old rows and says so, or structure="full".',
             model.settings.memory_budget,
         )
 
@@ -192,7 +192,7 @@ class Blocks(Representation):
 
     spec: BlockSpec
 
-    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, kept: int) -> None:
+    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
         """The averages, those of the last eigendecomposition, those of a step, and a copy to resume from."""
         few = model.jacobian_pass.rows(take(next(examples.all()).x, slice(0, 2)))
         with warnings.catch_warnings():

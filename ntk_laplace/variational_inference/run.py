@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NonFiniteError, NumericalError, UnsupportedError, warn
+from ntk_laplace.errors import DataError, HyperparameterError, NonFiniteError, NumericalError, UnsupportedError, warn
 from ntk_laplace.errors import VariationalInterrupted as Interrupted
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.serialization import Autosave, FileFormat
@@ -55,15 +55,18 @@ class StepSizes:
         """γ after `step` steps."""
         return self.first if self.decay is None else self.first * (1.0 + step / self.decay) ** -0.6
 
-    def kept(self, steps: int, tolerance: float) -> int:
-        """The most steps whose rows are kept: their weight, Π(1-γ) over the steps since, is above the tolerance."""
+    def kept(self, steps: int, tolerance: float) -> tuple[int, bool]:
+        """The most steps whose rows are kept, and whether those of the start are, too.
+
+        Their weight, Π(1-γ) over the steps since, is above the tolerance.
+        """
         weight, count = 1.0, 0
         for step in reversed(range(steps)):  # step sizes decrease: the latest steps keep the most
             count += 1
             weight *= 1.0 - self.at(step)
             if weight <= tolerance:
-                return count
-        return count + 1  # the rows of the start
+                return count, False
+        return count, True
 
 
 class Run:
@@ -126,7 +129,7 @@ class Run:
             for _ in track(remaining, self._words, len(remaining), settings.progress):
                 self._step()
                 for callback in callbacks:
-                    seen = VariationalStep(len(self.history), self._steps, self.iteration.mean, self.history,
+                    seen = VariationalStep(len(self.history), self._steps, self.iteration.mean.clone(), self.history,
                                            self.stopped)
                     callback(seen)
                     self.stopped = seen.stopped
@@ -188,6 +191,9 @@ class Run:
         try:
             found = self._bound(self.mean, self.iteration.precision)
         except NonFiniteError as error:
+            if not len(history):
+                raise NumericalError("a start with a finite ELBO", str(error).rstrip("."),
+                                     'Pass start="map", or a larger precision.') from error
             raise self._diverged(len(history), self._step_sizes.at(len(history)), str(error)) from error
         history.steps.append(len(history))
         for values, value in zip((history.elbo_nn, history.elbo_nn_error, history.elbo_glm, history.elbo_glm_error),
@@ -220,6 +226,10 @@ class Run:
                 raise UnsupportedError(f"to resume with the {what} of the interrupted run, "
                                        f"{saved['signature'].get(what)}", value,
                                        "Pass the same arguments, or start anew without resume=.")
+        done = len(saved["history"]["step_size"])
+        if self._steps < done:
+            raise HyperparameterError(f"at least the {done:,} steps that the interrupted run has taken",
+                                      f"steps={self._steps}", f"Pass steps={done} or more.")
         self.iteration.restore(saved["iteration"])
         self.history, self.stopped = VariationalHistory(**copy.deepcopy(saved["history"])), saved["stopped"]
         self._sum, self._summed, self._warned = saved["sum"], saved["summed"], saved["warned"]

@@ -22,6 +22,7 @@ from ntk_laplace.curvature import FunctionSpacePrecision, accumulate_ggn
 from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.expectations import Expectation
+from ntk_laplace.model.likelihoods.differentiation import root_of_hessian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.structures import FittedModel
@@ -56,9 +57,16 @@ class _Anchor:
         return self.fitted.points.curvature(self.fitted.curvature_type, self.fitted.likelihood).detach()
 
     def derivatives(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """E r (N, C) and E Λ (N, C, C), times the example weights."""
+        """E r (N, C) and E Λ (N, C, C), times the example weights.
+
+        Raises
+        ------
+        UnsupportedError
+            If an E Λ_n is not positive semidefinite: the likelihood is not log-concave there.
+        """
         points = self.fitted.points
         residual, curvature = self._expectation.derivatives(mean, covariance, points.targets)
+        root_of_hessian(curvature)  # refuses what is not positive semidefinite
         if points.weights is None:
             return residual, curvature
         return residual * points.weights.unsqueeze(1), curvature * points.weights.view(-1, 1, 1)

@@ -70,7 +70,17 @@ def require_same_network(posterior: Posterior, model: LinearizedModel) -> None:
 
 
 def optimum(model: LinearizedModel, batches: Batches, spec: StructureSpec) -> FittedModel:
-    """The Laplace posterior at an optimum of the log joint, by L-BFGS from the network's weights."""
+    """The Laplace posterior at an optimum of the log joint, by L-BFGS from the network's weights.
+
+    Raises
+    ------
+    UnsupportedError
+        If the likelihood has noise per point.
+    """
+    if model.likelihood.at(slice(0, 1)) is not model.likelihood:
+        raise UnsupportedError('a likelihood that is the same for every example, for start="map"', "noise per point",
+                               "Pass start=laplace(network, data, likelihood, prior) of a trained network, or a "
+                               "precision such as start=10.0.")
     model = moved(model, model.network.theta)
     held, network = Held(batches), model.network
     objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, network.num_outputs,

@@ -116,8 +116,9 @@ def variational(
         keeps a noise at constant step sizes; a warning says how large. For "lgva" over outputs, the points of f for
         each example where its expectations are not closed: 256 by default.
     relinearize : bool
-        False, for "lgva": the network is linearized once, at the start, and q maximizes the ELBO of that model. In
-        function space there is one site per training point, and no row of an earlier step is kept.
+        False, for "lgva": the network is linearized once, at the start, and q maximizes the ELBO of that model; where
+        the likelihood's curvature is its Fisher information, q is near that maximum. In function space there is one
+        site per training point, and no row of an earlier step is kept.
     step_size : float
         γ in (0, 1]; the first if it decays.
     steps : int
@@ -204,7 +205,8 @@ def variational(
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
         model.jacobian_pass.prepare(batches.first()[0])
         examples = Examples(model, batches, batch_size)
-        rows = examples.per_step * model.likelihood.rank(model.network.num_outputs) * method.rows_per_example
+        c = model.network.num_outputs
+        rows = examples.per_step * model.likelihood.rank(c) * method.rows_per_example
         form = representation(structure, rows, model.network.num_parameters, row_tolerance)
         if isinstance(given, Posterior):
             require_same_network(given, model)
@@ -214,7 +216,9 @@ def variational(
                        model.settings.memory_budget)
         iteration: Iteration
         if relinearize:
-            form.require_memory(model, examples, rows, step_sizes.kept(steps, row_tolerance))
+            kept, with_start = step_sizes.kept(steps, row_tolerance)
+            first = 0 if isinstance(given, float) else examples.num_examples * model.likelihood.rank(c)
+            form.require_memory(model, examples, rows, rows * kept + with_start * first)
             # a state to resume from takes the place of any start
             resumed = 1.0 if given is None and settings.resume is not None else given
             model, iteration = _relinearized(model, batches, examples, form, method, resumed, seed)
@@ -231,7 +235,8 @@ def variational(
             of_network, linear = found.elbo("nn", elbo_samples, generator=generator), found.elbo("glm", _POINTS)
             return (float(of_network), float(of_network.standard_error), float(linear), float(linear.standard_error))
 
-        signature = _signature(model, examples, f"{structure}", method, relinearize, step_sizes, average, seed, steps)
+        signature = _signature(model, examples, f"{structure}", method, relinearize, step_sizes, average, seed, steps,
+                               row_tolerance)
         run = Run(iteration, step_sizes, steps, examples.total, tolerance, average, bound, every, signature)
         run.go(settings, called)
         fitted, reason = posterior(run.mean, iteration.precision), f"{algorithm}, {len(run.history):,} steps"
@@ -359,11 +364,17 @@ def _positive(what: str, value: object, example: str) -> float:
 
 def _signature(
     model: LinearizedModel, examples: Examples, structure: str, method: Algorithm, relinearize: bool,
-    step_sizes: StepSizes, average: bool, seed: int, steps: int,
+    step_sizes: StepSizes, average: bool, seed: int, steps: int, row_tolerance: float,
 ) -> dict[str, str]:
     """What a run that resumes must share with the interrupted one; weights move, and are in the state."""
     own = {name: value for name, value in ModelSignature(model).items() if name != "network"}
+    module, moving = model.network.module, set(model.network.shapes)
+    fixed = [(name, value) for name, value in (*module.named_parameters(), *module.named_buffers())
+             if name not in moving]
     return own | {
+        "network": ", ".join(type(part).__name__ for part in module.modules())[:200],
+        "output": repr(model.network.output), "frozen parameters and buffers": digest(*(value for _, value in fixed)),
+        "targets and example weights": examples.fingerprint, "row tolerance": f"{row_tolerance:g}",
         "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
         "batch size": f"{examples.per_step:,}", "structure": structure,
         "algorithm": f"{method!r}{'' if relinearize else ', linearized once'}", "step sizes": f"{step_sizes}",
@@ -385,9 +396,10 @@ def _laplace(
     return given, reason
 
 
-@torch.no_grad()
 def _write(network: nn.Module, model: LinearizedModel, mean: Tensor) -> None:
     """Set the caller's network to μ."""
     values, own = model.network.unflatten(mean), dict(network.named_parameters())
     for name, value in values.items():
-        own[name].copy_(value)
+        # an inference tensor can be changed in the mode alone that it was made in
+        with torch.inference_mode() if own[name].is_inference() else torch.no_grad():
+            own[name].copy_(value)

@@ -109,20 +109,21 @@ def conditional_estimate(log_likelihood: Tensor, kind: str) -> ConditionalEstima
     count, asked = rows.shape
     terms = rows.sum(1, keepdim=True) if kind == "joint" else rows  # logs of what is averaged, (S, 1) or (S, N)
     averages = [log_mean(term) for term in terms.T]
+    if not all(map(math.isfinite, averages)):  # a density of zero in every sample
+        return ConditionalEstimate(sum(averages), math.inf, -math.inf, kind, count, asked, float(count), 0.0, math.inf)
     effective = min(effective_samples(term) for term in terms.T)
-    if not bool(torch.isfinite(rows).all()):  # a density of zero
-        return ConditionalEstimate(sum(averages), math.inf, -math.inf, kind, count, asked, float(count), effective,
-                                   math.inf)
     weights = (terms - torch.tensor(averages, dtype=terms.dtype)).exp()  # of mean 1
-    # the spread of the logs is seen where a few weights hide theirs
-    time = max(autocorrelation_time(one.reshape(chains)) for one in (weights.sum(1), terms.sum(1)))
+    positive = bool(torch.isfinite(terms).all())
+    # the spread of the logs is seen where a few weights hide theirs; those of densities of zero have none
+    seen = (weights.sum(1), terms.sum(1)) if positive else (weights.sum(1),)
+    time = max(autocorrelation_time(one.reshape(chains)) for one in seen)
     variances = weights.var(0) / count
     error, bias = float(weights.sum(1).std()) / count**0.5, -0.5 * float(variances.sum())
-    if kind == "joint":
+    if kind == "joint" and positive:
         error = max(error, math.sqrt(_gamma_variance(terms[:, 0]) / count))
         bias = -0.5 * error**2 if error < _HUGE else -math.inf
     return ConditionalEstimate(sum(averages), error * time**0.5, bias * time, kind, count, asked, count / time,
-                               effective / time, float(terms.var(0).max()))
+                               effective / time, float(terms.var(0).max()) if positive else math.inf)
 
 
 def _gamma_variance(logs: Tensor) -> float:
