@@ -221,22 +221,24 @@ def test_it_is_its_own() -> None:
 def test_fit() -> None:
     """The first member is the model of one member; a warm start continues each; the caller's random numbers stay."""
     x, y = data(2)
-    fit = functools.partial(ntkl.botorch.LaplaceModel.fit, noise=0.01, steps=15, rounds=1)
+    one, fit = (functools.partial(model.fit, noise=0.01, steps=15, rounds=1)
+                for model in (ntkl.botorch.LaplaceModel, ntkl.botorch.LaplaceEnsemble))
     state = torch.get_rng_state()
-    alone, three = (fit(perceptron, x, y, outcome_transform=Standardize(2), members=members) for members in (1, 3))
+    alone = one(perceptron, x, y, outcome_transform=Standardize(2))
+    three = fit(perceptron, x, y, outcome_transform=Standardize(2), members=3)
     assert torch.equal(state, torch.get_rng_state())
     assert isinstance(alone, ntkl.botorch.LaplaceModel) and isinstance(three, ntkl.botorch.LaplaceEnsemble)
     assert torch.equal(alone.laplace.network.theta, three.members[0].laplace.network.theta)
     assert len({float(one.laplace.evidence()) for one in three.members}) == 3
     assert float((three.posterior(x).mean - y).abs().max()) < 0.5
-    later = fit(perceptron, x, y, outcome_transform=Standardize(2), seed=2)
+    later = one(perceptron, x, y, outcome_transform=Standardize(2), seed=2)
     assert torch.equal(later.laplace.network.theta, three.members[2].laplace.network.theta)
     warm = fit(perceptron, x, y, outcome_transform=Standardize(2), members=3, warm_start=three)
     for before, after in zip(three.members, warm.members, strict=True):
         assert after.laplace.log_joint() > before.laplace.log_joint()
     better = fit(perceptron, x, y, outcome_transform=Standardize(2), members=3, trainer="gauss-newton")
-    for one, other in zip(better.members, three.members, strict=True):
-        assert one.laplace.log_joint() > other.laplace.log_joint() - 1.0
+    for after, before in zip(better.members, three.members, strict=True):
+        assert after.laplace.log_joint() > before.laplace.log_joint() - 1.0
     words = lambda d, m: nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(2 * d, m)).double()  # noqa: E731
     ids = (5 * draws(6, 4)).floor()
     model = fit(words, ids, draws(6, 1), input_dtype=torch.long, members=2)
@@ -311,14 +313,20 @@ def test_refusals() -> None:
         Ensemble([one, Model(one.laplace, outcome_transform=Standardize(1))])
     with refused(ntkl.DataError, "train_X", r"\(3, 2\)", "of the fit"):
         Ensemble([one], train_X=x[:3])
-    with refused(ntkl.HyperparameterError, "members", "0", "one network"):
-        Model.fit("mlp", x, y, members=0)
+    with refused(ntkl.HyperparameterError, "members", "0", "Leave it out"):
+        Ensemble.fit("mlp", x, y, members=0)
     for network in (perceptron(D, 1), "fourier"):
-        with refused(ntkl.UnsupportedError, "different weights", "twice", "members=1"):
-            Model.fit(network, x, y, noise=0.1, rounds=1, steps=1, members=2)
+        with refused(ntkl.UnsupportedError, "different weights", "twice", r"LaplaceModel\.fit"):
+            Ensemble.fit(network, x, y, noise=0.1, rounds=1, steps=1, members=2)
     with refused(ntkl.UnsupportedError, "gauss-newton", "adam", "L-BFGS"):
         Model.fit(perceptron, x, y, trainer="adam")
     with refused(ntkl.HyperparameterError, "seed", "-1", "Leave it out"):
         Model.fit(perceptron, x, y, seed=-1)
-    with refused(ntkl.UnsupportedError, "members=2", "3", "no warm start"):
-        Model.fit(perceptron, x, y, members=2, warm_start=fitted(1))
+    with refused(ntkl.UnsupportedError, "LaplaceEnsemble of 2 members", "one of 3", "no warm start"):
+        Ensemble.fit(perceptron, x, y, members=2, warm_start=fitted(1))
+    with refused(ntkl.UnsupportedError, "LaplaceEnsemble of 2 members", "a LaplaceModel", "no warm start"):
+        Ensemble.fit(perceptron, x, y, members=2, warm_start=one)
+    with refused(ntkl.UnsupportedError, "warm_start as a LaplaceModel", "a LaplaceEnsemble", r"LaplaceEnsemble\.fit"):
+        Model.fit(perceptron, x, y, warm_start=fitted(1))
+    with refused(ntkl.DataError, "finite train_Y", "row 1", "Leave"):
+        Ensemble.fit(perceptron, x, y.index_fill(0, torch.tensor([1]), torch.nan))

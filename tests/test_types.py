@@ -87,7 +87,7 @@ of_the_regressor: float = regressor.log_marginal_likelihood()
 of_the_model, gradient = model.log_marginal_likelihood(model.theta_, eval_gradient=True)
 steps: NDArray[Any] = gradient + model.log_marginal_likelihood(eval_gradient=True)[1] * of_the_model
 assert_type(ntkl.botorch.LaplaceModel.fit("fourier", x, x), ntkl.botorch.LaplaceModel)
-assert_type(ntkl.botorch.LaplaceModel.fit("mlp", x, x, members=4), ntkl.botorch.LaplaceEnsemble)
+assert_type(ntkl.botorch.LaplaceEnsemble.fit("mlp", x, x), ntkl.botorch.LaplaceEnsemble)
 chosen: list[int] = ntkl.active.select(posterior, x, 3).indices.tolist()
 segments = ntkl.laplace(network, (x, y), ntkl.Everywhere(ntkl.Categorical(), ignore_index=255))
 ntkl.laplace(network, (x, y), ntkl.CustomLikelihood(lambda f, y: -(y - f).square().sum(1), mean=lambda f: f))

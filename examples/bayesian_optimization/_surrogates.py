@@ -24,7 +24,7 @@ def centered(x: Tensor) -> Tensor:
 
 
 def ours(problem: Problem, options: Any) -> Surrogate:
-    """`LaplaceModel.fit`: Fourier features on a cube; on sequences four convolutions, from new weights at each step.
+    """`LaplaceModel` with Fourier features on a cube; on sequences a `LaplaceEnsemble` of convolutions, drawn anew.
 
     Fourier features are linear in their weights and have one optimum: they start where the last fit ended, and more
     members would be the same. A convolution has many optima. The noise is learned everywhere.
@@ -42,7 +42,7 @@ def ours(problem: Problem, options: Any) -> Surrogate:
     def convolutions(x: Tensor, y: Tensor) -> Model:
         made = {"prior_mean": "zero", "members": MEMBERS, "trainer": "gauss-newton", "steps": 15} | options.ours
         made |= {"outcome_transform": Standardize(1), "seed": int(torch.randint(2**31, ()))}
-        return ntkl.botorch.LaplaceModel.fit(lambda d, m: Binding(m).double(), x, y, **made)
+        return ntkl.botorch.LaplaceEnsemble.fit(lambda d, m: Binding(m).double(), x, y, **made)
 
     return fourier if problem.choices is None else convolutions
 

@@ -100,7 +100,7 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=10)
     arguments.add_argument("--steps", type=int, default=40)
     arguments.add_argument("--epochs", type=int, default=1000, help="of laplace-bayesopt, whose default this is")
-    arguments.add_argument("--ours", type=json.loads, default={}, help="JSON: more arguments of LaplaceModel.fit")
+    arguments.add_argument("--ours", type=json.loads, default={}, help="JSON: more arguments of fit")
     options = arguments.parse_args()
     if options.small:
         options.seeds, options.steps, options.epochs, options.ours = 2, 2, 5, {"steps": 5, "rounds": 1}

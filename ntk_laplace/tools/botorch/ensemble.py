@@ -10,8 +10,10 @@ from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.tools.botorch.gaussian_model import GaussianModel
+from ntk_laplace.tools.botorch.model import LaplaceModel
+from ntk_laplace.tools.botorch.surrogate import transformed
 
 __all__ = ["LaplaceEnsemble"]
 
@@ -69,9 +71,62 @@ class LaplaceEnsemble(GaussianModel):
         self.eval()
 
     @classmethod
+    def fit(
+        cls, network: Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
+        train_Yvar: Tensor | None = None, *, members: int = 4, warm_start: LaplaceEnsemble | None = None,
+        input_transform: InputTransform | None = None, outcome_transform: OutcomeTransform | None = None,
+        seed: int = 0, **options: Any,
+    ) -> LaplaceEnsemble:
+        """Train networks with their evidence from different initial weights.
+
+        Parameters
+        ----------
+        network : callable or str
+            ``(d, m) -> nn.Module``, which draws its weights, or "mlp".
+        train_X, train_Y, train_Yvar, input_transform, outcome_transform
+            As in `LaplaceModel.fit`.
+        members : int
+            Number of networks.
+        warm_start : LaplaceEnsemble, optional
+            Of the same networks fitted to fewer points: each continues.
+        seed : int
+            Of the first member's initial weights; each later member's is one more.
+        **options
+            Of `LaplaceModel.fit`, for each member.
+
+        Returns
+        -------
+        LaplaceEnsemble
+
+        Raises
+        ------
+        UnsupportedError
+            If all members begin at the same weights, or `warm_start` is no ensemble of as many.
+        NTKLaplaceError
+            As `LaplaceModel.fit`.
+        """
+        require_whole("members", members, 1, "Leave it out for 4.")
+        require_whole("seed", seed, 0, "Leave it out for 0.")
+        if not (warm_start is None or (isinstance(warm_start, LaplaceEnsemble) and len(warm_start.members) == members)):
+            got = f"one of {len(warm_start.members)}" if isinstance(warm_start, LaplaceEnsemble) else (
+                f"a {type(warm_start).__name__}")
+            raise UnsupportedError(f"warm_start as a LaplaceEnsemble of {members} members", got,
+                                   "Pass as many members=, or no warm start.")
+        data = transformed(train_X, train_Y, train_Yvar, input_transform, outcome_transform)
+        starts = [None] * members if warm_start is None else warm_start.members
+        found: list[LaplaceModel] = []
+        for number, start in enumerate(starts):
+            found.append(LaplaceModel.fit(network, *data, warm_start=start, seed=seed + number, **options))
+            if number == 1 and torch.equal(*(one.laplace.network.theta for one in found)):
+                raise UnsupportedError("members that begin at different weights", "the same weights twice",
+                                       "Pass a callable (d, m) -> Module that draws its weights, or use "
+                                       "LaplaceModel.fit.")
+        return cls(found, input_transform=input_transform, outcome_transform=outcome_transform, train_X=train_X)
+
+    @classmethod
     def construct_inputs(cls, training_data: Any, **options: Any) -> dict[str, Any]:
-        """Refused: an ensemble comes from `LaplaceModel.fit`."""
-        raise UnsupportedError("LaplaceModel.fit(..., members=M) to train an ensemble", "construct_inputs of the class",
+        """Refused: an ensemble comes from `fit`."""
+        raise UnsupportedError("LaplaceEnsemble.fit to train an ensemble", "construct_inputs of the class",
                                "Call it with the X and Y of the dataset, or construct a LaplaceModel.")
 
     @property

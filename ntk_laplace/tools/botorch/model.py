@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any
 
 import torch
 from botorch.models.transforms.input import InputTransform
@@ -19,14 +19,11 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.differentiable import DifferentiableModel
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_root
-from ntk_laplace.tools.botorch.ensemble import LaplaceEnsemble
 from ntk_laplace.tools.botorch.gaussian_model import GaussianModel
 from ntk_laplace.tools.botorch.observations import ROUNDING, Observations
-from ntk_laplace.tools.botorch.surrogate import Surrogate
+from ntk_laplace.tools.botorch.surrogate import Surrogate, transformed
 
 __all__ = ["LaplaceModel"]
-
-_Several: TypeAlias = Literal[2, 3, 4, 5, 6, 7, 8, 9, 10]  # of which a type checker knows that they are not 1
 
 
 class LaplaceModel(GaussianModel):
@@ -92,52 +89,16 @@ class LaplaceModel(GaussianModel):
         self._given: Observations | None = None
         self.eval()
 
-    @overload
-    @classmethod
-    def fit(
-        cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
-        train_Yvar: Tensor | None = ..., *, hidden_layer_sizes: Sequence[int] = ..., activation: str = ...,
-        noise: float | None = ..., groups: Any = ..., prior_mean: str = ..., rounds: int = ..., steps: int = ...,
-        trainer: Callable[..., Any] | str | None = ..., warm_start: LaplaceModel | LaplaceEnsemble | None = ...,
-        input_transform: InputTransform | None = ..., outcome_transform: OutcomeTransform | None = ...,
-        input_shape: Sequence[int] | None = ..., input_dtype: torch.dtype | None = ..., members: Literal[1] = ...,
-        seed: int = ..., **laplace: Any,
-    ) -> LaplaceModel: ...
-
-    @overload
-    @classmethod
-    def fit(
-        cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
-        train_Yvar: Tensor | None = ..., *, hidden_layer_sizes: Sequence[int] = ..., activation: str = ...,
-        noise: float | None = ..., groups: Any = ..., prior_mean: str = ..., rounds: int = ..., steps: int = ...,
-        trainer: Callable[..., Any] | str | None = ..., warm_start: LaplaceModel | LaplaceEnsemble | None = ...,
-        input_transform: InputTransform | None = ..., outcome_transform: OutcomeTransform | None = ...,
-        input_shape: Sequence[int] | None = ..., input_dtype: torch.dtype | None = ..., members: _Several,
-        seed: int = ..., **laplace: Any,
-    ) -> LaplaceEnsemble: ...
-
-    @overload
-    @classmethod
-    def fit(
-        cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
-        train_Yvar: Tensor | None = ..., *, hidden_layer_sizes: Sequence[int] = ..., activation: str = ...,
-        noise: float | None = ..., groups: Any = ..., prior_mean: str = ..., rounds: int = ..., steps: int = ...,
-        trainer: Callable[..., Any] | str | None = ..., warm_start: LaplaceModel | LaplaceEnsemble | None = ...,
-        input_transform: InputTransform | None = ..., outcome_transform: OutcomeTransform | None = ...,
-        input_shape: Sequence[int] | None = ..., input_dtype: torch.dtype | None = ..., members: int = ...,
-        seed: int = ..., **laplace: Any,
-    ) -> LaplaceModel | LaplaceEnsemble: ...
-
     @classmethod
     def fit(
         cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
         train_Yvar: Tensor | None = None, *, hidden_layer_sizes: Sequence[int] = (64, 64), activation: str = "silu",
         noise: float | None = None, groups: Any = "all", prior_mean: str = "initial",
         rounds: int = 2, steps: int = 100, trainer: Callable[..., Any] | str | None = None,
-        warm_start: LaplaceModel | LaplaceEnsemble | None = None, input_transform: InputTransform | None = None,
+        warm_start: LaplaceModel | None = None, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
-        input_dtype: torch.dtype | None = None, members: int = 1, seed: int = 0, **laplace: Any,
-    ) -> LaplaceModel | LaplaceEnsemble:
+        input_dtype: torch.dtype | None = None, seed: int = 0, **laplace: Any,
+    ) -> LaplaceModel:
         """Train a network with its evidence, and return its posterior as a model.
 
         A round trains to an optimum of the log joint by L-BFGS over all examples, and maximizes the evidence over the
@@ -172,20 +133,18 @@ class LaplaceModel(GaussianModel):
             ``trainer(network, inputs, targets)`` trains the network in place, in units of the transforms, instead of
             L-BFGS. "gauss-newton": damped Gauss-Newton steps, of which each writes out J of all points, (n m, P), and
             solves n m equations; `steps=15` are enough for some tens of points, and end nearer to an optimum.
-        warm_start : LaplaceModel or LaplaceEnsemble, optional
+        warm_start : LaplaceModel, optional
             A model of the same network fitted to fewer points: training begins at its weights and hyperparameters.
         input_transform, outcome_transform, input_shape, input_dtype
             As in `LaplaceModel`. The transforms are fitted to the data.
-        members : int
-            Number of networks, trained from different initial weights; more than one make a `LaplaceEnsemble`.
         seed : int
-            Of the first member's initial weights where the network is made here; each later member's is one more.
+            Of the initial weights where the network is made here.
         **laplace
             For `ntk_laplace.laplace`: `structure`, `curvature`, `parameters`, `settings`.
 
         Returns
         -------
-        LaplaceModel or LaplaceEnsemble
+        LaplaceModel
 
         Raises
         ------
@@ -194,42 +153,20 @@ class LaplaceModel(GaussianModel):
         HyperparameterError
             If the noise is not a positive number.
         UnsupportedError
-            If all members begin at the same weights, or `warm_start` has another number of them.
+            If `warm_start` is no such model.
         """
-        for name, values in (("train_X", train_X), ("train_Y", train_Y), ("train_Yvar", train_Yvar)):
-            fits = isinstance(values, Tensor) and values.ndim == 2 and len(values) == len(train_X) > 0
-            if not (fits or (name == "train_Yvar" and values is None)):
-                got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-                raise DataError(f"{name} as a tensor (n, {'d' if name == 'train_X' else 'm'}), n as in train_X", got,
-                                "Pass tensors with one row per observation.")
-            if isinstance(values, Tensor) and not values.isfinite().all():
-                row = int((~values.isfinite()).any(1).nonzero()[0])
-                raise DataError(f"finite {name}", f"NaN or infinity in row {row}", "Leave that observation out.")
-        form = InputFormat.of(None if input_shape is None else tuple(input_shape), input_dtype)
-        inputs, targets, variances = train_X, train_Y, train_Yvar
-        if input_transform is not None:
-            input_transform.train()
-            inputs = input_transform(train_X)
-            input_transform.eval()
-        if outcome_transform is not None:
-            outcome_transform.train()
-            targets, variances = outcome_transform(train_Y, train_Yvar, X=inputs)
-            outcome_transform.eval()
-        surrogate = Surrogate(inputs.detach(), targets.detach(), form, groups, noise, variances, prior_mean)
-        found = []
+        if not (warm_start is None or isinstance(warm_start, LaplaceModel)):
+            raise UnsupportedError("warm_start as a LaplaceModel", f"a {type(warm_start).__name__}",
+                                   "LaplaceEnsemble.fit continues an ensemble.")
         require_whole("seed", seed, 0, "Leave it out for 0.")
-        for number, start in enumerate(cls._starts(warm_start, members)):
-            found.append(surrogate.posterior(network, hidden_layer_sizes, activation, rounds, steps, trainer, start,
-                                             laplace, seed + number))
-            if number == 1 and torch.equal(found[0].network.theta, found[1].network.theta):
-                raise UnsupportedError("members that begin at different weights", "the same weights twice",
-                                       "Pass a callable (d, m) -> Module that draws its weights, or members=1.")
-        format_of: dict[str, Any] = {"input_shape": input_shape, "input_dtype": input_dtype}
-        outside: dict[str, Any] = {"input_transform": input_transform, "outcome_transform": outcome_transform,
-                                   "train_X": train_X}
-        if len(found) == 1:
-            return cls(found[0], **format_of, **outside)
-        return LaplaceEnsemble([cls(one, **format_of) for one in found], **outside)
+        inputs, targets, variances = transformed(train_X, train_Y, train_Yvar, input_transform, outcome_transform)
+        form = InputFormat.of(None if input_shape is None else tuple(input_shape), input_dtype)
+        surrogate = Surrogate(inputs, targets, form, groups, noise, variances, prior_mean)
+        start = None if warm_start is None else warm_start.laplace
+        found = surrogate.posterior(network, hidden_layer_sizes, activation, rounds, steps, trainer, start, laplace,
+                                    seed)
+        return cls(found, input_transform=input_transform, outcome_transform=outcome_transform,
+                   input_shape=input_shape, input_dtype=input_dtype, train_X=train_X)
 
     @classmethod
     def construct_inputs(
@@ -244,7 +181,7 @@ class LaplaceModel(GaussianModel):
         ----------
         training_data : SupervisedDataset
         network, **options
-            As in `fit`, for one network.
+            As in `fit`.
 
         Returns
         -------
@@ -254,35 +191,17 @@ class LaplaceModel(GaussianModel):
         ------
         DataError
             If it is no such dataset.
-        UnsupportedError
-            If `members` are several.
         NTKLaplaceError
             As `fit`.
         """
         if not isinstance(training_data, SupervisedDataset):
             raise DataError("training_data as a SupervisedDataset of BoTorch", f"a {type(training_data).__name__}",
                             "Pass tensors to LaplaceModel.fit(network, train_X, train_Y).")
-        if options.get("members", 1) != 1:
-            raise UnsupportedError("one network, for the arguments of a LaplaceModel",
-                                   f"members={options['members']!r}",
-                                   "Use LaplaceModel.fit(..., members=M), which returns a LaplaceEnsemble.")
         x, y, variances = training_data.X, training_data.Y, training_data.Yvar
         names = "input_transform", "outcome_transform", "input_shape", "input_dtype"
-        found: LaplaceModel = cls.fit(network, x, y, variances, **options)
+        found = cls.fit(network, x, y, variances, **options)
         given = {name: options[name] for name in names if options.get(name) is not None}
         return {"posterior": found.laplace, "train_X": x} | given
-
-    @staticmethod
-    def _starts(warm_start: LaplaceModel | LaplaceEnsemble | None, members: int) -> list[Posterior | None]:
-        """The posterior at which the training of each member begins."""
-        require_whole("members", members, 1, "Leave it out for one network.")
-        if warm_start is None:
-            return [None] * members
-        models: Any = warm_start.members if isinstance(warm_start, LaplaceEnsemble) else [warm_start]
-        if len(models) != members:
-            raise UnsupportedError(f"a warm start with members={members}", f"one with {len(models)}",
-                                   f"Pass members={len(models)}, or no warm start.")
-        return [model.laplace for model in models]
 
     # --- the model's form
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from botorch.models.transforms.input import InputTransform
+from botorch.models.transforms.outcome import OutcomeTransform
 from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
@@ -23,7 +25,7 @@ from ntk_laplace.tools.botorch.fourier import FourierNetwork
 from ntk_laplace.tools.botorch.optimizers import gauss_newton, lbfgs
 from ntk_laplace.tools.estimators.networks import network_of
 
-__all__ = ["Surrogate"]
+__all__ = ["Surrogate", "transformed"]
 
 _FIRST_SCALE = 2.0  # of the first layer's weights, relative to torch's: shorter length scales, by the evidence
 _FIRST_NOISE = 1e-2  # where the noise is learned, of standardized outcomes
@@ -40,6 +42,38 @@ class Angles(nn.Module):
         """(n, 2 d)."""
         angles = math.pi * (x - 0.5)
         return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def transformed(
+    train_X: Tensor, train_Y: Tensor, train_Yvar: Tensor | None, input_transform: InputTransform | None,
+    outcome_transform: OutcomeTransform | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs (n, d), targets (n, m) and variances in units of the transforms, which are fitted to them.
+
+    Raises
+    ------
+    DataError
+        If the shapes do not fit each other, or a number is not finite.
+    """
+    for name, values in (("train_X", train_X), ("train_Y", train_Y), ("train_Yvar", train_Yvar)):
+        fits = isinstance(values, Tensor) and values.ndim == 2 and len(values) == len(train_X) > 0
+        if not (fits or (name == "train_Yvar" and values is None)):
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise DataError(f"{name} as a tensor (n, {'d' if name == 'train_X' else 'm'}), n as in train_X", got,
+                            "Pass tensors with one row per observation.")
+        if isinstance(values, Tensor) and not values.isfinite().all():
+            row = int((~values.isfinite()).any(1).nonzero()[0])
+            raise DataError(f"finite {name}", f"NaN or infinity in row {row}", "Leave that observation out.")
+    inputs, targets, variances = train_X, train_Y, train_Yvar
+    if input_transform is not None:
+        input_transform.train()
+        inputs = input_transform(train_X)
+        input_transform.eval()
+    if outcome_transform is not None:
+        outcome_transform.train()
+        targets, variances = outcome_transform(train_Y, train_Yvar, X=inputs)
+        outcome_transform.eval()
+    return inputs.detach(), targets.detach(), variances
 
 
 @dataclass(frozen=True)
