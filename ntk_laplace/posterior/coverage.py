@@ -96,7 +96,7 @@ class CoverageVerbs(CalibrationVerbs):
         _require_score(score, INTERVAL_SCORES)
         if self.likelihood.classifies:
             raise UnsupportedError("a likelihood of real responses for intervals", type(self.likelihood).__name__,
-                                   "Use predict_set for classes.")
+                                   "Use predict_set for one label an example, and predict(x).probs for several.")
         normalized = score == "normalized"
         noise = self._noise() if normalized else None
 

@@ -139,7 +139,7 @@ def require_classes(likelihood: Likelihood, num_outputs: int) -> None:
         raise UnsupportedError(
             "a likelihood of one label per example for sets of labels: Categorical(), or Bernoulli() of one output",
             f"{type(likelihood).__name__} of {num_outputs} output(s)",
-            "Use predict_interval for real responses.",
+            "Use predict(x).probs for several labels an example, and predict_interval for real responses.",
         )
 
 
