@@ -496,6 +496,21 @@ def test_no_points(shape: tuple) -> None:
 
 
 def test_refusals() -> None:
+    plain, new = ntkl.botorch.LaplaceModel(ntkl.laplace(network(2), data(2), ntkl.Gaussian(0.1))), draws(2, D, seed=5)
+    given = torch.zeros(2, 2, dtype=torch.float64)
+    for noise, words in ((given - 1e-3, "at least 0"), (given + torch.nan, "at least 0"), (given[:, :1].T, "2, 2")):
+        wrong = noise if noise.shape == (2, 2) else torch.zeros(3, 2)
+        with refused(ntkl.DataError, words, ".", "Pass"):
+            plain.condition_on_observations(new, given, noise=wrong)
+        with refused(ntkl.DataError, words, ".", "Pass"):
+            plain.posterior(new, observation_noise=wrong)
+    with refused(ntkl.DataError, "finite Y", "NaN", "Leave"):
+        plain.condition_on_observations(new, given + torch.nan)
+    with refused(ntkl.NumericalError, "different points, or with noise", "determine", "noise="):
+        plain.condition_on_observations(new[:1].expand(2, -1), given, noise=given).posterior(new).variance  # noqa: B018
+    for outputs in ([0.5], "a", []):
+        with refused(ntkl.UnsupportedError, "outputs among 0 to 1", ".", "Choose"):
+            plain.subset_output(outputs)  # type: ignore[arg-type]
     x, y = data(1)
     Model = ntkl.botorch.LaplaceModel
     with refused(ntkl.UnsupportedError, "Gaussian likelihood", "Linear", "laplace"):

@@ -452,12 +452,13 @@ def test_results_do_not_go_among_the_images(out: str, folder: Path, capsys: pyte
     assert sorted(Path("train").rglob("*")) == before
 
 
-QUICK = ["--epochs", "2", "--hidden", "2", "--out", "out"]
+QUICK = ["--epochs", "2", "--out", "out"]
 
 
 def fitted(*arguments: str, capsys: pytest.CaptureFixture) -> tuple[pandas.DataFrame, str, dict[str, Any]]:
     """The predictions, what was printed, and what is on the page."""
-    assert cli.main(["fit", *arguments, *QUICK]) == 0
+    own = [] if "--network" in arguments else ["--hidden", "2"]
+    assert cli.main(["fit", *arguments, *own, *QUICK]) == 0
     return pandas.read_csv("out/predictions.csv"), capsys.readouterr().out, content("out/explanations.html")
 
 
@@ -553,3 +554,18 @@ def test_what_cannot_be_fitted_is_one_line(
     if arrays is not None:
         np.savez(name, **arrays)
     refused(["fit", name, *more, *QUICK], words, capsys)
+
+
+def test_numbers_of_64_bits_without_sign_are_refused_where_they_overflow(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    x, large = np.arange(60.0).reshape(30, 2), np.arange(30, dtype="u8") + np.uint64(2**63)
+    np.savez("large.npz", X=x, y=large)
+    refused(["fit", "large.npz", *QUICK], "whole numbers below 2^63 in y; got 9223372036854775837", capsys)
+    pandas.DataFrame({"a": x[:, 0], "y": [1e19, 2e19, 3.0] * 10}).to_csv("large.csv", index=False)
+    refused(["fit", "large.csv", "--target", "y", "--task", "classes", *QUICK], "whole numbers below 2^63", capsys)
+    np.savez("none.npz", X=np.zeros((30, 0)), y=np.arange(30.0))
+    refused(["fit", "none.npz", *QUICK], "columns of inputs", capsys)
+    np.savez("plain.npz", X=x, y=np.arange(30.0))
+    refused(["fit", "plain.npz", "--network", "model.py:classes", "--hidden", "7", *QUICK],
+            "--hidden without --network", capsys)

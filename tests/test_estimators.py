@@ -412,6 +412,21 @@ def test_a_bad_theta_leaves_the_fit_as_it_was() -> None:
             assert model.log_marginal_likelihood() == pytest.approx(before, rel=1e-9)
 
 
+def test_a_fit_that_fails_leaves_nothing_of_another() -> None:
+    """Labels and units of the new data would give the old network another meaning."""
+    x = np.random.default_rng(0).standard_normal((20, 2))
+    for model, labels, others in (
+        (ntkl.LaplaceClassifier(epochs=2), np.where(x[:, 0] > 0, "cat", "dog"), np.where(x[:, 0] > 0, "yes", "no")),
+        (ntkl.LaplaceRegressor(epochs=2), x[:, 0], 100.0 * x[:, 1]),
+    ):
+        model.fit(x, labels).set_params(network=lambda features, outputs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.fit(1000.0 * x, others)
+        with pytest.raises(NotFittedError):
+            model.predict(x)
+        assert len(model.set_params(network="mlp").fit(x, labels).predict(x)) == 20
+
+
 def test_before_a_fit() -> None:
     for ask in (lambda m: m.noise_, lambda m: m.explain([[0.0]]), lambda m: m.theta_):
         with pytest.raises(NotFittedError):

@@ -30,6 +30,7 @@ from ntk_laplace.training import run, state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
 from ntk_laplace.training.train import _require_length
 from pairwise import pairwise
+from refusals import refused
 from trainings import adam, classes, flat, mlp, sine, train
 
 F64 = torch.float64
@@ -895,6 +896,24 @@ def test_a_dataset_is_shuffled_and_a_loader_that_drops_nothing_is_whole() -> Non
     assert not torch.equal(first, second) and torch.equal(first.sort().values, second.sort().values)
     loader = DataLoader(dataset, 8, drop_last=True)
     assert count_examples(loader, Batches(loader, None, torch.device("cpu"), F64)) == 24
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return zip(*sine(), strict=True)
+
+
+def test_a_stream_is_trained_on_as_its_examples_are() -> None:
+    """Neither the stream nor its loader has a length."""
+    ends = []
+    for data in (Stream(), DataLoader(Stream(), batch_size=7), DataLoader(TensorDataset(*sine()), batch_size=7)):
+        network = mlp(1, 3, 1)
+        found = ntkl.train_with_evidence(network, data, ntkl.Gaussian(), epochs=2, batch_size=7)
+        ends.append((found.posterior.num_examples, nn.utils.parameters_to_vector(network.parameters())))
+    assert [count for count, _ in ends] == [24, 24, 24]
+    assert all(torch.equal(theta, ends[2][1]) for _, theta in ends)
+    with refused(ntkl.DataError, "batch size for an IterableDataset", "None", "128"):
+        ntkl.train_with_evidence(mlp(1, 3, 1), Stream(), ntkl.Gaussian(), epochs=2, batch_size=None)
 
 
 def test_a_schedulers_end_counts_the_steps_it_has_taken() -> None:

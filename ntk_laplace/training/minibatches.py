@@ -59,8 +59,11 @@ class Minibatches:
         if isinstance(data, DataLoader):
             self._loader = data
         elif isinstance(data, Dataset):
-            shuffle = not isinstance(data, IterableDataset)
-            self._loader = DataLoader(data, batch_size or len(cast(Sized, data)), shuffle=shuffle)
+            stream = isinstance(data, IterableDataset)
+            if stream and batch_size is None:
+                raise DataError("a batch size for an IterableDataset, whose length is not known", "batch_size=None",
+                                "Leave it out for 128.")
+            self._loader = DataLoader(data, batch_size or len(cast(Sized, data)), shuffle=not stream)
         else:
             pair, self._weights = example_weights(data)
             x, y = as_pair(pair, targets) if isinstance(pair, Mapping) else pair
@@ -68,7 +71,7 @@ class Minibatches:
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
         if self._tensors is None:
-            for batch in self._loader or ():
+            for batch in () if self._loader is None else self._loader:  # its truth is its length, which it may not have
                 pair, weights = example_weights(batch)
                 x, y = as_pair(pair, self._targets)
                 yield to_device(x, self._device, self.dtype), y.to(self._device), weights

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 import torch
 from torch import Size, Tensor
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.likelihoods.targets import read_labels
 from ntk_laplace.posterior.conformal.quantiles import rank_of
@@ -76,6 +76,8 @@ class PredictionSets:
 
     def labels(self, names: Sequence[Any] | None = None) -> list[list[Any]]:
         """Labels of each set, most probable first; by name if `names` of the classes are given."""
+        if names is not None and len(names) != self.probabilities.shape[1]:
+            raise DataError(f"names of {self.probabilities.shape[1]} classes", f"{len(names)}", "Pass one for each.")
         order = self.probabilities.argsort(dim=1, descending=True, stable=True)
         rows = zip(order.tolist(), self.mask.gather(1, order).tolist(), strict=True)
         found = [[label for label, inside in zip(*row, strict=True) if inside] for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -134,6 +135,8 @@ class GaussianModel(Model, FantasizeMixin):
             chosen = self._chosen(output_indices)
             if chosen != list(range(self.num_outputs)):
                 return self.subset_output(chosen).posterior(X, None, observation_noise, posterior_transform)
+        if isinstance(observation_noise, Tensor):
+            _require_variances("observation_noise", observation_noise, X.shape[-2], self.num_outputs)
         self.eval()
         inputs = self._transformed(X)
         mean, covariance = self.moments(inputs, observation_noise)
@@ -176,6 +179,11 @@ class GaussianModel(Model, FantasizeMixin):
         if not fits or X.shape[-2] == 0:
             raise DataError(f"X of shape (..., n, d) and Y of shape (..., n, {self.num_outputs}), n at least 1",
                             f"shapes {tuple(X.shape)} and {tuple(Y.shape)}", "Pass one row of Y for each row of X.")
+        for name, values in (("X", X), ("Y", Y)):
+            if not values.isfinite().all():
+                raise DataError(f"finite {name}", "NaN or infinity", "Leave that observation out.")
+        if noise is not None:
+            _require_variances("noise", noise, X.shape[-2], self.num_outputs)
         self.eval()
         inputs, targets = self._transformed(X), Y
         if hasattr(self, "outcome_transform"):
@@ -234,8 +242,10 @@ class GaussianModel(Model, FantasizeMixin):
 
     def _chosen(self, indices: Sequence[int]) -> list[int]:
         m = self.num_outputs
-        if not len(indices) or not all(-m <= index < m for index in indices):
-            raise UnsupportedError(f"outputs among 0 to {m - 1}", repr(list(indices)), "Choose among them.")
+        known = isinstance(indices, Sequence) and len(indices) and all(
+            isinstance(index, Integral) and -m <= index < m for index in indices)
+        if not known:
+            raise UnsupportedError(f"outputs among 0 to {m - 1}", repr(indices), "Choose among them.")
         return [int(index) % m for index in indices]
 
     def _remember(self, X: Tensor, targets: Tensor) -> None:
@@ -266,3 +276,15 @@ class GaussianModel(Model, FantasizeMixin):
         new.__dict__.update(tables)
         return new
 
+
+def _require_variances(name: str, given: Tensor, q: int, m: int) -> None:
+    """Refuse what is no variance of each of q points and m outputs.
+
+    Raises
+    ------
+    DataError
+    """
+    if given.ndim < 2 or given.shape[-2] not in (1, q) or given.shape[-1] not in (1, m):
+        raise DataError(f"{name} of shape (..., {q}, {m})", f"{tuple(given.shape)}", "Pass a variance for each value.")
+    if not bool((given >= 0).all()) or not given.isfinite().all():
+        raise DataError(f"{name} of variances, at least 0", f"{float(given.min()):g}", "Pass variances.")

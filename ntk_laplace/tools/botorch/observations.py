@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import NumericalError
 from ntk_laplace.posterior.differentiable import DifferentiableModel
 
 __all__ = ["ROUNDING", "Observations"]
@@ -52,7 +53,11 @@ class Observations:
     def factor(self) -> Tensor:
         """L with L Lᵀ = J' H⁻¹ J'ᵀ + noise."""
         joint = self.jac @ self.solved.mT
-        return torch.linalg.cholesky(0.5 * (joint + joint.mT) + self.noise)
+        found, failed = torch.linalg.cholesky_ex(0.5 * (joint + joint.mT) + self.noise)
+        if bool(failed.any()):
+            raise NumericalError("observations of different points, or with noise", "one that the others determine",
+                                 "Pass noise=, such as 1e-6 of the variance, or each point once.")
+        return found
 
     def weights(self, error: Tensor) -> Tensor:
         """(V' + noise)⁻¹ e for e (..., n m)."""

@@ -73,6 +73,11 @@ def transformed(
         outcome_transform.train()
         targets, variances = outcome_transform(train_Y, train_Yvar, X=inputs)
         outcome_transform.eval()
+    for name, values in (("input_transform", inputs), ("outcome_transform", targets)):
+        if not values.isfinite().all():
+            row = int((~values.isfinite()).any(1).nonzero()[0])
+            raise DataError(f"finite values after {name}", f"NaN or infinity in row {row}",
+                            "Choose a transform for such values, or leave that observation out.")
     return inputs.detach(), targets.detach(), variances
 
 

@@ -220,6 +220,9 @@ def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:
                         f"shape {array.shape} and type {array.dtype}", _as_numbers(name, array))
     if array.dtype.kind == "f":
         return torch.as_tensor(array.astype(np.float64)).to(dtype)
+    if array.dtype.kind == "u" and array.size and int(array.max()) >= 2**63:
+        raise DataError(f"whole numbers below 2^63 in {name}", f"{int(array.max())}",
+                        f"Convert it before it is saved: {name} = {name}.astype(float).")
     return torch.as_tensor(array.astype(np.int64))
 
 

@@ -73,7 +73,7 @@ def _numbers(
             response = distributions.Normal(torch.as_tensor(mean[one]), torch.as_tensor(own.copy()))
             (covered,) = metrics.interval_coverage(mean[one], own**2, truth, [level])
             scores[name + of] = metrics.held_out_scores(response, torch.as_tensor(truth.copy()))
-            scores[name + of][f"coverage of {level:.0%}"] = covered
+            scores[name + of][f"coverage of {100 * level:g}%"] = covered
     return Described(columns, scores)
 
 
@@ -96,7 +96,7 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
     }
     inside = float(sets.mask.cpu()[torch.arange(len(labels)), labels].double().mean())
     size = float(sets.size.double().mean())
-    note = f"Sets of labels of level {level:.0%}: {inside:.1%} contain the label; {size:.2f} labels on average"
+    note = f"Sets of labels of level {100 * level:g}%: {inside:.1%} contain the label; {size:.2f} labels on average"
     return Described({**columns, "target": y}, scores, note)
 
 
@@ -114,7 +114,7 @@ def tell_first(predictions: pandas.DataFrame, level: float) -> None:
     wanted = ("row", "file", "mean", "lower", "upper", "predicted", "set", "target")
     shown = [name for name in predictions if name.partition("_")[0] in wanted]
     what = "sets of labels" if "set" in predictions else "intervals"
-    print(f"\nThe first of them, with {what} of {level:.0%}")
+    print(f"\nThe first of them, with {what} of {100 * level:g}%")
     print(predictions[shown].head(_SHOWN).to_string(index=False, float_format="{:.4g}".format))
 
 

@@ -174,7 +174,10 @@ def array_rows(path: Path, what: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _require_rows(path: Path, inputs: Tensor, y: Tensor | None) -> None:
-    """Refuse no rows, X and y of different examples, and numbers that are not finite."""
+    """Refuse no rows, no columns of inputs, X and y of different examples, and numbers that are not finite."""
+    if inputs.ndim > 1 and not inputs[:1].numel() and len(inputs):
+        raise ntkl.DataError("columns of inputs in X", f"shape {tuple(inputs.shape)} in {path}",
+                             "Save one column for each feature.")
     if len(inputs) == 0 or (y is not None and len(inputs) != len(y)):
         got = f"{len(inputs)}" if y is None else f"{len(inputs)} and {len(y)}"
         raise ntkl.DataError("as many rows of X as of y, at least one", f"{got} in {path}",
@@ -224,4 +227,8 @@ def table_labels(column: pandas.Series, path: Path) -> NDArray[Any]:
         row = int(np.argmax(values != np.floor(values)))
         raise ntkl.DataError(f"names or whole numbers as classes in column {column.name!r} of {path}",
                              f"{values[row]:g} in row {row}", "Take --task regression.")
+    if (np.abs(values) >= 2.0**63).any():
+        row = int(np.argmax(np.abs(values)))
+        raise ntkl.DataError(f"whole numbers below 2^63 as classes in column {column.name!r} of {path}",
+                             f"{values[row]:g} in row {row}", "Take --task regression, or write them as names.")
     return values.astype(np.int64)

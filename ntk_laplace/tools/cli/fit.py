@@ -89,6 +89,8 @@ def _settings(options: argparse.Namespace, examples: Examples) -> dict[str, Any]
     own = None if options.network is None else load_network(*options.network).double()
     if own is not None:
         _require_saved(own)
+        if hidden is not None:
+            raise ntkl.UnsupportedError("--hidden without --network", "both", "The file has the layers of its network.")
     if shape is None and own is None:
         return found | ({} if hidden is None else {"hidden_layer_sizes": hidden})
     if shape is None:

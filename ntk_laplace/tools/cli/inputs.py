@@ -167,5 +167,6 @@ class Files:
         y = numbers(frame, path, columns, missing)
         gaps = frame[columns].isna().any(axis=None)
         whole = all(is_integer_dtype(frame[name].dtype) for name in columns) and not gaps
+        whole = whole and not (np.abs(y) >= 2.0**63).any()
         targets = torch.as_tensor(y.astype(np.int64)) if whole else torch.as_tensor(y).to(self.dtype)
         return inputs, targets[:, 0] if len(columns) == 1 else targets

@@ -97,7 +97,7 @@ class Judged:
         """`metrics.held_out_scores` of each version, and the coverage of its own regions of this level."""
         found = {name: metrics.held_out_scores(one, self.targets) for name, one in self.versions.items()}
         for name, (share,) in (self.coverage([level]) or {}).items():
-            found[name][f"coverage of {level:.0%}"] = share
+            found[name][f"coverage of {100 * level:g}%"] = share
         return found
 
     def reliability(self) -> dict[str, metrics.Reliability] | None:

@@ -29,13 +29,13 @@ def summary(fit: ntkl.PredictiveFit, found: Predictions) -> Iterator[str]:
     if isinstance(found.regions, ntkl.PredictionSets):
         size = found.regions.size
         yield (
-            f"Sets of labels of level {found.level:.0%}: {float(size.double().mean()):.2f} labels on average, just one "
-            f"for {int((size == 1).sum()):,} of {len(size):,} inputs."
+            f"Sets of labels of level {100 * found.level:g}%: {float(size.double().mean()):.2f} labels on average, "
+            f"just one for {int((size == 1).sum()):,} of {len(size):,} inputs."
         )
     elif found.regions is not None:
         width = found.regions.width.reshape(len(found.frame), -1).median(0).values
         widths = ", ".join(f"{float(one):.3g}" for one in width)
-        yield f"Intervals of level {found.level:.0%}: median width {widths}."
+        yield f"Intervals of level {100 * found.level:g}%: median width {widths}."
     if len(found.covered):
         yield f"They contain {found.covered.mean():.1%} of the {len(found.covered):,} known targets."
 
@@ -63,7 +63,7 @@ def doubts(fit: ntkl.PredictiveFit, found: Predictions) -> Iterator[str]:
             else "Either they are unlike the training data, or the network knows its training points by heart, which "
             "leave-one-out does not see. Calibrate on data like them, with --held-out."
         )
-        yield f"the {regions} of level {level:.0%} contain {inside.mean():.1%} of the known targets. {why}"
+        yield f"the {regions} of level {100 * level:g}% contain {inside.mean():.1%} of the known targets. {why}"
 
 
 def build(
@@ -168,8 +168,8 @@ def _regions(page: Page, found: Predictions) -> None:
     sets = isinstance(regions, ntkl.PredictionSets)
     page.section("Sets of labels" if sets else "Intervals")
     kind = "sets" if sets else "intervals"
-    page.paragraph(f"The {kind} of level {found.level:.0%} need no distribution to be right, only errors at points "
-                   "that the model does not know. What is known of their coverage:")
+    page.paragraph(f"The {kind} of level {100 * found.level:g}% need no distribution to be right, only errors at "
+                   "points that the model does not know. What is known of their coverage:")
     for text in regions.guarantees:
         page.paragraph(f"{text[0].upper()}{text[1:]}.")
     if isinstance(regions, ntkl.PredictionSets):

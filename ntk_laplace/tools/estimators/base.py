@@ -120,8 +120,6 @@ class LaplaceEstimator(BaseEstimator):
     ) -> None:
         """Train a network, or take the given one, and keep its posterior."""
         self._require_parameters()
-        if hasattr(self, "n_iter_"):
-            del self.n_iter_  # of another fit
         self._inputs = Standardized.of(x, weight, self._standardized)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = Settings(progress=bool(self.verbose))
@@ -227,6 +225,8 @@ class LaplaceEstimator(BaseEstimator):
     def _read(self, x: Any, y: Any, sample_weight: Any, **checks: Any) -> tuple[Array, Any, Array | None]:
         """Inputs, targets and weights. Equal examples become one, whose weight is the sum of theirs."""
         _require_numbers(x)
+        for name in ("posterior_", "n_iter_"):  # of another fit, whose labels and units are not kept
+            self.__dict__.pop(name, None)
         x, y = validate_data(self, x, y, dtype=(np.float64, np.float32), **checks)
         weight: Array = np.ones(len(x))
         if sample_weight is not None:
@@ -239,6 +239,10 @@ class LaplaceEstimator(BaseEstimator):
         self.training_index_, total = first[order], total[order]
         self.y_train_ = y[self.training_index_]
         return x[self.training_index_], self.y_train_, None if (total == 1.0).all() else total
+
+    def __sklearn_is_fitted__(self) -> bool:
+        """Whether a fit was done: one that failed leaves no posterior."""
+        return hasattr(self, "posterior_")
 
     # --- prediction
 
@@ -383,6 +387,8 @@ def _require_numbers(x: Any) -> None:
 
     if not isinstance(x, pandas.DataFrame):
         return
+    if not len(x.columns):
+        raise DataError("columns of inputs in X", "a table without columns", "Pass one column for each feature.")
     for index, (name, dtype) in enumerate(x.dtypes.items()):
         if dtype.kind in "biufc" or not len(x):
             continue

@@ -110,7 +110,8 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         labels = np.asarray(y)
         unknown = np.setdiff1d(labels, self.classes_)
         if len(unknown):
-            raise DataError(f"labels among {list(self.classes_)}", repr(unknown[0]), "Pass labels of the training.")
+            raise DataError(f"labels among {self.classes_.tolist()}", repr(unknown.tolist()[0]),
+                            "Pass labels of the training.")
         return torch.as_tensor(np.searchsorted(self.classes_, labels))
 
     def predict_proba(self, X: Any) -> Array:

@@ -99,8 +99,8 @@ class ExplorerPage:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         # makes the browser block all external resources
         policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-        # "</" would end the script element, even inside a string
-        numbers = json.dumps(self.content, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+        # "</" would end the script element, even inside a string, and "<!--<script>" hide its end
+        numbers = json.dumps(self.content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
         promises = "".join(f"<li>{escape(words)}</li>" for words in self.content["guarantees"])
         whose = " with this posterior’s own approximate curvature" if self.content["approximate"] else ""
         caution = self.content["leaveOneOut"]
