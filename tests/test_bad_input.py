@@ -917,3 +917,19 @@ def test_numbers_and_objects_of_the_wrong_kind():
             ntkl.laplace(network(), data, likelihood, parameters=parameters)
     with refused(errors.UnsupportedError, "list of structures", "5", "gp"):
         ntkl.compare_evidence(network(), data, likelihood, structures=5)
+
+
+@pytest.mark.parametrize("sampler", [
+    torch.utils.data.WeightedRandomSampler(torch.ones(N), N),
+    torch.utils.data.RandomSampler(range(N), replacement=True),
+], ids=lambda sampler: type(sampler).__name__)
+def test_loaders_that_resample_are_refused(sampler: torch.utils.data.Sampler) -> None:
+    """A resample would be taken as the data; weights of examples have a form of their own."""
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs(), labels()), 4, sampler=sampler)
+    for fit in (lambda: ntkl.laplace(network(), loader, ntkl.Categorical()),
+                lambda: ntkl.train_with_evidence(network(), loader, ntkl.Categorical(), epochs=1)):
+        with refused(ntkl.DataError, "every example once", "with replacement", r"\(X, y, w\)"):
+            fit()
+    own = inputs(), labels()
+    found = ntkl.train_with_evidence(network(), loader, ntkl.Categorical(), epochs=1, evidence_data=own)
+    assert found.posterior.num_examples == N  # minibatches alone are resampled

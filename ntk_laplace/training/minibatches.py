@@ -51,7 +51,8 @@ class Minibatches:
         if batch_size is not None and not is_whole(batch_size, 1):
             raise DataError("a batch size of at least 1, or None for all examples at once", f"{batch_size!r}",
                             "Leave it out for 128.")
-        Batches(data, batch_size, device, dtype, targets)  # raises an error for invalid data
+        if not isinstance(data, DataLoader):  # which may resample, if the evidence has data of its own
+            Batches(data, batch_size, device, dtype, targets)  # raises an error for invalid data
         self._device, self.dtype, self._batch_size, self._targets = device, dtype, batch_size, targets
         self._tensors: tuple[Inputs, Tensor] | None = None
         self._loader: DataLoader | None = None

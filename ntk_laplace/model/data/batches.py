@@ -137,6 +137,7 @@ class Batches:
             self._source, self._length = (x, y), n
             self._fitting = min(_LARGEST_BATCH, BATCH_BYTES // max(1, num_bytes(x) // max(1, n)))
         elif isinstance(data, DataLoader):
+            _require_every_example_once(data)
             self._source, self._length = _with_own_workers(data), _length_of(data)
         elif isinstance(data, Dataset):
             self._source, self._length = DataLoader(data, batch_size=self.batch_size), _length_of(data)
@@ -428,6 +429,14 @@ def samplers_of(loader: DataLoader) -> list[Any]:
 
 def _attributes(owner: Any) -> list[Any]:
     return list(vars(owner).values()) if hasattr(owner, "__dict__") else []
+
+
+def _require_every_example_once(loader: DataLoader) -> None:
+    """Refuse a sampler that draws examples with replacement: other data in every pass."""
+    sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    if getattr(sampler, "replacement", False):
+        raise DataError("a loader that reads every example once", f"{type(sampler).__name__} with replacement",
+                        "Pass a loader without it; weights of the examples are (X, y, w).")
 
 
 def _length_of(data: Any) -> int | None:
