@@ -256,10 +256,12 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         mean, scale = found.mean.detach().cpu().double(), self._targets.scale
         n, c = mean.shape
         factor = 1.0 if calibration is None else calibration.scale
-        covariance = factor * found.covariance_matrix.detach().cpu().double()
-        covariance.diagonal().add_(self._noise.repeat(n))
+        covariance = found.covariance_matrix.detach().cpu().double()  # of `found` alone: changed in place, not copied
+        covariance.mul_(factor).diagonal().add_(self._noise.repeat(n))
         units = np.tile(scale, n)
-        joint = covariance.numpy() * units * units[:, None]
+        joint = covariance.numpy()
+        joint *= units
+        joint *= units[:, None]
         return mean.numpy() * scale + self._targets.mean, joint.reshape(n, c, n, c)
 
     def _shaped(self, values: Array) -> Array:
