@@ -228,6 +228,27 @@ def test_predictions_are_those_of_each_position(method: str) -> None:
         assert float((found.tempered(2.0).probs.sum(-1) - 1).abs().max()) < 1e-12
 
 
+@pytest.mark.parametrize("inner", [ntkl.Categorical(), ntkl.Bernoulli(), ntkl.Gaussian(0.3)], ids=repr)
+def test_one_position_keeps_its_axis(inner: ntkl.Likelihood) -> None:
+    """In every method, and calibrated: the response is that of the likelihood, at a position."""
+    x = torch.randn(10, 3, generator=torch.Generator().manual_seed(0)).double()
+    outputs = 1 if isinstance(inner, ntkl.Bernoulli) else 3
+    y = (3 * x[:, :1]).long().clamp(0, outputs - 1 if outputs > 1 else 1)
+    if isinstance(inner, ntkl.Gaussian):
+        y = x.unsqueeze(1)
+    network = nn.Linear(3, outputs).double()
+    placed = ntkl.laplace(network, (x, y), ntkl.Everywhere(inner, positions=1), structure="gp")
+    plain = ntkl.laplace(network, (x, y[:, 0]), inner, structure="gp")
+    for calibrated in (False, True):
+        for method in ("map", "glm", "nn", *(["probit"] if inner.classifies else [])):
+            found, alone = (one.predict(x, method, calibrated=calibrated, generator=torch.Generator().manual_seed(1))
+                            for one in (placed, plain))
+            assert found.mean.shape == (10, 1, outputs)
+            torch.testing.assert_close(found.log_prob(y), alone.log_prob(y[:, 0]).view(10), rtol=1e-9, atol=1e-12)
+        for posterior, labels in ((placed, y), (plain, y[:, 0])):
+            posterior.calibrate((x, labels))
+
+
 def test_many_outputs_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the limit f is drawn, f + J(θ - θ*), by forward-mode differentiation: moments are those of the blocks."""
     posterior, x = fitted("kfac"), images(7)[4:]

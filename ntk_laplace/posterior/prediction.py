@@ -197,7 +197,7 @@ class PredictionVerbs(Fitted):
         elif method == "glm" and positions > 1 and self.num_outputs > tuning.POSITION_OUTPUTS and mean == "map":
             return averaged(partial(linearized, self.network))
         chunks = self._chunks(x, batch_size)
-        if positions > 1:
+        if own.positions is not None:
             return _responses(self._moments(chunks, mean, positions), True, lambda f, blocks: own.together(
                 respond(f.reshape(len(f) * positions, -1), blocks.flatten(0, 1))))
         if method == "probit" and own.probit_by_variance(*2 * (torch.zeros(1, self.num_outputs),)) is not None:
