@@ -560,6 +560,7 @@ def test_resuming_another_tempering_is_refused(tmp_path: Any) -> None:
     ("targets and example weights", lambda network, x, y: (network, (x, -y))),
     ("targets and example weights", lambda network, x, y: (network, (x, y, torch.full((len(x),), 0.5)))),
     ("network", lambda network, x, y: (nn.Sequential(network[0], nn.ReLU(), network[2]), (x, y))),
+    ("network", lambda network, x, y: (nn.Sequential(*network, *[nn.Identity()] * 40), (x, y))),
     ("frozen parameters", lambda network, x, y: (nn.Sequential(_moved(network[0]), *network[1:]), (x, y))),
 ])
 def test_resuming_another_model_is_refused(what: str, changed: Any, tmp_path: Any) -> None:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -369,10 +370,11 @@ def _signature(
     """What a run that resumes must share with the interrupted one; weights move, and are in the state."""
     own = {name: value for name, value in ModelSignature(model).items() if name != "network"}
     module, moving = model.network.module, set(model.network.shapes)
+    kinds = [type(part).__name__ for part in module.modules()]
     fixed = [(name, value) for name, value in (*module.named_parameters(), *module.named_buffers())
              if name not in moving]
     return own | {
-        "network": ", ".join(type(part).__name__ for part in module.modules())[:200],
+        "network": f"{type(module).__name__} of {len(kinds)} modules, {crc32(' '.join(kinds).encode()):08x}",
         "output": repr(model.network.output), "frozen parameters and buffers": digest(*(value for _, value in fixed)),
         "targets and example weights": examples.fingerprint, "row tolerance": f"{row_tolerance:g}",
         "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
