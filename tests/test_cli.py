@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shlex
@@ -21,6 +22,7 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace.tools import cli, demo
 from ntk_laplace.tools.cli import arrays, inputs
+from ntk_laplace.tools.cli.python_files import load_network
 from ntk_laplace.tools.comparison import compare
 
 
@@ -222,6 +224,16 @@ def test_evidence_from_the_shell_with_table_and_picture(brought: Path) -> None:
     assert done.stdout.startswith("Log marginal likelihood, in nats\nN = 20, C = 3, P = 51; Categorical")
     assert "gp: refused: expected B of 40 x 40" in done.stdout and "\nfull       refused  " not in done.stdout
     assert (brought / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "model.py"
+    for width in (2, 3):
+        file.write_text(f"from torch import nn\n\n\ndef make_network():\n    return nn.Linear({width}, 1)\n")
+        os.utime(file, (1e9, 1e9))
+        assert load_network(file, "make_network").in_features == width
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.slow

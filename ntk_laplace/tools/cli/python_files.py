@@ -6,8 +6,9 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -90,11 +91,21 @@ _REMEDIES = {
 }
 
 
+class _UncachedLoader(SourceFileLoader):
+    """A file as Python reads a script: no cache beside it, which another text of one second and length would match."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _run(path: Path, what: str, fail: type[NTKLaplaceError]) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_ntk_laplace_{what}_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise fail("a Python file, whose name ends with .py", f"{path}", "Rename it.")
-    loader, module = spec.loader, importlib.util.module_from_spec(spec)
+    name = f"_ntk_laplace_{what}_{path.stem}"
+    loader = _UncachedLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None  # a loader was given
+    module = importlib.util.module_from_spec(spec)
     # as Python does for a script: the file can import its neighbors, and pickle and dataclasses find the module
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.resolve().parent))
