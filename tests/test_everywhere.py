@@ -470,3 +470,54 @@ def test_refusals() -> None:
             ntkl.Everywhere(inner, 2)
     with refused(ntkl.TargetError, "3 inputs", "4", "each"):
         fitted("kfac").predict(x[:3], "map").log_prob(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.float32])
+def test_ignored_labels_of_any_type(dtype: torch.dtype) -> None:
+    """A byte does not hold -100, the label that marks a missing one."""
+    network, x = nn.Linear(1, 160).double(), torch.randn(4, 3, 1).double()
+    y = torch.randint(100, (4, 3))
+    y[:, 0] = 255
+    likelihood = ntkl.Everywhere(ntkl.Categorical(), 3, ignore_index=255)
+    posterior = ntkl.laplace(network, (x, y.to(dtype)), likelihood, structure="diag")
+    expected = network(x).detach().log_softmax(-1)[:, 1:].gather(-1, y[:, 1:, None]).sum()
+    assert posterior.log_likelihood().item() == pytest.approx(expected.item(), rel=1e-12)
+    assert posterior.predict(x, "map").log_prob(y.to(dtype)).sum().item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_labels_that_are_no_whole_numbers_are_refused() -> None:
+    y = torch.tensor([[255.0, 0.5], [1.0, 0.0]])
+    with refused(ntkl.TargetError, expected="labels", got="0.5", remedy=""):
+        ntkl.laplace(nn.Linear(1, 3), (torch.randn(2, 2, 1), y), ntkl.Everywhere(ntkl.Categorical(), 2, 255))
+
+
+def test_targets_that_fit_both_layouts_are_refused() -> None:
+    network, x, y = nn.Conv2d(1, 6, 1).double(), torch.randn(5, 1, 3, 3).double(), torch.randn(5, 3, 3, 3).double()
+    likelihood = ntkl.Everywhere(ntkl.HeteroscedasticGaussian(), (3, 3))
+    with refused(ntkl.TargetError, expected="targets whose layout their shape tells", got="(5, 3, 3, 3)",
+                 remedy="Flatten the positions"):
+        ntkl.laplace(network, (x, y), likelihood)
+    rows = nn.Sequential(network, nn.Flatten(2))
+    posterior = ntkl.laplace(rows, (x, y.flatten(2)), ntkl.Everywhere(ntkl.HeteroscedasticGaussian(), 9))
+    inner = ntkl.HeteroscedasticGaussian()
+    f = network(x).detach().movedim(1, -1).reshape(-1, 6)
+    expected = inner.log_prob(f, y.movedim(1, -1).reshape(-1, 3)).sum()
+    assert posterior.log_likelihood().item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fitted", "other"),
+    [
+        (ntkl.Everywhere(ntkl.Categorical(), (2, 4)), ntkl.Categorical()),
+        (ntkl.Everywhere(ntkl.Categorical(), (2, 4)), ntkl.Everywhere(ntkl.Categorical(), (4, 2))),
+        (ntkl.Gaussian(), ntkl.Everywhere(ntkl.Gaussian(), 24)),
+    ],
+)
+def test_predictions_have_the_positions_of_the_fit(fitted: ntkl.Likelihood, other: ntkl.Likelihood) -> None:
+    network, x = nn.Linear(2, 24).double(), torch.randn(5, 2).double()
+    y = torch.randn(5, 24).double() if fitted.positions is None else torch.randint(3, (5, 2, 4))
+    posterior = ntkl.laplace(network, (x, y), fitted)
+    got = "Categorical" if fitted.positions else "Gaussian"
+    for method in ("glm", "map", "nn"):
+        with refused(ntkl.UnsupportedError, "as in the fit", got, "Use Everywhere"):
+            posterior.predict(x, method, likelihood=other)

@@ -175,6 +175,10 @@ class PredictionVerbs(Fitted):
         if not isinstance(own, Likelihood):
             raise UnsupportedError("a likelihood object, or None for the training one", f"{likelihood!r}",
                                    "Use for instance ntk_laplace.Gaussian(noise).")
+        if own.positions != (fitted := self.likelihood.positions):
+            where = "one response per input" if fitted is None else f"responses at positions {tuple(fitted)}"
+            raise UnsupportedError(f"a likelihood of {where}, as in the fit", f"{own!r}",
+                                   "Use Everywhere(likelihood, positions) where the fit does, with its positions.")
         require_generator(generator)
         scalar = self.network.scalar
 

@@ -117,7 +117,7 @@ class WhatIfVerbs(Fitted):
         ----------
         indices : int, sequence of int, or Tensor
         y : number, sequence or Tensor
-            One target per point, or one for all of them.
+            One target per point, or one number for all of them, where a target is one number.
         steps : int or None
         linearization : str
             As in `remove`.

@@ -36,10 +36,10 @@ def positions_of(likelihood: Likelihood, batches: Batches) -> Size | None:
 class Everywhere(Likelihood):
     """Independent responses at L positions, each with `likelihood`: segmentation, token labels, images as targets.
 
-    The network returns ``(N, C, *positions)`` or ``(N, *positions, C)``, with C outputs at each position. Where both
-    fit, the layout is ambiguous and refused. In the library f has shape (N, L C), with the outputs of one position side
-    by side. Targets have shape ``(N, *positions)`` where one position has one number, such as a class; else
-    ``(N, *positions, D)`` or ``(N, D, *positions)``.
+    The network returns ``(N, C, *positions)`` or ``(N, *positions, C)``, with C outputs at each position. In the
+    library f has shape (N, L C), with the outputs of one position side by side. Targets have shape ``(N, *positions)``
+    where one position has one number, such as a class; else ``(N, *positions, D)`` or ``(N, D, *positions)``. A shape
+    of outputs or targets that fits both layouts is refused.
 
     Predictions are distributions with events of shape ``positions``: `log_prob` is the sum over the observed positions
     of the log density of each one's own marginal; `mean`, `variance` and `probs` have shape ``(n, *positions, C)``.
@@ -166,16 +166,26 @@ class Everywhere(Likelihood):
         y = read(y, num_examples, missing=True)
         self.place(y)
         own, axes, shape = self.likelihood, len(self.positions), tuple(self.positions)
-        if y.shape[1:] != self.positions and y.shape[1:-1] != self.positions and y.shape[2:] == self.positions:
+        first, last = (y.dim() == axes + 2 and part == self.positions for part in (y.shape[2:], y.shape[1:-1]))
+        if first and last:
+            raise TargetError("targets whose layout their shape tells", f"shape {tuple(y.shape)}, which is both (N, D, "
+                              "*positions) and (N, *positions, D)",
+                              "Flatten the positions into one axis, in outputs too, or pad them with missing targets.")
+        if first:
             y = y.movedim(1, -1)
         if y.shape[1 : 1 + axes] != self.positions or y.dim() > axes + 2:
             raise TargetError(f"targets of shape ({num_examples}, {', '.join(map(str, shape))}), with an axis of "
                               "responses if a position has several", f"shape {tuple(y.shape)}",
                               "Pass one target for each position; pad examples of other shapes.")
         flat = self._flat_targets(y)
-        if not flat.is_floating_point() and bool((missing := flat == self.ignore_index).any()):
-            per_output = own.event_shape(self._per_position(num_outputs)) != Size()
-            flat = own.hidden(flat.double() if per_output else flat.masked_fill(missing, 0), ~missing)
+        per_output = own.event_shape(self._per_position(num_outputs)) != Size()
+        labels = not flat.is_floating_point() or (not per_output and flat.dim() == 1)
+        if labels and bool((missing := flat == self.ignore_index).any()):
+            if per_output:
+                flat = flat.double()
+            elif not flat.is_floating_point():
+                flat = flat.long()  # bytes do not hold the label that marks a missing one
+            flat = own.hidden(flat if per_output else flat.masked_fill(missing, 0), ~missing)
         found = own.targets(flat, len(flat), self._per_position(num_outputs))
         return found.reshape(num_examples, *shape, *found.shape[1:])
 
