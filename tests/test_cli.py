@@ -230,7 +230,9 @@ def test_a_file_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     file = tmp_path / "model.py"
     for width in (2, 3):
-        file.write_text(f"from torch import nn\n\n\ndef make_network():\n    return nn.Linear({width}, 1)\n")
+        file.write_text(f"from torch import nn\n\n\ndef make_network(width: int = {width}):\n"
+                        "    assert make_network.__annotations__ == {'width': int}  # none postponed\n"
+                        "    return nn.Linear(width, 1)\n")
         os.utime(file, (1e9, 1e9))
         assert load_network(file, "make_network").in_features == width
     assert list(tmp_path.iterdir()) == [file]

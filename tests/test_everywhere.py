@@ -487,7 +487,7 @@ def test_ignored_labels_of_any_type(dtype: torch.dtype) -> None:
 
 def test_labels_that_are_no_whole_numbers_are_refused() -> None:
     y = torch.tensor([[255.0, 0.5], [1.0, 0.0]])
-    with refused(ntkl.TargetError, expected="labels", got="0.5", remedy=""):
+    with refused(ntkl.TargetError, "class labels that are whole", "0.5 at example 1", "Regression targets"):
         ntkl.laplace(nn.Linear(1, 3), (torch.randn(2, 2, 1), y), ntkl.Everywhere(ntkl.Categorical(), 2, 255))
 
 
@@ -506,18 +506,19 @@ def test_targets_that_fit_both_layouts_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fitted", "other"),
+    ("fitted", "other", "got"),
     [
-        (ntkl.Everywhere(ntkl.Categorical(), (2, 4)), ntkl.Categorical()),
-        (ntkl.Everywhere(ntkl.Categorical(), (2, 4)), ntkl.Everywhere(ntkl.Categorical(), (4, 2))),
-        (ntkl.Gaussian(), ntkl.Everywhere(ntkl.Gaussian(), 24)),
+        (ntkl.Everywhere(ntkl.Categorical(), (2, 4)), ntkl.Categorical(), "one response per input"),
+        (ntkl.Everywhere(ntkl.Categorical(), (2, 4)), ntkl.Everywhere(ntkl.Categorical(), (4, 2)),
+         r"positions \(4, 2\)"),
+        (ntkl.Everywhere(ntkl.Categorical(), (2, 4)), ntkl.Everywhere(ntkl.Categorical()), "positions not given"),
+        (ntkl.Gaussian(), ntkl.Everywhere(ntkl.Gaussian(), 24), r"positions \(24,\)"),
     ],
 )
-def test_predictions_have_the_positions_of_the_fit(fitted: ntkl.Likelihood, other: ntkl.Likelihood) -> None:
+def test_predictions_have_the_positions_of_the_fit(fitted: ntkl.Likelihood, other: ntkl.Likelihood, got: str) -> None:
     network, x = nn.Linear(2, 24).double(), torch.randn(5, 2).double()
     y = torch.randn(5, 24).double() if fitted.positions is None else torch.randint(3, (5, 2, 4))
     posterior = ntkl.laplace(network, (x, y), fitted)
-    got = "Categorical" if fitted.positions else "Gaussian"
     for method in ("glm", "map", "nn"):
         with refused(ntkl.UnsupportedError, "as in the fit", got, "Use Everywhere"):
             posterior.predict(x, method, likelihood=other)

@@ -175,9 +175,9 @@ class PredictionVerbs(Fitted):
         if not isinstance(own, Likelihood):
             raise UnsupportedError("a likelihood object, or None for the training one", f"{likelihood!r}",
                                    "Use for instance ntk_laplace.Gaussian(noise).")
-        if own.positions != (fitted := self.likelihood.positions):
-            where = "one response per input" if fitted is None else f"responses at positions {tuple(fitted)}"
-            raise UnsupportedError(f"a likelihood of {where}, as in the fit", f"{own!r}",
+        if own.positions != self.likelihood.positions:
+            raise UnsupportedError(f"a likelihood of {_responses_of(self.likelihood)}, as in the fit",
+                                   f"{type(own).__name__}, of {_responses_of(own)}",
                                    "Use Everywhere(likelihood, positions) where the fit does, with its positions.")
         require_generator(generator)
         scalar = self.network.scalar
@@ -321,6 +321,13 @@ def _by_position(precision: PosteriorPrecision, rows: Jacobian, positions: int) 
         joint = precision.covariance_blocks(rows.weighted(columns.expand(n, *columns.shape)))
         found.append(diagonal_blocks(joint, own))
     return torch.cat(found, 1)
+
+
+def _responses_of(likelihood: Likelihood) -> str:
+    """Where an input has responses, for an error."""
+    if likelihood.positions is None:
+        return "one response per input"
+    return f"responses at positions {tuple(likelihood.positions)}" if likelihood.positions else "positions not given"
 
 
 def _responses(

@@ -17,6 +17,7 @@ from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
 from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read
+from ntk_laplace.model.network import channels_fit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,7 +54,8 @@ class Everywhere(Likelihood):
         targets in the first batch of a fit, with one number at each position. All examples have it: pad shorter ones,
         with `ignore_index` as their targets.
     ignore_index : int
-        Whole-numbered targets with this value are missing and contribute nothing; as in torch.nn.CrossEntropyLoss.
+        Targets of a type of whole numbers, and class labels of any type, that have this value are missing and
+        contribute nothing; as in torch.nn.CrossEntropyLoss.
 
     Raises
     ------
@@ -166,7 +168,7 @@ class Everywhere(Likelihood):
         y = read(y, num_examples, missing=True)
         self.place(y)
         own, axes, shape = self.likelihood, len(self.positions), tuple(self.positions)
-        first, last = (y.dim() == axes + 2 and part == self.positions for part in (y.shape[2:], y.shape[1:-1]))
+        first, last = channels_fit(y.shape, self.positions)
         if first and last:
             raise TargetError("targets whose layout their shape tells", f"shape {tuple(y.shape)}, which is both (N, D, "
                               "*positions) and (N, *positions, D)",
@@ -179,13 +181,11 @@ class Everywhere(Likelihood):
                               "Pass one target for each position; pad examples of other shapes.")
         flat = self._flat_targets(y)
         per_output = own.event_shape(self._per_position(num_outputs)) != Size()
-        labels = not flat.is_floating_point() or (not per_output and flat.dim() == 1)
-        if labels and bool((missing := flat == self.ignore_index).any()):
-            if per_output:
-                flat = flat.double()
-            elif not flat.is_floating_point():
-                flat = flat.long()  # bytes do not hold the label that marks a missing one
-            flat = own.hidden(flat if per_output else flat.masked_fill(missing, 0), ~missing)
+        whole = not flat.is_floating_point()
+        if whole:  # in a type that holds what marks a missing target: bytes do not
+            flat = flat.double() if per_output else flat.long()
+        if (whole or (not per_output and flat.dim() == 1)) and bool((missing := flat == self.ignore_index).any()):
+            flat = own.hidden(flat, ~missing)
         found = own.targets(flat, len(flat), self._per_position(num_outputs))
         return found.reshape(num_examples, *shape, *found.shape[1:])
 

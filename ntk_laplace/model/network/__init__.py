@@ -3,7 +3,7 @@
 The caller's module is read once and never changed. All other code works on the copy.
 """
 
-from ntk_laplace.model.network.caller import Caller
+from ntk_laplace.model.network.caller import Caller, channels_fit
 from ntk_laplace.model.network.choice import ParameterChoice
 from ntk_laplace.model.network.copying import private_copy, require_module
 from ntk_laplace.model.network.frozen import Network
@@ -17,6 +17,7 @@ __all__ = [
     "ManyWeights",
     "Network",
     "ParameterChoice",
+    "channels_fit",
     "independent_of_batches",
     "linear_at",
     "linearized",

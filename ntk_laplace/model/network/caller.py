@@ -138,13 +138,18 @@ def _binds(signature: inspect.Signature | None, args: tuple, kwargs: dict) -> bo
 # --- what a module returns
 
 
+def channels_fit(shape: Size, positions: Size) -> tuple[bool, bool]:
+    """Whether a shape is (N, C, *positions), and whether it is (N, *positions, C)."""
+    axes = len(shape) == len(positions) + 2
+    return axes and shape[2:] == positions, axes and shape[1:-1] == positions
+
+
 def _rows(found: Tensor, positions: Size) -> Tensor:
     """Outputs (N, C, *positions), (N, *positions, C) or (N, *positions) as rows (N, L C), position by position.
 
     Rows stay as they are.
     """
-    first, last = (found.dim() == len(positions) + 2 and shape == positions
-                   for shape in (found.shape[2:], found.shape[1:-1]))
+    first, last = channels_fit(found.shape, positions)
     if found.shape[1:] == positions or (found.dim() == 2 and found.shape[1] % positions.numel() == 0):
         return found.flatten(1)
     if first == last:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -91,28 +89,23 @@ _REMEDIES = {
 }
 
 
-class _UncachedLoader(SourceFileLoader):
-    """A file as Python reads a script: no cache beside it, which another text of one second and length would match."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def _run(path: Path, what: str, fail: type[NTKLaplaceError]) -> ModuleType:
     if path.suffix != ".py":
         raise fail("a Python file, whose name ends with .py", f"{path}", "Rename it.")
-    name = f"_ntk_laplace_{what}_{path.stem}"
-    loader = _UncachedLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None  # a loader was given
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(f"_ntk_laplace_{what}_{path.stem}")
+    module.__file__ = str(path)
+
+    def run() -> None:
+        # not through the import system, whose cache beside the file would match another text of one second and length
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+
     # as Python does for a script: the file can import its neighbors, and pickle and dataclasses find the module
-    sys.modules[spec.name] = module
+    sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        _called(lambda: loader.exec_module(module), "the file", path, fail, {})
+        _called(run, "the file", path, fail, {})
     except NTKLaplaceError:
-        del sys.modules[spec.name]
+        del sys.modules[module.__name__]
         raise
     finally:
         sys.path.remove(str(path.resolve().parent))
