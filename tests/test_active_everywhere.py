@@ -55,6 +55,7 @@ def test_classes(tempered: bool) -> None:
     assert len(set(active.select(posterior, x, 2, "bald").indices.tolist())) == 2
 
 
+@pytest.mark.slow
 def test_labels() -> None:
     """Two of each position."""
     posterior = fitted(ntkl.Bernoulli(), 2, lambda x: (x > 0).double(), 3)

@@ -293,6 +293,7 @@ def test_a_transform_without_a_gaussian_result() -> None:
     assert isinstance(found, TransformedPosterior) and bool((found.rsample() > 0).all())
 
 
+@pytest.mark.slow
 def test_fit() -> None:
     """The log joint falls, a warm start begins at the weights of the last fit, known noise is used as it is."""
     x, y = data(2)

@@ -218,6 +218,7 @@ def test_it_is_its_own() -> None:
     assert torch.allclose(single.posterior(x.float()).variance, before.float(), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_fit() -> None:
     """The first member is the model of one member; a warm start continues each; the caller's random numbers stay."""
     x, y = data(2)

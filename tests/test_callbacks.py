@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
-import logging
 import math
 import random
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,66 +19,16 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace.tools.callbacks import EvidenceTracker
+from packages import OnUse
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    lightning = pytest.importorskip("lightning.pytorch")
-    transformers = pytest.importorskip("transformers")
-    lightning_callback = ntkl.callbacks.lightning.EvidenceCallback
-    huggingface_callback = ntkl.callbacks.huggingface.EvidenceCallback
+trainers = OnUse("trainers")
 
 # what the trainers say of loggers, workers and other packages
 pytestmark = [
     pytest.mark.slow, pytest.mark.filterwarnings("ignore", "error::ntk_laplace.errors.NTKLaplaceWarning")
 ]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 NOISE, PRECISION = 0.1, 2.0
-
-
-@functools.cache
-def data() -> tuple[Tensor, Tensor]:
-    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return x, x.prod(1, keepdim=True)
-
-
-class Regression(lightning.LightningModule):
-    """Dropout draws random numbers, and batch normalization has buffers; the first layer stays in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-        return nn.functional.mse_loss(self(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.1)
-
-
-class Recorder(lightning.Callback):
-    """The network after each epoch, in eval mode."""
-
-    def __init__(self) -> None:
-        self.networks: list[nn.Module] = []
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.networks.append(copy.deepcopy(pl_module).eval())
-
-
-def train(*callbacks: Any, epochs: int = 4, loader: DataLoader | None = None, **options: Any) -> nn.Module:
-    options = {"logger": False, "enable_checkpointing": False} | options
-    trainer = lightning.Trainer(max_epochs=epochs, callbacks=list(callbacks), accelerator="cpu",
-                                enable_progress_bar=False, enable_model_summary=False, **options)
-    module = Regression()
-    torch.manual_seed(2)
-    trainer.fit(module, loader or DataLoader(TensorDataset(*data()), 5, shuffle=True))
-    return module
 
 
 def likelihood() -> ntkl.Gaussian:
@@ -90,7 +37,7 @@ def likelihood() -> ntkl.Gaussian:
 
 def dense_evidence(network: nn.Module) -> float:
     """The log density of y under the linearized model's normalizer: from the dense Jacobian by autograd."""
-    x, y = data()
+    x, y = trainers.data()
     named = dict(network.named_parameters())
 
     def outputs(parameters: dict[str, Tensor]) -> Tensor:
@@ -111,10 +58,10 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("structure", ["gp", "full"])
 def test_the_evidence_of_each_epoch_is_that_of_its_weights(structure, tmp_path):
-    seen = Recorder()
-    callback = lightning_callback(data(), likelihood(), ntkl.GaussianPrior(PRECISION), structure)
-    logger = lightning.loggers.CSVLogger(tmp_path)
-    train(seen, callback, logger=logger)
+    seen = trainers.Recorder()
+    callback = trainers.lightning_callback(trainers.data(), likelihood(), ntkl.GaussianPrior(PRECISION), structure)
+    logger = trainers.lightning.loggers.CSVLogger(tmp_path)
+    trainers.train(seen, callback, logger=logger)
     expected = [dense_evidence(network) for network in seen.networks]
     assert [one.epoch for one in callback.tracker.history] == [1, 2, 3, 4]
     assert [one.log_evidence for one in callback.tracker.history] == pytest.approx(expected, rel=1e-10)
@@ -127,16 +74,16 @@ def test_the_evidence_of_each_epoch_is_that_of_its_weights(structure, tmp_path):
 
 
 def test_monitors_of_lightning_find_it_and_every_epoch_that_is_asked_for(tmp_path):
-    callback = lightning_callback(data(), likelihood(), metric="evidence", every=1)
+    callback = trainers.lightning_callback(trainers.data(), likelihood(), metric="evidence", every=1)
     options = {"monitor": "evidence", "mode": "max"}
-    stopping = lightning.callbacks.EarlyStopping(**options, patience=1, check_on_train_epoch_end=True)
-    saving = lightning.callbacks.ModelCheckpoint(tmp_path, "{epoch}", **options, save_on_train_epoch_end=True)
-    train(stopping, saving, callback, epochs=30, enable_checkpointing=True)
+    stopping = trainers.lightning.callbacks.EarlyStopping(**options, patience=1, check_on_train_epoch_end=True)
+    saving = trainers.lightning.callbacks.ModelCheckpoint(tmp_path, "{epoch}", **options, save_on_train_epoch_end=True)
+    trainers.train(stopping, saving, callback, epochs=30, enable_checkpointing=True)
     values = [one.log_evidence for one in callback.tracker.history]
     assert len(values) < 30 and values[-1] < max(values)
     assert saving.best_model_path.endswith(f"epoch={callback.best.epoch - 1}.ckpt")
-    seldom = lightning_callback(data(), likelihood(), every=3)
-    train(seldom, epochs=7)
+    seldom = trainers.lightning_callback(trainers.data(), likelihood(), every=3)
+    trainers.train(seldom, epochs=7)
     assert [one.epoch for one in seldom.tracker.history] == [3, 6]
 
 
@@ -144,15 +91,15 @@ def test_monitors_of_lightning_find_it_and_every_epoch_that_is_asked_for(tmp_pat
 def test_the_best_weights_come_back(file, tmp_path):
     if file == "best.safetensors":
         pytest.importorskip("safetensors")
-    seen, path = Recorder(), None if file is None else tmp_path / file
+    seen, path = trainers.Recorder(), None if file is None else tmp_path / file
     # a large precision: the evidence falls as the weights grow
     options = {"prior": ntkl.GaussianPrior(30.0), "structure": "gp", "path": path}
-    callback = lightning_callback(data(), likelihood(), restore_best=True, **options)
-    best = train(seen, callback, epochs=6)
+    callback = trainers.lightning_callback(trainers.data(), likelihood(), restore_best=True, **options)
+    best = trainers.train(seen, callback, epochs=6)
     number = callback.best.epoch - 1
     assert same(best, seen.networks[number]) and not same(best, seen.networks[-1])
-    later = lightning_callback(data(), likelihood(), **options)
-    last = train(later, epochs=6)
+    later = trainers.lightning_callback(trainers.data(), likelihood(), **options)
+    last = trainers.train(later, epochs=6)
     assert same(last, seen.networks[-1])
     later.tracker.restore(last)
     assert same(last, best)
@@ -162,19 +109,20 @@ def test_the_best_weights_come_back(file, tmp_path):
 def test_a_training_is_the_same_with_and_without_it(given):
     def loader() -> DataLoader:
         generator = torch.Generator().manual_seed(3)
-        return DataLoader(TensorDataset(*data()), 5, shuffle=True, generator=generator)
+        return DataLoader(TensorDataset(*trainers.data()), 5, shuffle=True, generator=generator)
 
     shared = loader()
-    read = data() if given == "tensors" else shared
-    callback = lightning_callback(read, likelihood(), hyperparameters=True)
-    assert same(train(callback, loader=shared), train(loader=loader()))
+    read = trainers.data() if given == "tensors" else shared
+    callback = trainers.lightning_callback(read, likelihood(), hyperparameters=True)
+    assert same(trainers.train(callback, loader=shared), trainers.train(loader=loader()))
 
 
 def test_modes_gradients_and_random_states_stay():
-    module, tracker = Regression(), EvidenceTracker(data(), likelihood(), structure="kfac", curvature="mc")
+    module = trainers.Regression()
+    tracker = EvidenceTracker(trainers.data(), likelihood(), structure="kfac", curvature="mc")
     module.train()
     module.net[2].eval()
-    module(data()[0]).sum().backward()
+    module(trainers.data()[0]).sum().backward()
     modes = [part.training for part in module.modules()]
     gradients = [parameter.grad for parameter in module.parameters()]
     values = [value.clone() for value in gradients]
@@ -188,13 +136,13 @@ def test_modes_gradients_and_random_states_stay():
 
 
 def test_hyperparameters_are_fitted_and_kept_with_their_evidence():
-    module = Regression().eval()
+    module = trainers.Regression().eval()
     prior = ntkl.GaussianPrior(1.0, groups="layer")
-    tracker = EvidenceTracker(data(), likelihood(), prior, "full", hyperparameters=True)
-    posterior = ntkl.laplace(module, data(), likelihood(), prior, "full")
+    tracker = EvidenceTracker(trainers.data(), likelihood(), prior, "full", hyperparameters=True)
+    posterior = ntkl.laplace(module, trainers.data(), likelihood(), prior, "full")
     posterior.fit_hyperparameters()
     assert tracker.evaluate(module, 1)["log_evidence"] == pytest.approx(float(posterior.log_marginal_likelihood()))
-    again = ntkl.laplace(module, data(), tracker.best.likelihood, tracker.best.prior, "full")
+    again = ntkl.laplace(module, trainers.data(), tracker.best.likelihood, tracker.best.prior, "full")
     assert float(again.log_marginal_likelihood()) == pytest.approx(tracker.best.log_evidence, rel=1e-12)
     assert "not bound" in repr(prior), "the caller's prior does not change"
     tracker.start()
@@ -202,62 +150,28 @@ def test_hyperparameters_are_fitted_and_kept_with_their_evidence():
 
 
 def test_a_network_in_the_module_and_the_correction():
-    module = Regression().eval()
+    module = trainers.Regression().eval()
     options = {"structure": "gp", "correction": True}
-    named = EvidenceTracker(data(), likelihood(), network="net", **options).evaluate(module, 1)
-    made = EvidenceTracker(data(), likelihood(), network=lambda m: nn.Sequential(m.net), **options).evaluate(module, 1)
-    posterior = ntkl.laplace(module, data(), likelihood(), ntkl.GaussianPrior(groups="layer"), "gp")
+    named = EvidenceTracker(trainers.data(), likelihood(), network="net", **options).evaluate(module, 1)
+    tracker = EvidenceTracker(trainers.data(), likelihood(), network=lambda m: nn.Sequential(m.net), **options)
+    made = tracker.evaluate(module, 1)
+    posterior = ntkl.laplace(module, trainers.data(), likelihood(), ntkl.GaussianPrior(groups="layer"), "gp")
     expected = float(posterior.log_marginal_likelihood(correction=True))
     assert named["log_evidence"] == pytest.approx(expected, rel=1e-12)
     assert made["log_evidence"] == pytest.approx(expected, rel=1e-12)
 
 
-class Sentences(Dataset):
-    """Tokens and labels, as mappings of one example."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(4)
-        self.tokens = torch.randint(2, 30, (16, 6), generator=generator)
-        self.labels = torch.randint(3, (16,), generator=generator)
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"input_ids": self.tokens[i], "labels": self.labels[i]}
-
-
-class Snapshots(transformers.TrainerCallback):
-    def __init__(self) -> None:
-        self.networks: list[nn.Module] = []
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        self.networks.append(copy.deepcopy(keywords["model"]).eval())
-
-
-def trainer_of(folder: Path, **options: Any) -> Any:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    config = transformers.BertConfig(vocab_size=30, max_position_embeddings=8, num_labels=3, **sizes)
-    torch.manual_seed(5)
-    model = transformers.BertForSequenceClassification(config)
-    arguments = transformers.TrainingArguments(
-        str(folder), num_train_epochs=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True,
-        learning_rate=2e-2, report_to=[], save_strategy="no", disable_tqdm=True, **options,
-    )
-    return transformers.Trainer(model, arguments, train_dataset=Sentences(), callbacks=[Snapshots()])
-
-
 def test_a_training_of_transformers(tmp_path):
-    plain = trainer_of(tmp_path)
+    plain = trainers.trainer_of(tmp_path)
     plain.train()
-    tracked = trainer_of(tmp_path)
+    tracked = trainers.trainer_of(tmp_path)
     prior = ntkl.GaussianPrior(5.0)
-    callback = huggingface_callback(tracked, ntkl.Categorical(), prior, "gp", restore_best=True)
+    callback = trainers.huggingface_callback(tracked, ntkl.Categorical(), prior, "gp", restore_best=True)
     tracked.add_callback(callback)
     tracked.train()
-    networks = next(one for one in tracked.callback_handler.callbacks if isinstance(one, Snapshots)).networks
+    networks = next(one for one in tracked.callback_handler.callbacks if isinstance(one, trainers.Snapshots)).networks
     assert same(plain.model, networks[-1]), "the training is the same without the callback"
-    read = Sentences()
+    read = trainers.Sentences()
     inputs = {"input_ids": read.tokens, "labels": read.labels}
     expected = [
         ntkl.laplace(network, inputs, ntkl.Categorical(), prior, "full", output="logits", targets="labels",
@@ -273,10 +187,10 @@ def test_a_training_of_transformers(tmp_path):
 
 
 def test_transformers_in_16_bits_and_data_of_its_own(tmp_path):
-    trainer = trainer_of(tmp_path, bf16=True, max_steps=3)
-    read = Sentences()
+    trainer = trainers.trainer_of(tmp_path, bf16=True, max_steps=3)
+    read = trainers.Sentences()
     loader = DataLoader(read, batch_size=5)
-    callback = huggingface_callback(trainer, ntkl.Categorical(), data=loader, every=2)
+    callback = trainers.huggingface_callback(trainer, ntkl.Categorical(), data=loader, every=2)
     trainer.add_callback(callback)
     trainer.train()
     assert [one.epoch for one in callback.tracker.history] == [2] and callback.best.num_examples == 16
@@ -297,32 +211,33 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments(case):
     changed, error, words = BAD[case]
-    given = {"data": data(), "likelihood": likelihood()} | changed
-    for make in (EvidenceTracker, lightning_callback):
+    given = {"data": trainers.data(), "likelihood": likelihood()} | changed
+    for make in (EvidenceTracker, trainers.lightning_callback):
         with pytest.raises(error, match=words):
             make(**given)
 
 
 def test_what_the_first_evaluation_finds(tmp_path):
-    module = Regression()
+    module = trainers.Regression()
     with pytest.raises(ntkl.NetworkError, match="There are: net"):
-        EvidenceTracker(data(), likelihood(), network="body").evaluate(module, 1)
+        EvidenceTracker(trainers.data(), likelihood(), network="body").evaluate(module, 1)
     with pytest.raises(ntkl.NetworkError, match="int"):
-        EvidenceTracker(data(), likelihood(), network=lambda _: 3).evaluate(module, 1)
+        EvidenceTracker(trainers.data(), likelihood(), network=lambda _: 3).evaluate(module, 1)
     assert module.training and module.net[2].training
     with pytest.warns(ntkl.NTKLaplaceWarning, match="every=9"):
-        EvidenceTracker(data(), likelihood(), every=9).restore(module)
+        EvidenceTracker(trainers.data(), likelihood(), every=9).restore(module)
     several = SimpleNamespace(world_size=2)
     with pytest.raises(ntkl.UnsupportedError, match="2 processes"):
-        lightning_callback(data(), likelihood()).on_fit_start(several, module)
-    trainer = trainer_of(tmp_path)
+        trainers.lightning_callback(trainers.data(), likelihood()).on_fit_start(several, module)
+    trainer = trainers.trainer_of(tmp_path)
+    callback = trainers.huggingface_callback(trainer, ntkl.Categorical())
     with pytest.raises(ntkl.UnsupportedError, match="2 processes"):
-        huggingface_callback(trainer, ntkl.Categorical()).on_train_begin(several, trainer.state, trainer.control)
+        callback.on_train_begin(several, trainer.state, trainer.control)
     with pytest.raises(ntkl.UnsupportedError, match=r"transformers\.Trainer"):
-        huggingface_callback(data(), ntkl.Categorical())
+        trainers.huggingface_callback(trainers.data(), ntkl.Categorical())
     trainer.train_dataset = None
     with pytest.raises(ntkl.DataError, match="data="):
-        huggingface_callback(trainer, ntkl.Categorical())
+        trainers.huggingface_callback(trainer, ntkl.Categorical())
 
 
 @pytest.mark.parametrize(("module", "package"), [("lightning", "lightning"), ("huggingface", "transformers")])
@@ -345,7 +260,7 @@ class Drawing(Dataset):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         random.random(), np.random.rand(), torch.rand(())  # noqa: NPY002
-        return data()[0][i], data()[1][i]
+        return trainers.data()[0][i], trainers.data()[1][i]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -357,7 +272,7 @@ def test_random_states_stay_whatever_the_data_draw(shuffle):
         own = [] if generator is None else [generator.get_state().tolist()]
         return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), *own]  # noqa: NPY002
 
-    module = Regression()
+    module = trainers.Regression()
     before = states()
     EvidenceTracker(loader, likelihood()).evaluate(module, 1)
     assert states() == before

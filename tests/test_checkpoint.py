@@ -225,6 +225,7 @@ class NamedLikeWords(torch.nn.Module):
         return (x @ self.weight.T * self.diag + self.kronecker).tanh() * self.Outer + self.kfac
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 @pytest.mark.parametrize("build", [lambda: torch.nn.Linear(3, 2).double(), NamedLikeWords], ids=["layer", "words"])
 @pytest.mark.parametrize("name", STRUCTURES)

@@ -87,6 +87,7 @@ def small(structure: str = "gp") -> tuple[ntkl.Posterior, Tensor]:
     return ntkl.laplace(network(), (x, x[:, :3].sin()), ntkl.Gaussian(0.1), structure=structure), inputs(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
 def test_gradcheck_twice(structure: str) -> None:
     """Second derivatives too: a backward pass through H⁻¹ is another solve."""

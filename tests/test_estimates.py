@@ -237,6 +237,7 @@ def test_what_inflation_alone_costs() -> None:
         assert found.ess / 20_000 == pytest.approx((math.sqrt(2 * inflation - 1) / inflation) ** 2, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_f", [True, False])
 def test_bounds_from_the_prior(in_f: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     posterior = conjugate("full", "linear")

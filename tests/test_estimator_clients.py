@@ -66,6 +66,7 @@ class Probabilities(nn.Module):
         return self.last(self.inner(x).tanh()).softmax(-1)
 
 
+@pytest.mark.slow
 def test_nets_of_skorch() -> None:
     """A fitted net keeps its predictions, one that is not fitted gives its module with its options."""
     skorch = pytest.importorskip("skorch")

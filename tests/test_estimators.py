@@ -44,6 +44,7 @@ def sine(n: int = 40, outputs: int = 1) -> tuple[np.ndarray, np.ndarray]:
     return x, y[:, 0] if outputs == 1 else y
 
 
+@pytest.mark.slow
 def test_a_regressor_is_the_training_by_hand() -> None:
     """In units of the targets: moments, joint covariance, noise and evidence."""
     x, y = sine()
@@ -114,7 +115,10 @@ def test_the_evidence_at_other_hyperparameters() -> None:
         step[index] = 1e-5
         ends = [model.log_marginal_likelihood(theta + 0.2 + sign * step) for sign in (1, -1)]
         assert slope[index] == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-7)
-    assert value != model.log_marginal_likelihood() == model.log_marginal_likelihood_value_
+    before = model.log_marginal_likelihood_value_
+    assert abs(value - before) > 1e-3
+    # the same sums; where arrays lie in memory decides the last digit
+    assert model.log_marginal_likelihood() == pytest.approx(before, rel=1e-13)
     assert np.array_equal(model.theta_, theta)
     scaled = ntkl.LaplaceRegressor(**QUICK).fit(x, 100 * y)
     assert scaled.log_marginal_likelihood() == pytest.approx(model.log_marginal_likelihood() - 25 * np.log(100))
@@ -122,6 +126,7 @@ def test_the_evidence_at_other_hyperparameters() -> None:
         model.log_marginal_likelihood([0.0])
 
 
+@pytest.mark.slow
 def test_relevance_is_learned_for_the_inputs_of_a_perceptron() -> None:
     """Two of four inputs have no effect. Other networks, structures and tables have one precision for each layer."""
     draws = np.random.default_rng(0)
@@ -138,6 +143,7 @@ def test_relevance_is_learned_for_the_inputs_of_a_perceptron() -> None:
         assert other.posterior_.prior.groups == "layer" and not hasattr(other, "relevance_")
 
 
+@pytest.mark.slow
 def test_several_precisions_are_several_starts() -> None:
     x, y = sine()
     options = QUICK | {"groups": "layer"}
@@ -412,6 +418,7 @@ def test_a_bad_theta_leaves_the_fit_as_it_was() -> None:
             assert model.log_marginal_likelihood() == pytest.approx(before, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_fit_that_fails_leaves_nothing_of_another() -> None:
     """Labels and units of the new data would give the old network another meaning."""
     x = np.random.default_rng(0).standard_normal((20, 2))

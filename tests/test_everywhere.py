@@ -228,6 +228,7 @@ def test_predictions_are_those_of_each_position(method: str) -> None:
         assert float((found.tempered(2.0).probs.sum(-1) - 1).abs().max()) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [ntkl.Categorical(), ntkl.Bernoulli(), ntkl.Gaussian(0.3)], ids=repr)
 def test_one_position_keeps_its_axis(inner: ntkl.Likelihood) -> None:
     """In every method, and calibrated: the response is that of the likelihood, at a position."""
@@ -249,6 +250,7 @@ def test_one_position_keeps_its_axis(inner: ntkl.Likelihood) -> None:
             posterior.calibrate((x, labels))
 
 
+@pytest.mark.slow
 def test_many_outputs_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the limit f is drawn, f + J(θ - θ*), by forward-mode differentiation: moments are those of the blocks."""
     posterior, x = fitted("kfac"), images(7)[4:]

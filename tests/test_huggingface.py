@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from packages import OnUse
 from reference import relative_error
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
+transformers, peft = OnUse("transformers"), OnUse("peft")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -203,6 +203,7 @@ def test_streamed_rows_are_kept_rows(case: tuple[str, str, str]) -> None:
 # --- error bars
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian", "poisson", "bernoulli"])
 def test_two_standard_errors_cover(likelihood: str) -> None:
     """20 seeds: at least 18 within two standard errors, all within the bounds, with a sketch of little help."""
@@ -357,6 +358,7 @@ def test_the_gradient_of_a_local_model_is_its_own() -> None:
     assert relative_error(-slope, precision.effective_parameters()) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_gradient_in_a_temperature_is_right_by_draws(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sketch leaves a part of log det B: the gradient is that of draws, and no block of a single point is used."""
@@ -379,6 +381,7 @@ def test_the_gradient_in_a_temperature_is_right_by_draws(streamed: bool, monkeyp
     assert min(drawn.used.mean(), other) < one < max(drawn.used.mean(), other)
 
 
+@pytest.mark.slow
 def test_gradients_in_the_noise_of_each_point_are_not_by_draws() -> None:
     network, x, _ = digits_like(30)
     y, noise = torch.randn(30, 5, dtype=torch.float64), torch.linspace(0.2, 1.0, 150, dtype=torch.float64).view(30, 5)
@@ -486,6 +489,7 @@ def test_a_weak_prior_gives_what_full_weight_space_gives(monkeypatch: pytest.Mon
         classes(ntkl.Iterative(rank=20, probes=2), prior).posterior_precision.solve(gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [10, 40, 160])
 def test_variances_are_right_at_any_rank(rank: int) -> None:
     found, exact = classes(ntkl.Iterative(rank=rank, probes=4)), classes("full")
@@ -501,6 +505,7 @@ def test_variances_are_right_at_any_rank(rank: int) -> None:
         assert float(torch.linalg.eigvalsh(above).min()) > -1e-9  # the low rank alone is an upper bound
 
 
+@pytest.mark.slow
 def test_the_wished_error_of_variances_says_how_they_are_computed() -> None:
     """Solved, by what draws find beyond the low rank, and by draws alone, for outputs that are few."""
     exact, x = classes("full"), digits_like(20, seed=1)[1]
@@ -520,6 +525,7 @@ def test_the_wished_error_of_variances_says_how_they_are_computed() -> None:
         assert relative_error(found.posterior_precision.covariance_blocks(wide), exactly) < 0.1
 
 
+@pytest.mark.slow
 def test_draws_of_the_posterior_do_not_depend_on_what_was_asked_before() -> None:
     x, slopes, variances = digits_like(20, seed=1)[1], [], []
     for order in ("gradient first", "variances first"):
@@ -648,6 +654,7 @@ def test_a_checkpoint_without_data_gives_the_same(structure: Any, tmp_path: Any)
     assert relative_error(again.log_det(), posterior.log_det()) < 0.01
 
 
+@pytest.mark.slow
 def test_what_draws_alone_do_not_give_is_as_with_the_default(tmp_path: Any) -> None:
     """Leave-one-out and joint covariances. Their low rank is not computed to be saved, and saved if it exists."""
     default, coarse = (classes(ntkl.Iterative(probes=4, variance_error=error)) for error in (0.05, 0.2))

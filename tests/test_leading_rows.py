@@ -119,6 +119,7 @@ def test_they_are_taken_where_few_rows_have_most_of_the_trace() -> None:
 # --- what is computed with it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["categorical", "saturated", "poisson"])
 def test_two_standard_errors_cover(likelihood: str) -> None:
     """20 seeds: at least 18 within two standard errors, all within the bounds."""
@@ -144,6 +145,7 @@ def test_two_standard_errors_cover(likelihood: str) -> None:
     assert inside >= 18
 
 
+@pytest.mark.slow
 def test_covariances_samples_and_explanations() -> None:
     found, exact = classes("iterative"), classes("full")
     of(found)
@@ -166,6 +168,7 @@ def test_covariances_samples_and_explanations() -> None:
     assert float((seen.square().mean(1) / variance - 1).abs().max()) < 5 * (2 / 500) ** 0.5
 
 
+@pytest.mark.slow
 def test_draws_of_what_the_rows_leave_have_its_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "REMAINDER_DRAWS", 4000)
     monkeypatch.setattr(tuning, "LEFT_SHARE", 0.5)
@@ -220,6 +223,7 @@ def test_streamed_rows_are_kept_rows() -> None:
     assert relative_error(of(one)[0].rest, of(other)[0].rest) < 1e-8
 
 
+@pytest.mark.slow
 def test_other_points() -> None:
     x, y = digits_like(8, seed=2)[1:]
     found, exact, new = classes("iterative"), classes("full"), digits_like(5, seed=3)[1]
@@ -247,6 +251,7 @@ def test_a_checkpoint_has_the_rows(tmp_path: Any) -> None:
     assert relative_error(there.latent_moments(x)[1].double(), posterior.latent_moments(x)[1]) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_shares_are_one_data_set(world_size: int) -> None:
     network, x, y = digits_like()
@@ -303,6 +308,7 @@ def test_more_rows_take_the_place_of_draws_that_cost_more(monkeypatch: pytest.Mo
     assert fine.base.rank == first and len(fine._left) > 8
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the rows with their factorization nor the eigenvectors of all blocks may take more than half."""
     fits, tight = (classes(ntkl.Iterative(relative_error=0.5), memory_budget=memory, batch_size=40)
@@ -372,6 +378,7 @@ def first_rows(posterior: ntkl.Posterior) -> int:
     return found.rows.num_examples
 
 
+@pytest.mark.slow
 def test_a_sample_shows_how_many_rows_lead(monkeypatch: pytest.MonkeyPatch) -> None:
     network, x, y = digits_like(600)
     chosen = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1), "iterative")

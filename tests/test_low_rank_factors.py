@@ -185,6 +185,7 @@ def test_eigenvectors_for_another_fit_and_bad_input():
             ntkl.KFAC(rank=bad)
 
 
+@pytest.mark.slow
 def test_the_forecast_counts_vectors():
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(700, 2), nn.Linear(2, 700, bias=False), nn.Flatten(), nn.Linear(700, 2)).double()
@@ -232,6 +233,7 @@ class LanguageModel(nn.Module):
         return self.head(self.layers(self.embedding(tokens)).mean(1))
 
 
+@pytest.mark.slow
 def test_adapters_of_a_language_model():
     """The exact Gram of adapters, KFAC at a low rank, one prior precision for all A and one for all B."""
     generator = torch.Generator().manual_seed(3)

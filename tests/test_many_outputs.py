@@ -257,6 +257,7 @@ def test_variances_of_outputs_of_any_network():
         assert relative_error(precision.variances_of_outputs(rows), blocks) < 1e-10
 
 
+@pytest.mark.slow
 def test_memory_is_forecast_and_refused():
     x, y = data(200)
     net = network(40, 200)
@@ -287,6 +288,7 @@ def test_explanations_that_do_not_fit_are_refused_before_the_work():
                     ask(x[:2])
 
 
+@pytest.mark.slow
 def test_a_thousand_classes():
     """C = 1,000: more than B in one piece could take (297 GiB); seconds and bytes are those of the page."""
     x, y = data(1000, 40)

@@ -124,6 +124,7 @@ def test_equal_scores_have_no_ranks_and_one_model_is_called_by_its_name():
     assert "concerns all 3 models: fit" in three.warning and "concerns a: fit" in one.warning
 
 
+@pytest.mark.slow
 def test_table_json_and_picture_contain_the_numbers():
     found, text = four(), str(four())
     read = json.loads(found.to_json())

@@ -168,6 +168,7 @@ def test_the_gradient_left_by_training_stays():
     assert torch.equal(nn.utils.parameters_to_vector(module.parameters()).detach(), start), "the caller's has moved"
 
 
+@pytest.mark.slow
 def test_changes_can_follow_fixed_ones():
     """From a displaced posterior, exact or not, the moving one is that of both changes."""
     module, x, y = network(), inputs(), labels()
@@ -207,6 +208,7 @@ def test_data_that_are_gone(tmp_path):
         found.remove(2, linearization="moving")
 
 
+@pytest.mark.slow
 def test_float32_networks_and_kinks():
     """A float32 network reaches its rounding; one with kinks is told where it ends early."""
     module, x, y = network().float(), inputs().float(), labels()

@@ -25,7 +25,7 @@ def fit(
 ) -> Any:
     y, fresh = parts(likelihood)
     return ntkl.laplace(trained(likelihood), take_all((inputs(), y), part), fresh if own is None else own,
-                        ntkl.GaussianPrior(3.0), structure, settings=ntkl.Settings(batch_size=2, **settings))
+                        ntkl.GaussianPrior(3.0), structure, settings=ntkl.Settings(batch_size=4, **settings))
 
 
 def answers(posterior: Any, part: slice = slice(None)) -> dict[str, Tensor]:
@@ -70,6 +70,7 @@ def test_each_process_has_its_own_data() -> None:
     compared(on_ranks(2, run), answers(fit()))
 
 
+@pytest.mark.slow
 def test_folds_weights_and_noise_per_point_have_global_numbers() -> None:
     noise = torch.linspace(0.2, 0.6, N).double()
 

@@ -324,6 +324,7 @@ def test_a_checkpoint_keeps_the_calibration(classifier: ntkl.Posterior, tmp_path
 
 # --- refusals
 
+@pytest.mark.slow
 def test_structured_posteriors_leave_out_some_points() -> None:
     x, y = classes(50, seed=3)
     network = trained(ntkl.Categorical(), x, y, 3)
@@ -375,6 +376,7 @@ def test_changed_precisions_leak_labels_of_classes() -> None:
         posterior.fit_predictive()
 
 
+@pytest.mark.slow
 def test_a_regression_with_as_many_effective_parameters_as_points_is_not_judged_by_them() -> None:
     x, y = line(8)
     likelihood = ntkl.Gaussian(1e-3)

@@ -61,7 +61,7 @@ WORDS = {
 def private_names(path: Path) -> Iterator[tuple[str, int]]:
     """Attributes other than those of self, imported names, and names given to monkeypatch as text."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) not in ("self", "cls"):
             names = [node.attr]
         elif isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]

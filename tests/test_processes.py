@@ -188,6 +188,7 @@ def test_any_number_of_processes_resumes(structure: str, at: int, ranks: int, tm
     require_same(resumed(path, ranks, structure), quantities(fit((inputs(), labels()), ntkl.Categorical(), structure)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("saved_at_once")
 @pytest.mark.parametrize(("curvature", "at"), [("ggn", (2, 4, 4)), ("mc", (6, 9, 15))])
 def test_a_resumed_fit_can_die_too(curvature: str, at: tuple[int, ...], tmp_path: Path) -> None:
@@ -228,6 +229,7 @@ def test_a_resumed_run_begins_with_a_file_of_all_that_was_done(tmp_path: Path) -
     assert again["resumed"] and torch.equal(again["accumulation"]["done"].sort().values, torch.cat(files).sort().values)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("saved_at_once")
 def test_own_shares_are_resumed_too(tmp_path: Path) -> None:
     path, parts = tmp_path / "fit.pt", [slice(0, 5), slice(5, N)]

@@ -137,6 +137,7 @@ def test_refusals(tmp_path: Path) -> None:
             verb()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classes", "binary", "values"])
 def test_the_page_has_both_effects(kind: str) -> None:
     """The table of each input, and the answers without its groups, are those of the verb."""

@@ -109,6 +109,7 @@ def test_an_optimum_does_not_move() -> None:
     assert again.log_marginal_likelihood().item() == pytest.approx(first.log_marginal_likelihood().item(), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the network is not at its optimum", "ignore:leave-one-out is not to be trusted")
 @pytest.mark.parametrize(("activation", "left"), [(nn.Tanh, 1e-4), (nn.ReLU, 0.1)])
 def test_training_decreases_the_log_joint_to_an_optimum(activation: type[nn.Module], left: float) -> None:

@@ -71,6 +71,7 @@ def halved(risk: float, most: float, tolerance: float) -> float:
             return middle
 
 
+@pytest.mark.slow
 def test_seegers_bound_is_that_of_pacbb_up_to_its_tolerance() -> None:
     """`KLBound`: the risk of K draws is bounded first. It stops at a relative 1e-5, and the page has these figures."""
     random, gaps = np.random.default_rng(0), {1e-5: [], 1e-13: []}

@@ -274,6 +274,7 @@ class _FullRank(gpytorch.models.ApproximateGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
+@pytest.mark.slow
 def test_optimum_is_that_of_gpytorch() -> None:
     """Another parametrization of q, another optimizer, and points outside the span of the weights' prior."""
     network, x, y = logistic(3)
@@ -355,6 +356,7 @@ def line() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 ANCHORED = {"algorithm": "lgva", "relinearize": False, "step_size": 0.5}
 
 
+@pytest.mark.slow
 def test_linearized_once(tmp_path: Path) -> None:
     """Both spaces give one posterior, whose moments are those of the linearized network at μ, not at its weights."""
     network, data = classes()

@@ -97,6 +97,7 @@ def test_other_quantities_of_classes(by: str, linearization: str) -> None:
     assert found.log_prob_change is None and relative_error(found.f, f) < 1e-12
 
 
+@pytest.mark.slow
 def test_labels_of_every_kind_say_the_same() -> None:
     posterior, _, _ = case("values")
     x_new, _ = new("values")
@@ -127,6 +128,7 @@ class Halves(nn.Module):
         return self.whole(torch.cat([left, right], 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linearization", ["fixed", "moving"])
 def test_several_inputs_loaders_and_single_precision(linearization: str) -> None:
     posterior, x, y = case("classes")
@@ -176,6 +178,7 @@ def test_missing_targets_do_not_count() -> None:
         assert abs(float(found.own_log_prob[s] - want)) < 1e-9
 
 
+@pytest.mark.slow
 def test_table_frame_and_picture() -> None:
     posterior, _, _ = case("classes")
     x_new, y_new = new("classes")

@@ -20,6 +20,7 @@ def made() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1)).double(), (x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted", "ignore:the network stays")
 def test_starts_are_trainings_by_hand_sorted_by_leave_one_out() -> None:
     network, data = made()

@@ -17,14 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ntk_laplace as ntkl
+from packages import OnUse
 from reference import Dense, differentiate, jacobian
 
-with warnings.catch_warnings():  # what they say of other packages when they are imported
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
-
-transformers.logging.set_verbosity_error()
+transformers, peft = OnUse("transformers"), OnUse("peft")
 C, N, VOCABULARY, LENGTH = 3, 7, 12, 6
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 10, "num_labels": C}
 TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -88,6 +84,7 @@ CASES = {
 
 def network(name: str, lora: bool) -> nn.Module:
     case = CASES[name]
+    transformers.logging.set_verbosity_error()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = case.build()

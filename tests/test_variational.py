@@ -501,6 +501,7 @@ def test_an_average_that_never_began_is_told() -> None:
         fit_sine(average=True, callbacks=lambda step: step.stop())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [
     {"structure": "full", "start": "map"}, {"structure": "kfac"},
     {"structure": "gp", "batch_size": 9, "start": "map", "row_tolerance": 0.6},

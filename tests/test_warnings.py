@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import linecache
@@ -62,7 +61,5 @@ def test_the_line_is_the_callers(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_all_warnings_go_one_way() -> None:
     """`errors.warn` finds the line; a fixed depth would be wrong after the next change."""
-    for path in sorted((ROOT / "ntk_laplace").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warnings.warn"):
-                assert path.name == "errors.py", f"{path}:{node.lineno}"
+    calling = [path.name for path in (ROOT / "ntk_laplace").rglob("*.py") if "warnings.warn(" in path.read_text()]
+    assert calling == ["errors.py"]

@@ -104,6 +104,7 @@ def test_added_points_pull(case, steps):
     check(found, more, moved, case, own.x_new, jacobians(name)[1], 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_at_the_map_a_removal_is_the_plain_refit(likelihood):
     """At a stationary point nothing is held, and the optimum is that of the rest of the data; so is its evidence."""

@@ -58,6 +58,7 @@ def test_masks_weights_and_indices_say_the_same():
     assert relative_error(heavy.thetas[0], want) < 1e-8
 
 
+@pytest.mark.slow
 def test_batches_of_groups_and_of_data_change_nothing(monkeypatch):
     """Few groups at a time, graphs of few networks, and graphs that are built again for each product."""
     posterior, _, _ = case("classes")
@@ -72,6 +73,7 @@ def test_batches_of_groups_and_of_data_change_nothing(monkeypatch):
     assert relative_error(again.outputs(inputs()), whole.outputs(inputs())) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain_bytes", [tuning.CHAIN_BYTES, 1000])
 def test_passes_over_the_points_that_count_are_those_over_all(chain_bytes, monkeypatch):
     """Half of the points leave, in rows with more and with fewer that stay, all data in a pass or few points."""
@@ -87,6 +89,7 @@ def test_passes_over_the_points_that_count_are_those_over_all(chain_bytes, monke
     assert relative_error(found.thetas[1], posterior.remove(groups[1], linearization="moving").fitted.theta) < 1e-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linearization", ["moving", "fixed"])
 def test_cross_validation_is_training_without_each_fold(linearization):
     posterior, x, y = case("classes")
