@@ -16,18 +16,15 @@ from ntk_laplace.structures.block_spec import BlockBasis
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.products import CurvatureProducts
-from ntk_laplace.structures.structure import (
+from ntk_laplace.structures.registry import (
     REGISTERED,
-    NewtonStep,
-    Saved,
-    Structure,
-    StructureSpec,
     register_structure,
     require_name,
     structure_named,
     structure_names,
     structure_of,
 )
+from ntk_laplace.structures.structure import NewtonStep, Saved, Structure, StructureSpec
 from ntk_laplace.structures.structured import StructuredStructure
 from ntk_laplace.structures.summed import SummedSpec, SummedStructure
 

@@ -31,7 +31,8 @@ from ntk_laplace.structures.data_passes import collected, read_batches
 from ntk_laplace.structures.last_layer import has_form
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
-from ntk_laplace.structures.structure import of_kind, structure_of
+from ntk_laplace.structures.registry import structure_of
+from ntk_laplace.structures.structure import of_kind
 
 __all__ = ["FIRST", "SECOND", "SECOND_SUMS", "Accumulation"]
 

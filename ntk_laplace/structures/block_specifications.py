@@ -17,7 +17,7 @@ from ntk_laplace.curvature.spectral import KroneckerBlock, SpectralBlock
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, require_whole, warn
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.block_spec import HasEigenbasis
-from ntk_laplace.structures.structure import register_structure
+from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.structured import StructuredSpec
 
 __all__ = ["EKFAC", "INF", "KFAC", "Diagonal"]

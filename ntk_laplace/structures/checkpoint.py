@@ -24,7 +24,8 @@ from ntk_laplace.structures.data_passes import digest, read_points
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values
-from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, structure_named, structure_of
+from ntk_laplace.structures.registry import structure_named, structure_of
+from ntk_laplace.structures.structure import Saved, Structure, StructureSpec
 
 __all__ = ["posterior_record", "restored_model"]
 

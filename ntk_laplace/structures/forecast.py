@@ -83,11 +83,6 @@ class Problem:
         """Bytes of S, (N, C, R)."""
         return self.num_rows * self.num_outputs * self.element
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of one vector of all parameters."""
-        return self.num_parameters * self.element
-
     def row_bytes(self, n: int) -> int:
         """Bytes of the rows of J of n examples."""
         return _linear(self.sample, n)

@@ -12,7 +12,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
-from ntk_laplace.structures.structure import register_structure
+from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.summed import SummedSpec, Sums
 
 __all__ = ["FullWeightSpace"]

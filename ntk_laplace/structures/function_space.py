@@ -26,14 +26,8 @@ from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.last_layer import by_output, forecast_by_output, precision_by_output
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
-from ntk_laplace.structures.structure import (
-    Saved,
-    Structure,
-    StructureSpec,
-    of_kind,
-    register_structure,
-    require_unchanged,
-)
+from ntk_laplace.structures.registry import register_structure
+from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, of_kind, require_unchanged
 
 __all__ = ["FunctionSpace", "FunctionSpaceStructure"]
 

@@ -15,8 +15,9 @@ from ntk_laplace.model.data import Missing, Source
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.data_passes import digest, read_points
 from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.streamed import StreamedStructure
-from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, register_structure, require_laplace
+from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, require_laplace
 
 __all__ = ["GaussianStructure", "GivenGaussian"]
 

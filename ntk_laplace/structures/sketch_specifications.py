@@ -21,6 +21,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.forecast import Forecast, Problem, memory_of
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.structures.products import CurvatureProducts
+from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.sketch_forecast import (
     Growth,
     expected_logs,
@@ -30,7 +31,7 @@ from ntk_laplace.structures.sketch_forecast import (
     tolerance,
 )
 from ntk_laplace.structures.sketched import SketchedStructure, SketchSpec
-from ntk_laplace.structures.structure import Structure, of_kind, register_structure
+from ntk_laplace.structures.structure import Structure, of_kind
 
 __all__ = ["Iterative", "Nystrom", "compressed"]
 
