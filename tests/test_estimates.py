@@ -25,7 +25,7 @@ from ntk_laplace.posterior.estimates.paths import schedule
 from ntk_laplace.posterior.estimates.slices import SlicedPath
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reduction import SingleProcess
-from ntk_laplace.structures.joint import LinearizedLikelihood, NetworkLikelihood
+from ntk_laplace.structures.weight_likelihood import LinearizedLikelihood, NetworkLikelihood
 from refusals import refused, without_data
 from registry import LIKELIHOODS, NETWORKS, problem, targets
 from registry_cases import offered

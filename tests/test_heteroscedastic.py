@@ -19,7 +19,7 @@ from torch.func import grad, hessian, jacrev, vmap
 import ntk_laplace as ntkl
 from ntk_laplace.metrics import held_out_scores
 from ntk_laplace.model.likelihoods.linearized import LinearizedResponse
-from ntk_laplace.structures.joint import ManyPoints
+from ntk_laplace.structures.weight_likelihood import ManyPoints
 from reference import Dense, jacobian, outputs, relative_error
 from reference_structures import Structured, StructuredModel, parts_of
 from registry import PRIORS, problem

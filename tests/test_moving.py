@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ntk_laplace as ntkl
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, minimize
-from ntk_laplace.structures.joint import NetworkLikelihood, likelihood_of
+from ntk_laplace.structures.weight_likelihood import NetworkLikelihood, likelihood_of
 from ntk_laplace.structures.what_if import moving
 from ntk_laplace.structures.what_if.moving import ChangedObjectives
 from reference import outputs, relative_error, take

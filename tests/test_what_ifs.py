@@ -10,7 +10,7 @@ import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import minimize
-from ntk_laplace.structures.joint import LocalCurvature
+from ntk_laplace.structures.weight_likelihood import LocalCurvature
 from reference import relative_error
 from refusals import inputs, labels, network, refused
 

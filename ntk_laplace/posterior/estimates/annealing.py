@@ -15,7 +15,7 @@ from ntk_laplace.posterior.estimates.slices import SlicedPath
 from ntk_laplace.posterior.estimates.symmetry import log_symmetries
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
-from ntk_laplace.structures.joint import likelihood_of
+from ntk_laplace.structures.weight_likelihood import likelihood_of
 
 __all__ = ["annealed_evidence"]
 

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from ntk_laplace.posterior.estimates.gaussians import WeightGaussian
 from ntk_laplace.posterior.estimates.paths import Path, uniform
 from ntk_laplace.runtime.progress import track
-from ntk_laplace.structures.joint import WeightLikelihood
+from ntk_laplace.structures.weight_likelihood import WeightLikelihood
 
 __all__ = ["HamiltonianPath", "Weights"]
 

@@ -14,7 +14,7 @@ from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import draw_sizes
 from ntk_laplace.structures import FittedModel
-from ntk_laplace.structures.joint import likelihood_of
+from ntk_laplace.structures.weight_likelihood import likelihood_of
 
 __all__ = ["center", "importance_evidence"]
 

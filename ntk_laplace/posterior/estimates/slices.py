@@ -24,7 +24,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, symmetric_root
 from ntk_laplace.runtime.resources import available_memory
 from ntk_laplace.structures import FittedModel
-from ntk_laplace.structures.joint import ManyPoints, all_rows
+from ntk_laplace.structures.weight_likelihood import ManyPoints, all_rows
 
 __all__ = ["Outputs", "SlicedPath"]
 

@@ -15,9 +15,9 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Minima
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.data_passes import shown
-from ntk_laplace.structures.joint import LinearizedLikelihood, NetworkLikelihood
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
+from ntk_laplace.structures.weight_likelihood import LinearizedLikelihood, NetworkLikelihood
 from ntk_laplace.structures.what_if.moving import ChangedObjectives, fitted_at, moving_model, require_room
 
 __all__ = ["Groups"]

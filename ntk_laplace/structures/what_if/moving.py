@@ -26,9 +26,9 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, Minima, minimize, remembered
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
-from ntk_laplace.structures.joint import LocalCurvature, NetworkLikelihood, WeightLikelihood
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
+from ntk_laplace.structures.weight_likelihood import LocalCurvature, NetworkLikelihood, WeightLikelihood
 
 __all__ = ["ChangedObjectives", "fitted_at", "moved", "moving_model", "remaining_gradient", "require_room",
            "tell_unreached"]

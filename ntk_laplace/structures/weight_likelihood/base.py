@@ -1,0 +1,95 @@
+"""log p(D | θ) as a function of many weights: values, gradients, and products with exact Hessians."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.runtime.resources import is_about_memory
+from ntk_laplace.structures.weight_likelihood.many_points import ManyPoints
+
+__all__ = ["REMEDY", "GradientGraph", "LocalCurvature", "WeightLikelihood", "differentiated", "no_second_derivatives"]
+
+REMEDY = "Take fewer chains or samples at a time, or fewer training points."
+
+
+@dataclass(frozen=True)
+class LocalCurvature:
+    """Derivatives of log p(D | θ) at weights (S, P).
+
+    Attributes
+    ----------
+    gradients : Tensor, (S, P)
+    products : callable
+        Hessians times vectors, (S, P) to (S, P).
+    """
+
+    gradients: Tensor
+    products: Callable[[Tensor], Tensor]
+
+
+class WeightLikelihood(ABC):
+    """log p(D | θ) as a function of weights (S, P)."""
+
+    _points: ManyPoints
+
+    @abstractmethod
+    def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
+        """log p(D | θ_s), (S,), nats; -inf where it is not finite. Example weights (S, N) replace those of the data."""
+
+    @abstractmethod
+    def outputs(self, thetas: Tensor) -> Tensor:
+        """Outputs at the training points, (S, N, C)."""
+
+    def log_prob(self, f: Tensor) -> Tensor:
+        """log p(y_n | f_n), (S, N), nats, of outputs f (S, N, C), each point counted once."""
+        return self._points.each(f)
+
+    @abstractmethod
+    def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
+        """Gradients and exact Hessians, by two backward passes; example weights (S, N)."""
+
+    @abstractmethod
+    def at_once(self) -> int:
+        """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
+
+    @abstractmethod
+    def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`values`, and their gradients, (S, P)."""
+
+
+@dataclass(frozen=True)
+class GradientGraph:
+    """A gradient in some of the weights, (S, P), with its graph, or one in outputs."""
+
+    some: slice
+    at: Tensor
+    gradient: Tensor
+
+    def product(self, vectors: Tensor) -> Tensor:
+        """The gradient's derivative along vectors of its shape."""
+        if not self.gradient.requires_grad:  # linear: there is no second derivative
+            return torch.zeros_like(vectors)
+        return differentiated(self.gradient, self.at, vectors.to(self.gradient)).to(vectors)
+
+
+def differentiated(value: Tensor, at: Tensor, cotangent: Tensor | None) -> Tensor:
+    """The gradient of a value, with its graph; or the product of a gradient's derivative with a cotangent."""
+    try:
+        return torch.autograd.grad(value, at, cotangent, retain_graph=True, create_graph=cotangent is None)[0]
+    except RuntimeError as error:
+        if is_about_memory(error):
+            raise
+        line = str(error).strip().splitlines()[0].rstrip(".")
+        raise no_second_derivatives(f"a second backward pass that raises {type(error).__name__}: {line}") from error
+
+
+def no_second_derivatives(got: str) -> UnsupportedError:
+    """The error of a network, or of an operation, that cannot be differentiated twice."""
+    return UnsupportedError("a network with second derivatives, for Newton steps with its exact Hessian", got,
+                            'Use linearization="fixed", and relinearize() for Gauss-Newton steps.')

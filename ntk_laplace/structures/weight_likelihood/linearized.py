@@ -1,0 +1,98 @@
+"""log p(D | f + J(θ - θ*)) of the linearized model, from rows of J at all training points."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.structures.fitted_model import FittedModel
+from ntk_laplace.structures.weight_likelihood.base import (
+    REMEDY,
+    GradientGraph,
+    LocalCurvature,
+    WeightLikelihood,
+    differentiated,
+)
+from ntk_laplace.structures.weight_likelihood.many_points import ManyPoints
+
+__all__ = ["LinearizedLikelihood", "all_rows"]
+
+
+class LinearizedLikelihood(WeightLikelihood):
+    """log p(D | f + J(θ - θ*)) of the linearized model, from rows of J at all training points.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+    count : int
+        Weights at a time, at most, for the prediction of the memory.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If the rows, or outputs at so many weights, do not fit in memory.
+    """
+
+    def __init__(self, fitted: FittedModel, count: int) -> None:
+        model, points = fitted.model, fitted.points
+        self._f, self._theta, self._shapes = points.f.detach(), model.theta, model.network.shapes
+        self._points = ManyPoints(fitted.likelihood, points)
+        held = 4 * count * (model.network.num_parameters + points.f.numel()) * points.f.element_size()
+        require_memory(held, model.network.device, f"outputs and gradients at {count:,} weights", REMEDY,
+                       model.settings.memory_budget)
+        self._rows = all_rows(fitted)
+
+    def outputs(self, thetas: Tensor) -> Tensor:
+        """f + J(θ_s - θ*), (S, N, C)."""
+        return self._f + self._rows.products(self._shapes.parts(thetas - self._theta)).permute(2, 1, 0)
+
+    def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
+        """log p(D | θ_s), (S,), nats. Example weights (S, N) replace those of the data."""
+        return self._points.values(self.outputs(thetas), weights=weights)
+
+    def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
+        """Gradients and exact Hessians, JᵀΛJ with minus the second derivative of log p; example weights (S, N)."""
+        with torch.enable_grad():
+            f = self.outputs(thetas).requires_grad_()
+            residual = differentiated(self._points.log_prob(f, slice(None), weights).sum(), f, None)
+        graph = GradientGraph(slice(None), f, residual)
+
+        def products(vectors: Tensor) -> Tensor:
+            moved = self._rows.products(self._shapes.parts(vectors)).permute(2, 1, 0)
+            return self._pulled(graph.product(moved))
+
+        return LocalCurvature(self._pulled(residual.detach()), products)
+
+    def at_once(self) -> int:
+        """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
+        return max(1, tuning.CHAIN_BYTES // (8 * self._f.nbytes))
+
+    def _pulled(self, cotangents: Tensor) -> Tensor:
+        """Jᵀv, (S, P), for v (S, N, C)."""
+        return self._rows.transposed_products(cotangents.permute(2, 1, 0), self._shapes)
+
+    def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`values`, and their gradients, (S, P)."""
+        values, residual = self._points.values_and_residuals(self.outputs(thetas), weights=weights)
+        return values, self._pulled(residual)
+
+
+def all_rows(fitted: FittedModel) -> Jacobian:
+    """Rows of J at all training points, in blocks.
+
+    Raises
+    ------
+    MemoryBudgetError
+        After the first batch, if the rows of all points do not fit in memory.
+    """
+    n, parts = fitted.num_examples, list[Jacobian]()
+    for rows in fitted.rows_at(torch.arange(n)):
+        if not parts and rows.num_examples < n:
+            needed = 2 * rows.nbytes * -(-n // rows.num_examples)
+            require_memory(needed, fitted.network.device, f"rows of J at {n:,} training points", REMEDY,
+                           fitted.settings.memory_budget)
+        parts.append(rows)
+    return Jacobian.concatenate(parts)

@@ -1,0 +1,238 @@
+"""log p(D | f(θ)) of the network itself: several weights in one pass, batch by batch of the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.data import InputData, Inputs, Source, num_examples, take
+from ntk_laplace.model.network import ManyWeights, twice_differentiable
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.structures.batch_merging import merged_batches
+from ntk_laplace.structures.fitted_model import FittedModel
+from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.training_inputs import training_inputs
+from ntk_laplace.structures.weight_likelihood.base import (
+    REMEDY,
+    GradientGraph,
+    LocalCurvature,
+    WeightLikelihood,
+    differentiated,
+    no_second_derivatives,
+)
+from ntk_laplace.structures.weight_likelihood.many_points import ManyPoints
+
+__all__ = ["NetworkLikelihood"]
+
+_SECOND = 2  # bytes of a gradient's graph, relative to those of the outputs' graph
+_DISAGREEMENT = 0.2  # relative gap of a product and a difference of gradients; kinks and float32 make a few percent
+# where they are compared: distances from the weights, over their root mean square. At an optimum of ReLU units inputs
+# may lie on a kink, where no difference of gradients is a derivative; a wrong product is wrong everywhere
+_PLACES = (0.0, 0.01, 0.03)
+
+
+class NetworkLikelihood(WeightLikelihood):
+    """log p(D | f(θ)) of the network itself: several weights in one pass, batch by batch of the data.
+
+    Several processes each read a share of the data, and add up; all have the same numbers.
+
+    Parameters
+    ----------
+    model : LinearizedModel
+        Its network and likelihood.
+    points : TrainingPoints
+        Targets and weights of all data; the outputs are not read.
+    source : Source
+        The inputs of this process's share.
+    count : int
+        Weights at a time, at most, for the prediction of the memory.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If one example at one value of the weights does not fit in memory, or the weights and their outputs do not.
+    """
+
+    @classmethod
+    def of(cls, fitted: FittedModel, x: InputData | None, count: int) -> NetworkLikelihood:
+        """Of the training points, at the inputs of the fit, or at `x` if the structure does not keep the data.
+
+        Raises
+        ------
+        DataError
+            If inputs are needed and missing, or are not those of the fit.
+        """
+        return cls(fitted.model, fitted.points, training_inputs(fitted.model, fitted.structure, x, "x="), count)
+
+    def __init__(self, model: LinearizedModel, points: TrainingPoints, source: Source, count: int) -> None:
+        self._dtype, self._reducer = model.jacobian_pass.dtype, model.settings.reducer
+        self._batches: list[Inputs] = [inputs for inputs, _ in merged_batches(source, model.network)]
+        self._share = self._points = ManyPoints(model.likelihood, points)
+        self._numbers: Tensor | slice = slice(None)  # of the share
+        if self._reducer.world_size > 1:
+            self._numbers = source.numbers(self._reducer)[0].to(points.f.device)
+            self._share = ManyPoints(model.likelihood.at(self._numbers), points.subset(self._numbers))
+        self._network = ManyWeights(model.network, self._batches[0], count > 1)
+        budget = model.settings.memory_budget
+        self._room = tuning.CHAIN_BYTES if budget is None else min(tuning.CHAIN_BYTES, int(budget))
+        largest = max(self._batches, key=num_examples)
+        one = tuning.GRAPH_FACTOR * self._network.saved_bytes(take(largest, slice(0, 1)))
+        n, c = points.num_examples, points.num_outputs
+        held = 4 * self._dtype.itemsize * count * (model.network.num_parameters + n * c)
+        require_memory(held + max(one, min(self._room, one * n * count)), model.network.device,
+                       f"the network's outputs and gradients at {count:,} weights", REMEDY, budget)
+        self._at_once = [self._network.at_once(inputs, self._room) for inputs in self._batches]
+        saved = sum(self._network.saved_bytes(inputs) for inputs in self._batches)
+        fitting = max(1, self._room // (_SECOND * tuning.GRAPH_FACTOR * max(1, saved)))
+        self._fitting = min(self._reducer.gather(fitting))
+
+    def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
+        """log p(D | θ_s), (S,), nats; -inf where it is not finite. Example weights (S, N) replace those of the data."""
+        total, weights = thetas.new_zeros(len(thetas)), None if weights is None else weights[:, self._numbers]
+        with torch.no_grad():
+            for some, part, x in self._passes(thetas):
+                own = None if weights is None else weights[some, part]
+                total[some] += self._share.values(self._network(thetas[some], x).to(self._dtype), part, own)
+        self._reducer.sum_(total)
+        return total
+
+    def outputs(self, thetas: Tensor) -> Tensor:
+        """Outputs at the training points, (S, N, C)."""
+        f = thetas.new_empty(len(thetas), *self._share.shape)
+        with torch.no_grad():
+            for some, part, x in self._passes(thetas):
+                f[some, part] = self._network(thetas[some], x).to(f)
+        if self._share is self._points:
+            return f
+        found = f.new_zeros(len(f), *self._points.shape)
+        found[:, self._numbers] = f
+        self._reducer.sum_(found)
+        return found
+
+    def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
+        """Gradients and exact Hessians, by two backward passes; example weights (S, N).
+
+        The graphs are kept between products if they fit in memory, and built again for each product if not.
+
+        Raises
+        ------
+        UnsupportedError
+            If an operation of the network has no second derivative.
+        """
+        kept, weights = len(thetas) <= self.at_once(), weights[:, self._numbers]
+        gradients, graphs = torch.zeros_like(thetas), list[GradientGraph]()
+        for one in self._graphs(thetas, weights, kept):
+            gradients[one.some] += one.gradient.detach()
+            graphs += [one] if kept else []
+        self._reducer.sum_(gradients)
+
+        def products(vectors: Tensor) -> Tensor:
+            found = torch.zeros_like(thetas)
+            for one in graphs if kept else self._graphs(thetas, weights, False):
+                if bool(vectors[one.some].any()):  # those of problems that are solved are zero
+                    found[one.some] += one.product(vectors[one.some])
+            self._reducer.sum_(found)
+            return found
+
+        return LocalCurvature(gradients, products)
+
+    def require_second_derivatives(self, theta: Tensor) -> None:
+        """Compare a product with the Hessian with a difference of gradients, at θ (P,) or else near it.
+
+        An operation whose backward pass cannot be differentiated may lose a part of the Hessian without an error.
+
+        Raises
+        ------
+        UnsupportedError
+            If they differ, or the network runs in half precision, where no such difference is known.
+        """
+        precision = self._network.network.precision
+        if torch.finfo(precision).bits < 32:
+            raise UnsupportedError("a network in float32 or float64, for Newton steps with its exact Hessian",
+                                   f"one in {precision}", 'Use linearization="fixed", or network.float().')
+        generator, gaps = torch.Generator().manual_seed(0), list[float]()
+        for distance in _PLACES:
+            away, noise = torch.randn(2, len(theta), generator=generator, dtype=torch.float64).to(theta)
+            gaps.append(self.hessian_gap(theta + distance * theta.square().mean().sqrt() * away, noise))
+            if gaps[-1] <= _DISAGREEMENT:
+                return
+        raise no_second_derivatives(f"products with the Hessian that differ by {min(gaps):.2g} from the gradient's "
+                                     "difference")
+
+    def hessian_gap(self, theta: Tensor, noise: Tensor) -> float:
+        """Relative gap of a product with the Hessian at θ and a difference of gradients along the same direction."""
+        size = torch.finfo(self._network.network.precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
+        both = torch.stack([theta + size * noise, theta - size * noise])
+        ones = theta.new_ones(2, self._points.shape[0])
+        found = self.curvature(theta[None], ones[:1]).products(noise[None])[0]
+        gradients = torch.stack([self.curvature(one[None], ones[:1]).gradients[0] for one in both])
+        truth = (gradients[0] - gradients[1]) / (2.0 * size)
+        gap = float((found - truth).norm() / truth.norm().clamp_min(torch.finfo(theta.dtype).tiny))
+        return gap if math.isfinite(gap) else math.inf
+
+    def _graphs(self, thetas: Tensor, weights: Tensor, kept: bool) -> Iterator[GradientGraph]:
+        """Gradients of each pass with their graphs."""
+        for some, part, x in self._passes(thetas, 1 if kept else _SECOND, tuning.GRAPH_GROUPS):
+            own = thetas[some].detach().requires_grad_()
+            counts, chosen, numbers = _counting(weights[some, part], part)
+            with torch.enable_grad(), twice_differentiable(self._network.network.module):
+                value = self._share.log_prob(self._network(own, x, numbers).to(self._dtype), chosen, counts).sum()
+                yield GradientGraph(some, own, differentiated(value, own, None))
+
+    def at_once(self) -> int:
+        """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
+        return self._fitting
+
+    def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`values`, and their gradients, (S, P)."""
+        total, gradients = thetas.new_zeros(len(thetas)), torch.zeros_like(thetas)
+        weights = None if weights is None else weights[:, self._numbers]
+        for some, part, x in self._passes(thetas):
+            own = thetas[some].detach().requires_grad_()
+            counts, chosen, numbers = (None, part, None) if weights is None else _counting(weights[some, part], part)
+            with torch.enable_grad():
+                f = self._network(own, x, numbers)
+            values, residual = self._share.values_and_residuals(f.to(self._dtype), chosen, counts)
+            total[some] += values
+            gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
+        self._reducer.sum_(total, gradients)
+        return total, gradients
+
+    def _passes(
+        self, thetas: Tensor, share: int = 1, most: int | None = None
+    ) -> Iterator[tuple[slice, slice, Inputs]]:
+        """Weights, at most so many, points and inputs of each pass, which takes a share of the memory for one."""
+        seen = 0
+        for x, (many, few) in zip(self._batches, self._at_once, strict=True):
+            n = num_examples(x)
+            many, few = (max(1, many // share), few) if many > 1 else (1, max(1, few // share))
+            many = many if most is None else min(many, most)
+            for first in range(0, n, few):
+                last = min(first + few, n)
+                inputs = x if few >= n else take(x, slice(first, last))
+                for start in range(0, len(thetas), many):
+                    yield slice(start, start + many), slice(seen + first, seen + last), inputs
+            seen += n
+
+
+def _counting(weights: Tensor, part: slice) -> tuple[Tensor, slice | Tensor, Tensor | None]:
+    """Weights, points, and numbers within `part`, of those of its examples that have a weight in a row, (S, n).
+
+    Rows with fewer are filled up by examples of weight zero. If some row has most of the examples, all rows have all
+    of them: the weights as they are, the part, and None.
+    """
+    counting = weights != 0
+    counts = counting.sum(1)
+    most = max(1, int(counts.max()))
+    if most > tuning.CHOSEN_SHARE * weights.shape[1]:
+        return weights, part, None
+    rows, found = counting.nonzero().unbind(1)
+    numbers = counting.byte().argmin(1, keepdim=True).repeat(1, most)
+    numbers[rows, torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]] = found
+    return weights.gather(1, numbers), numbers + part.start, numbers
