@@ -13,7 +13,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.inputs import (
@@ -27,12 +27,13 @@ from ntk_laplace.model.data.inputs import (
     take,
     to_device,
 )
+from ntk_laplace.model.data.loaders import length_of, require_every_example_once, with_own_randomness, with_own_workers
 from ntk_laplace.model.data.parts import dealt, examples_of, index_loader, only_batches, subset_of
 from ntk_laplace.model.data.row_buffer import RowBuffer
 from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.reduction import Reducer
 
-__all__ = ["BATCH_BYTES", "Batches", "as_pair", "batches_of", "changed", "generators_of", "samplers_of"]
+__all__ = ["BATCH_BYTES", "Batches", "as_pair", "changed"]
 
 _BATCH = 512  # default batch size
 _LARGEST_BATCH = 5_000  # largest batch size for small examples, if their use allows it
@@ -137,10 +138,10 @@ class Batches:
             self._source, self._length = (x, y), n
             self._fitting = min(_LARGEST_BATCH, BATCH_BYTES // max(1, num_bytes(x) // max(1, n)))
         elif isinstance(data, DataLoader):
-            _require_every_example_once(data)
-            self._source, self._length = _with_own_workers(data), _length_of(data)
+            require_every_example_once(data)
+            self._source, self._length = with_own_workers(data), length_of(data)
         elif isinstance(data, Dataset):
-            self._source, self._length = DataLoader(data, batch_size=self.batch_size), _length_of(data)
+            self._source, self._length = DataLoader(data, batch_size=self.batch_size), length_of(data)
             self._dataset = None if isinstance(data, IterableDataset) else data
         else:
             raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
@@ -261,7 +262,7 @@ class Batches:
             return [], None, self._count()
         loader = index_loader(self._source)
         if loader is not None:
-            indices = list(_with_own_randomness(loader))
+            indices = list(with_own_randomness(loader))
             sizes = list(map(len, indices))
         else:
             indices, sizes = [], [num_examples(x) for x, _ in self]
@@ -356,7 +357,7 @@ class Batches:
     def _triples(self) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
         if isinstance(self._source, DataLoader):
             seen = 0
-            for batch in _with_own_randomness(self._source):
+            for batch in with_own_randomness(self._source):
                 pair, weights = example_weights(batch, seen)
                 x, y = as_pair(pair, self._targets)
                 n = len(y) if y.ndim else 1
@@ -368,83 +369,6 @@ class Batches:
         for start in range(0, len(y), self.batch_size):
             part = slice(start, start + self.batch_size)
             yield take(x, part), y[part], None if self._given is None else self._given[part]
-
-
-def batches_of(loader: DataLoader) -> Iterator[Any]:
-    """A loader's batches, the same in every pass; the caller's random state does not change."""
-    return _with_own_randomness(_with_own_workers(loader))
-
-
-def _with_own_workers(loader: DataLoader) -> DataLoader:
-    """The loader without persistent workers.
-
-    Persistent workers break reproducible passes, disturb the caller's iterator and cannot be copied.
-    """
-    if loader.persistent_workers:
-        loader = copy.copy(loader)
-        vars(loader).update(persistent_workers=False, _iterator=None)  # a loader does not allow assigning these
-    return loader
-
-
-def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
-    """Batches drawn from a private random stream, the same in every pass.
-
-    A shuffling loader then has the same order in every pass, and the caller's random state does not change.
-    """
-    ours = torch.Generator().manual_seed(0).get_state()
-    own = [(generator, generator.get_state()) for generator in generators_of(loader)]
-    iterator: Iterator[Any] | None = None
-    try:
-        while True:
-            theirs = torch.get_rng_state()
-            torch.set_rng_state(ours)
-            try:
-                iterator = iter(loader) if iterator is None else iterator
-                batch = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                ours = torch.get_rng_state()
-                torch.set_rng_state(theirs)
-            yield batch
-    finally:
-        for generator, state in own:
-            generator.set_state(state)
-
-
-def generators_of(loader: DataLoader) -> list[torch.Generator]:
-    """Random generators owned by a loader or by one of its samplers."""
-    owned = (value for owner in (loader, *samplers_of(loader)) for value in _attributes(owner))
-    return list({id(value): value for value in owned if isinstance(value, torch.Generator)}.values())
-
-
-def samplers_of(loader: DataLoader) -> list[Any]:
-    """A loader's samplers, including samplers nested in other samplers."""
-    found = [sampler for sampler in (loader.sampler, loader.batch_sampler) if sampler is not None]
-    for owner in found:  # the list grows during the loop
-        inner = (value for value in _attributes(owner) if isinstance(value, Sampler))
-        found += [sampler for sampler in inner if all(sampler is not one for one in found)]
-    return found
-
-
-def _attributes(owner: Any) -> list[Any]:
-    return list(vars(owner).values()) if hasattr(owner, "__dict__") else []
-
-
-def _require_every_example_once(loader: DataLoader) -> None:
-    """Refuse a sampler that draws examples with replacement: other data in every pass."""
-    sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
-    if getattr(sampler, "replacement", False):
-        raise DataError("a loader that reads every example once", f"{type(sampler).__name__} with replacement",
-                        "Pass a loader without it; weights of the examples are (X, y, w).")
-
-
-def _length_of(data: Any) -> int | None:
-    data = data.dataset if isinstance(data, DataLoader) else data
-    try:
-        return len(data)
-    except TypeError:
-        return None
 
 
 def _checksum(values: Tensor | None, before: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.model.data.batches import BATCH_BYTES, batches_of, samplers_of
+from ntk_laplace.model.data.batches import BATCH_BYTES
 from ntk_laplace.model.data.input_format import describe_inputs
 from ntk_laplace.model.data.inputs import (
     InputDtype,
@@ -23,6 +23,7 @@ from ntk_laplace.model.data.inputs import (
     take,
     to_device,
 )
+from ntk_laplace.model.data.loaders import batches_of, samplers_of
 
 __all__ = ["InputBatches"]
 
