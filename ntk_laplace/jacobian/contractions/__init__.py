@@ -15,8 +15,8 @@ from torch import Tensor
 from ntk_laplace.jacobian.blocks import Cluster, Dense, Outer, clusters, written_out
 from ntk_laplace.jacobian.contractions.base import Contraction
 from ntk_laplace.jacobian.contractions.factored import Hadamard, Positions, same_factors
+from ntk_laplace.jacobian.contractions.rows import Panels, Rows, Written
 from ntk_laplace.jacobian.contractions.tile import Tile, Variance, Variances, read_once, tile_rows
-from ntk_laplace.jacobian.contractions.written_out import Panels, Rows, Written
 
 __all__ = [
     "METHODS",
