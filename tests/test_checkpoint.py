@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from refusals import refused
 
 STRUCTURES = {
     "gp": "gp", "full": "full", "kfac": "kfac", "reduce": ntkl.KFAC(sharing="reduce"), "ekfac": "ekfac",
@@ -188,6 +189,76 @@ def test_files_that_are_no_checkpoint(content: object, tmp_path: Path) -> None:
 def test_places_where_nothing_can_be_written(place: str | None, tmp_path: Path) -> None:
     with pytest.raises(ntkl.DataError, match=r"as checkpoint; got None|a checkpoint in an existing"):
         fit("diag").save(place if place is None else tmp_path / place)
+
+
+def with_statistics(weight: float = 1.0, mean: float = 0.5) -> nn.Module:
+    """A head that is linearized, on a frozen layer of `weight` and normalization around `mean`."""
+    torch.manual_seed(0)
+    found = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    with torch.no_grad():
+        found[0].weight[0, 0] = weight
+        found[1].running_mean += mean
+    return found
+
+
+@pytest.mark.parametrize("other", [{"weight": 2.0}, {"mean": 0.6}])
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_what_is_frozen_belongs_to_the_network(structure: str, other: dict[str, float], tmp_path: Path) -> None:
+    """A frozen layer or statistics of another network, beneath equal linearized weights."""
+    x, y = torch.randn(10, 3).double(), torch.arange(10) % 2
+    options = {"structure": structure, "parameters": "last_layer"}
+    posterior = ntkl.laplace(with_statistics(), (x, y), ntkl.Categorical(), **options)
+    posterior.save(tmp_path / "p.pt", include_data=True)
+    assert torch.equal(ntkl.load(tmp_path / "p.pt", with_statistics()).predict(x).probs, posterior.predict(x).probs)
+    with refused(ntkl.NetworkError, "frozen parameters and buffers", "others", "whole network"):
+        ntkl.load(tmp_path / "p.pt", with_statistics(**other))
+    theirs = ntkl.laplace(with_statistics(**other), (x, y), ntkl.Categorical(), **options)
+    with refused(ntkl.UnsupportedError, "equal parameters and buffers", "two networks", "Fit both"):
+        posterior.merge(theirs)
+    saved = torch.load(tmp_path / "p.pt", weights_only=True)
+    del saved["fixed"], saved["points"]["ordered"]  # files of earlier releases have neither
+    torch.save(saved, tmp_path / "p.pt")
+    ntkl.load(tmp_path / "p.pt", with_statistics(**other))
+    ntkl.load(tmp_path / "p.pt", with_statistics(), data=(x, y))
+
+
+def test_counters_and_buffers_that_are_not_saved_may_differ(tmp_path: Path) -> None:
+    x, y = torch.randn(10, 3).double(), torch.arange(10) % 2
+    network, other = with_statistics(), with_statistics()
+    ntkl.laplace(network, (x, y), ntkl.Categorical()).save(tmp_path / "p.pt", include_data=True)
+    other[1].num_batches_tracked += 7
+    other[2].register_buffer("cache", torch.ones(3), persistent=False)
+    ntkl.load(tmp_path / "p.pt", other)
+
+
+@pytest.mark.parametrize("include_data", [True, False])
+@pytest.mark.parametrize("name", ["gp", "full", "kfac"])
+def test_data_of_another_fit_are_refused(name: str, include_data: bool, tmp_path: Path) -> None:
+    """Another label or row, or the same rows in another order."""
+    if name == "gp" and not include_data:
+        pytest.skip("function space is made of its data")
+    path, (x, y) = tmp_path / "p.pt", data()
+    posterior = fit(name)
+    posterior.save(path, include_data=include_data)
+    loaded = ntkl.load(path, network(), data=(x, y), settings=ntkl.Settings(batch_size=4))
+    torch.testing.assert_close(loaded.log_marginal_likelihood(), posterior.log_marginal_likelihood())
+    one = (torch.arange(13) == 5).long()
+    for other in ((x, (y + one) % 3), (x + one[:, None, None, None], y)):
+        with refused(ntkl.DataError, "data of the fit, of log likelihood -", "data of -", "fitted to"):
+            ntkl.load(path, network(), data=other)
+    with refused(ntkl.DataError, "in their order", "another order", "without shuffling"):
+        ntkl.load(path, network(), data=(x.flip(0), y.flip(0)))
+
+
+def test_data_of_a_refit_and_of_single_precision_are_recognized(tmp_path: Path) -> None:
+    x, y = data()
+    refit = fit("full").refit()
+    refit.save(tmp_path / "refit.pt")
+    loaded = ntkl.load(tmp_path / "refit.pt", network(), data=(x, y))
+    torch.testing.assert_close(loaded.log_marginal_likelihood(), refit.log_marginal_likelihood())
+    single = ntkl.laplace(network().float(), (x.float(), y), ntkl.Categorical(), structure="kfac")
+    single.save(tmp_path / "single.pt")
+    ntkl.load(tmp_path / "single.pt", network().float(), data=(x.float(), y), settings=ntkl.Settings(batch_size=1))
 
 
 @pytest.mark.slow

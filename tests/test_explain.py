@@ -287,6 +287,15 @@ def test_wrong_labels_are_suspected_first():
     assert sorted(posterior.leave_one_out().ranked(k=2).tolist()) == wrong
 
 
+@pytest.mark.parametrize("batch_size", [None, 1])
+@pytest.mark.parametrize("count", [1, 3])
+def test_as_many_targets_as_inputs(count, batch_size):
+    """One too many would be the targets of other inputs."""
+    posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical())
+    with refused(ntkl.TargetError, "targets for 2 examples", rf"\({count},\)", "one row of targets for each input"):
+        posterior.explain(inputs(2), by="log_likelihood", y=labels(count), batch_size=batch_size)
+
+
 def test_questions_that_make_no_sense():
     posterior, x = fit(*CATEGORICAL, "gp"), problem("deep_mlp").x_new
     with refused(ntkl.UnsupportedError, "output, logit, probability", "'loss'", "output"):

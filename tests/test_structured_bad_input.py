@@ -90,6 +90,7 @@ def test_what_cannot_be_merged():
         "network": fresh_fit("far_from_optimum", "categorical", "layer", "ggn", "kfac"),
         "parts": fresh_fit("deep_mlp", "categorical", "tensor", "ggn", "kfac", data=half),
         "sharing": kfac(structure=ntkl.KFAC(sharing="reduce"), data=half),
+        "dtype": kfac(data=half, dtype=torch.float32),
     }
     posterior = kfac()
     for other in others.values():

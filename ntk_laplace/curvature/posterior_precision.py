@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -259,12 +259,11 @@ class PosteriorPrecision(ABC):
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between later rows and these, which have one cotangent."""
         solved = self._solved(rows.dense(self.shapes)[0])
-        named = self.shapes.parts(solved)
+        return CrossCovariance(partial(self._products, self.shapes.parts(solved)), solved.numel())
 
-        def products(other: Jacobian) -> Tensor:
-            return torch.cat([other.subset(part).products(named) for part in self._panels(other)], 1)
-
-        return CrossCovariance(products, solved.numel())
+    def _products(self, named: dict[str, Tensor], rows: Jacobian) -> Tensor:
+        """V between rows and those that were solved for, in panels."""
+        return torch.cat([rows.subset(part).products(named) for part in self._panels(rows)], 1)
 
     def differentiable_solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P), with its graph in v: H⁻¹ is symmetric, so backward is another `solve`."""

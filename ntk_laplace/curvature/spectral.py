@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeGuard
 
 import torch
@@ -296,14 +296,14 @@ class KroneckerBlock(SpectralBlock):
         outputs, inputs = self._separated
         left = turned_back(rotated.full_b()[0, :, 0, 0].unsqueeze(1) * outputs, self.basis.left)
         right = turned_back(rotated.a[:, 0, 0].unsqueeze(1) * inputs, self.basis.right)
+        return CrossCovariance(partial(self._separated_products, rows, left, right), left.numel() + right.numel())
 
-        plain = super().cross_covariance
-
-        def products(other: Jacobian) -> Tensor:
-            theirs = self.block.rows(other)
-            return theirs.separated(left, right) if _factors(theirs) else plain(rows).products(other)
-
-        return CrossCovariance(products, left.numel() + right.numel())
+    def _separated_products(self, rows: Jacobian, left: Tensor, right: Tensor, other: Jacobian) -> Tensor:
+        """V between other rows and these, from l_r and h_r of these where the others have factors too."""
+        theirs = self.block.rows(other)
+        if _factors(theirs):
+            return theirs.separated(left, right)
+        return super().cross_covariance(rows).products(other)
 
     @cached_property
     def _separated(self) -> tuple[Tensor, Tensor] | None:

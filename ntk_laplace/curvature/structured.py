@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +109,11 @@ class BlockPrecision(ABC):
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between later rows and these, which have one cotangent; stores H⁻¹ J*ᵀ."""
         solved = self.solve(self.block.rows(rows).written(slice(None))[:, 0])
-        return CrossCovariance(lambda other: self.block.rows(other).products(solved), solved.numel())
+        return CrossCovariance(partial(self._products, solved), solved.numel())
+
+    def _products(self, solved: Tensor, rows: Jacobian) -> Tensor:
+        """V between rows and those that were solved for."""
+        return self.block.rows(rows).products(solved)
 
 
 class BlockDiagonalPrecision(PosteriorPrecision):
@@ -239,12 +244,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between later rows and these, which have one cotangent."""
         found = [part.cross_covariance(rows) for part in self.algebras]
-
-        def products(other: Jacobian) -> Tensor:
-            start = other.f.new_zeros(other.num_cotangents, other.num_examples, rows.num_examples)
-            return sum((part.products(other) for part in found), start=start)
-
-        return CrossCovariance(products, sum(part.numbers for part in found))
+        return CrossCovariance(partial(_added_products, found, rows.num_examples), sum(part.numbers for part in found))
 
     # --- derivatives in Λ
 
@@ -278,3 +278,9 @@ class BlockDiagonalPrecision(PosteriorPrecision):
             where = algebra.block.gather(numbers).flatten()
             total[where.unsqueeze(1), where] = algebra.information()
         return total
+
+
+def _added_products(parts: Sequence[CrossCovariance], count: int, rows: Jacobian) -> Tensor:
+    """V between rows and `count` fixed ones, summed over parameter blocks."""
+    start = rows.f.new_zeros(rows.num_cotangents, rows.num_examples, count)
+    return sum((part.products(rows) for part in parts), start=start)

@@ -257,11 +257,12 @@ class Fitted:
         if moved:
             raise UnsupportedError("two posteriors of unchanged training data", f"{moved[0]!r}",
                                    "Merge first, and ask what if afterwards.")
-        same = self.network.shapes == other.network.shapes and torch.equal(self.network.theta, other.network.theta)
-        same = same and self.network.output == other.network.output
-        if not same or self.structure != other.structure or self.curvature_type != other.curvature_type:
-            raise UnsupportedError("two posteriors of one trained network, structure and curvature",
-                                   f"{self!r} and {other!r}", "Fit both with the same arguments but the data.")
+        _require_one_network(self.network, other.network)
+        kinds, theirs = ((one.structure, one.curvature_type, one.fitted.model.jacobian_pass.dtype)
+                         for one in (self, other))
+        if kinds != theirs:
+            raise UnsupportedError("two posteriors of one structure, curvature and dtype", f"{self!r} and {other!r}",
+                                   "Fit both with the same arguments but the data.")
         with torch.inference_mode(False):
             merged = self._fitted.structure.merged(self._fitted.model, other.fitted.structure)
             return self._derived(self._fitted.derived(merged))
@@ -348,3 +349,12 @@ class Fitted:
     def jacobian(self, x: InputData) -> Jacobian:
         """Rows of J at all inputs, in blocks by layer; ``jacobian(x).dense(posterior.network.shapes)`` is (C, n, P)."""
         return Jacobian.concatenate(list(self._chunks(x).rows()))
+
+
+def _require_one_network(network: Network, other: Network) -> None:
+    """Refuse two networks that differ in a weight, a frozen parameter, a buffer or the output that is read."""
+    same = network.shapes == other.shapes and network.output == other.output
+    own, theirs = ([one.theta, *one.fixed] for one in (network, other))
+    if not (same and len(own) == len(theirs) and all(map(torch.equal, own, theirs))):
+        raise UnsupportedError("two posteriors of one trained network, with equal parameters and buffers",
+                               "two networks", "Fit both with the same network, and arguments that differ in the data.")

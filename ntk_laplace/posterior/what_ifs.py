@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,7 +177,11 @@ class WhatIfsVerbs(WhatIfVerbs):
         with torch.inference_mode(False):
             found = Groups.of(self._fitted, _weights(groups, counts), moving)
         tell_unreached(found.converged, found.falling, found.steps)
-        return WhatIfs(self, found, lambda index: self._derived(found.fitted(index, self._fitted)))
+        return WhatIfs(self, found, partial(self._at_optimum, found))
+
+    def _at_optimum(self, groups: Groups, index: int) -> WhatIfVerbs:
+        """The posterior at the optimum of one group."""
+        return self._derived(groups.fitted(index, self._fitted))
 
     def cross_validate(
         self, folds: int | Any = 5, *, linearization: str = "moving", seed: int = 0

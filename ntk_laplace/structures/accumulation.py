@@ -40,6 +40,10 @@ FIRST, SECOND = "first", "second"  # passes: factors, blocks and diagonals; then
 SECOND_SUMS = ("moments", "squares")  # what the second pass adds to a Kronecker block
 
 
+def _saved_nowhere(gathered: Accumulation, now: bool = False) -> None:
+    """The checkpoint of a fit without a file."""
+
+
 @dataclass
 class Accumulation:
     """The sums of a structured fit so far; `advance` continues from them.
@@ -75,7 +79,7 @@ class Accumulation:
     f: RowBuffer = field(default_factory=RowBuffer)
     targets: RowBuffer = field(default_factory=RowBuffer)
     weights: RowBuffer = field(default_factory=RowBuffer)
-    checkpoint: Callable[..., None] = field(default=lambda gathered, now=False: None, repr=False, compare=False)
+    checkpoint: Callable[..., None] = field(default=_saved_nowhere, repr=False, compare=False)
 
     @property
     def examples_done(self) -> int:

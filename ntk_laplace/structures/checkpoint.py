@@ -56,6 +56,7 @@ def posterior_record(
         "root": {"curvature": kind.kind, "samples": kind.samples, "seed": kind.seed},  # as in version 1
         "shapes": {name: list(shape) for name, shape in network.shapes.items()},
         "digest": digest(network.theta),
+        "fixed": digest(*network.fixed),
         "output": network.output,
         "targets": network.targets,
         "num_outputs": structure.points.num_outputs,
@@ -135,6 +136,8 @@ def restored_model(
     structure = spec.restored(model, Saved(saved["state"], points, kept_or_missing(batches)))
     if model.refitted:
         structure = _at_refit(model, structure, saved["base"] if batches is None else None)
+    if batches is not None:
+        _require_same_data(structure.points, model, saved["points"])
     calibration = saved.get("calibration")  # older checkpoints do not store it
     return FittedModel(model, structure), saved["reason"], None if calibration is None else Calibration(**calibration)
 
@@ -194,9 +197,26 @@ def _matching(network: nn.Module, saved: Mapping[str, Any], positions: Size | No
     if digest(frozen.theta) != saved["digest"]:
         raise NetworkError("a network with the weights of the fit", "other weights",
                            "Load the network's own state_dict before the posterior, in the dtype of the fit.")
+    if saved.get("fixed") not in (None, digest(*frozen.fixed)):  # older checkpoints do not store it
+        raise NetworkError("a network with the frozen parameters and buffers of the fit", "others",
+                           "Load the state_dict of the whole network before the posterior, that of its base too.")
     frozen.num_outputs, frozen.scalar = saved["num_outputs"], saved["scalar"]
     frozen.input_format = saved.get("form")  # older checkpoints do not store it
     return frozen
+
+
+def _require_same_data(points: TrainingPoints, model: LinearizedModel, kept: Mapping[str, Any]) -> None:
+    """Refuse data whose log likelihood is not that of the fit, or not in its order, beyond the network's rounding."""
+    each = points.log_prob(model.likelihood).detach().double()
+    tolerance = float(each.abs().sum() + len(each)) * torch.finfo(model.network.precision).eps ** 0.5
+    value, before = float(each.sum()), float(kept["log_likelihood"])
+    if not abs(value - before) <= tolerance and value != before:
+        raise DataError(f"the data of the fit, of log likelihood {before:.6g} nats at its weights",
+                        f"data of {value:.6g} nats", "Pass the data that the posterior was fitted to.")
+    ordered = kept.get("ordered")  # older checkpoints do not store it
+    if ordered is not None and not abs(points.ordered(model.likelihood) - ordered) <= tolerance:
+        raise DataError("the data of the fit in their order", "another order",
+                        "Pass them without shuffling: explanations name training points by their number.")
 
 
 def _points(

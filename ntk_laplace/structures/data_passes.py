@@ -149,10 +149,13 @@ def _settings(record: Any) -> str:
     return "" if isinstance(record, Tensor) else f"{record}"
 
 
+_WEIGHTS = ("network", "frozen parameters and buffers")
+
+
 class ModelSignature(Mapping[str, str]):
     """Fingerprints, by name, of everything that the sums over the data depend on.
 
-    The fingerprint of the weights, which are constant, is computed on access: only an interrupted fit is compared.
+    Those of the weights, which are constant, are computed on access: only an interrupted fit is compared.
     """
 
     def __init__(self, model: LinearizedModel) -> None:
@@ -168,17 +171,18 @@ class ModelSignature(Mapping[str, str]):
         }
 
     def __getitem__(self, what: str) -> str:
-        if what == "network" and what not in self._found:
+        if what in _WEIGHTS and what not in self._found:
             output = self._network.output
-            self._found[what] = digest(self._network.theta) + ("" if output is None else f" {output!r}")
+            own = digest(self._network.theta) + ("" if output is None else f" {output!r}")
+            self._found |= dict(zip(_WEIGHTS, (own, digest(*self._network.fixed)), strict=True))
         return self._found[what]
 
     def __iter__(self) -> Iterator[str]:
-        yield "network"
-        yield from (what for what in self._found if what != "network")
+        yield from _WEIGHTS
+        yield from (what for what in self._found if what not in _WEIGHTS)
 
     def __len__(self) -> int:
-        return len(self._found.keys() | {"network"})
+        return len(self._found.keys() | set(_WEIGHTS))
 
 
 def common_factor(model: LinearizedModel, before: Likelihood, points: TrainingPoints) -> float | None:

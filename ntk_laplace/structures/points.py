@@ -66,6 +66,11 @@ class TrainingPoints:
         """Σ log p(y_n | f_n), nats."""
         return self.log_prob(likelihood).sum()
 
+    def ordered(self, likelihood: Likelihood) -> float:
+        """Σ (n/N) log p(y_n | f_n), which tells the same points in another order from these."""
+        each = self.log_prob(likelihood).detach().double()
+        return float(each @ torch.linspace(0, 1, len(each), dtype=each.dtype, device=each.device))
+
     def log_prob(self, likelihood: Likelihood) -> Tensor:
         """log p(y_n | f_n), (N,), times the weights."""
         return self.log_prob_at(likelihood, self.f)
@@ -215,7 +220,7 @@ class TrainingPoints:
     def record(self, likelihood: Likelihood, include_data: bool) -> dict[str, Any]:
         """Plain containers of tensors: number and log likelihood, and with `include_data` the points themselves."""
         data = {"f": self.f, "targets": self.targets, "weights": self.weights} if include_data else {}
-        return _summary(self, likelihood) | data
+        return _summary(self, likelihood) | {"ordered": self.ordered(likelihood)} | data
 
     @classmethod
     def checked(

@@ -154,6 +154,6 @@ def require_same_model(accumulated: Accumulation, model: LinearizedModel) -> Non
     UnsupportedError
     """
     for what, now in ModelSignature(model).items():
-        if accumulated.signature.get(what) != now:
+        if accumulated.signature.get(what, now) != now:  # older states do not know all of them
             raise UnsupportedError(f"to resume with the {what} of the interrupted fit", "another",
                                    "Pass the same arguments, or start anew without resume=.")

@@ -265,13 +265,13 @@ class SketchedStructure(StreamedStructure):
     def curvature(self, model: LinearizedModel) -> CurvatureProducts:
         """Products with JᵀΛJ at the present likelihood."""
         columns = model.curvature_type.columns(model.likelihood, self.points.num_outputs)
-
-        def kept() -> bool:
-            return all(model.settings.reducer.gather(self._kept(model) is not None))
-
         shares, joined = (partial(function, model, self.data) for function in (own_rows, collected))
         return CurvatureProducts(model, partial(self._rows, model), shares, self.points.num_examples, columns, joined,
-                                 kept)
+                                 partial(self._all_kept, model))
+
+    def _all_kept(self, model: LinearizedModel) -> bool:
+        """Whether every process keeps its rows."""
+        return all(model.settings.reducer.gather(self._kept(model) is not None))
 
     def _rows(self, model: LinearizedModel, what: str) -> Iterator[tuple[Jacobian, Tensor | None]]:
         """Rows of J with S, if they are kept, or rows of SᵀJ, in batches."""

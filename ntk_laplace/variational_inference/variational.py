@@ -369,13 +369,11 @@ def _signature(
 ) -> dict[str, str]:
     """What a run that resumes must share with the interrupted one; weights move, and are in the state."""
     own = {name: value for name, value in ModelSignature(model).items() if name != "network"}
-    module, moving = model.network.module, set(model.network.shapes)
+    module = model.network.module
     kinds = [type(part).__name__ for part in module.modules()]
-    fixed = [(name, value) for name, value in (*module.named_parameters(), *module.named_buffers())
-             if name not in moving]
     return own | {
         "network": f"{type(module).__name__} of {len(kinds)} modules, {crc32(' '.join(kinds).encode()):08x}",
-        "output": repr(model.network.output), "frozen parameters and buffers": digest(*(value for _, value in fixed)),
+        "output": repr(model.network.output),
         "targets and example weights": examples.fingerprint, "row tolerance": f"{row_tolerance:g}",
         "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
         "batch size": f"{examples.per_step:,}", "structure": structure,

@@ -111,6 +111,14 @@ class Network:
         return self._parameters
 
     @property
+    def fixed(self) -> list[Tensor]:
+        """What the outputs depend on beside the chosen parameters: the others, and saved floating-point buffers."""
+        saved = self.module.state_dict()
+        others = [parameter for name, parameter in self.module.named_parameters() if name not in self.shapes]
+        return others + [buffer for name, buffer in self.module.named_buffers()
+                         if name in saved and buffer.is_floating_point()]
+
+    @property
     def names(self) -> list[str]:
         """Names of the chosen parameters."""
         return list(self._parameters)

@@ -73,12 +73,16 @@ class ExplanationRequest:
         Raises
         ------
         DataError, UnsupportedError
-            As `quantity`; if there are more targets than inputs, after the last chunk.
+            As `quantity`.
+        TargetError
+            If there are fewer targets than inputs, or more, after the last chunk.
         """
         y, start = as_tensors(self.y), 0
         each = y if is_choice(self.by, ("log_likelihood",)) and isinstance(y, Tensor) and y.ndim > 0 else None
         for rows in chunks:
             stop = start + rows.num_examples
+            if each is not None and len(each) < stop:
+                model.likelihood.for_new_points().targets(each, stop, model.network.num_outputs)
             request = self if each is None else replace(self, y=each[start:stop])
             found = rows, *request.of(model, rows.f, count)
             del rows

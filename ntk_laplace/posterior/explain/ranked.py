@@ -229,8 +229,11 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
     first: R | None = None
     questions: list[Quantity] = []
     rows: dict[tuple[str, str], RowBuffer] = {}
+    parts = iter(parts)
     for part in parts:
         if len(part.f) == room:
+            for _ in parts:  # what is checked after the last chunk
+                pass
             return part
         first = part if first is None else first
         questions.append(part.quantity)

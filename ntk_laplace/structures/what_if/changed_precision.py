@@ -9,7 +9,7 @@ of H^-½ H' H^-½ that are not 1,
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -212,11 +212,11 @@ class ChangedPrecision(PosteriorPrecision):
         before = self.base.cross_covariance(rows)
         ours = before.products(self.rows).transpose(0, 1).flatten(0, 1)  # V_Tx, (m R, n)
         known = self.inner @ ours
+        return CrossCovariance(partial(self._changed_products, before, known), before.numbers + known.numel())
 
-        def products(other: Jacobian) -> Tensor:
-            return before.products(other) - self._cross(other) @ known
-
-        return CrossCovariance(products, before.numbers + known.numel())
+    def _changed_products(self, before: CrossCovariance, known: Tensor, rows: Jacobian) -> Tensor:
+        """V' between rows and those that were solved for."""
+        return before.products(rows) - self._cross(rows) @ known
 
     # --- samples
 

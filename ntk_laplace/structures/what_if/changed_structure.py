@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -146,8 +146,15 @@ class ChangedStructure(Structure):
                 before = torch.cat([before, before.new_zeros(len(after) - len(before), after.shape[1])])
                 pull = (after - before)[self.index].to(self.rows.f)
                 move = self.posterior_precision(model).solve(self.rows.vjp(pull, model.network.shapes))
-        points = MovedPoints(self.unmoved_points, lambda: self.unmoved_points.f + self.jvp(model, move))
-        return move, replace(self, points=points)
+        return move, replace(self, points=MovedPoints(self.unmoved_points, partial(self._moved_outputs, model, move)))
+
+    def _moved_outputs(self, model: LinearizedModel, move: Tensor) -> Tensor:
+        """Outputs at the points, (N, C), of the linearized model at θ* + move."""
+        return self.unmoved_points.f + self.jvp(model, move)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles, without what is computed again."""
+        return vars(self) | {"_found": None}
 
     # --- algebra
 
