@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from exact_cases import TURNS, fit, ids, trained, truth
+from ntk_laplace.plotting.style import png
 from reference import jacobian, outputs, relative_error
 from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
@@ -374,8 +375,35 @@ def test_pictures_of_arrays_and_of_what_does_not_fit():
     for inputs_, others, more, expected in (
         (x[:2], training, {}, "the 4 inputs that were explained"),
         (x, training[:3], {}, "training inputs of the fit"), (x, "abc", {}, "training inputs of the fit"),
-        (x, training, {"shape": (2, 2)}, "images of 3 numbers"), (x, training, {"names": ["a"]}, "the 3 features"),
+        (x, training, {"shape": (2, 2)}, "4 numbers, for images of"),
+        (x, training, {"shape": (3,)}, "height, width"), (x, training, {"shape": 3}, "height, width"),
+        (x, training, {"names": ["a"]}, "the 3 features"),
         (x[:, :2], training, {}, "the 3 features"),
     ):
         with refused(ntkl.DataError, expected, ".", "Pass"):
             found.plot(inputs_, others, **more)
+
+
+def test_names_of_features_are_text_and_no_formulas():
+    """matplotlib would read what stands between two dollar signs as mathematics."""
+    case = problem("deep_mlp")
+    figure = fit(*CATEGORICAL, "gp").explain(case.x_new, k=2).plot(case.x_new, case.x, names=["$\\x$", "$1-$2", "c"])
+    png(figure)  # formulas are read when they are drawn
+    heads = {cell.get_text().get_text() for axes in figure.axes for table in axes.tables
+             for cell in table.get_celld().values()}
+    assert {r"\$\x\$", r"\$1-\$2", "c"} <= heads
+
+
+@pytest.mark.parametrize("shape", [None, (3, 5, 4), (5, 4, 3)])
+def test_images_in_color(shape):
+    """Of any range, with channels first or last; one range for all, so that they can be compared."""
+    torch.manual_seed(0)
+    x = 3 * torch.randn(6, 3, 5, 4).double()
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(60, 2)).double()
+    found = ntkl.laplace(flat, (x, torch.arange(6) % 2), ntkl.Categorical()).explain(x[:2], k=2)
+    given = x if shape is None else (x if shape[0] == 3 else x.permute(0, 2, 3, 1)).flatten(1)
+    figure = found.plot(given[:2], given, shape)
+    first = figure.axes[0].images[0].get_array()
+    assert first.shape == (5, 4, 3) and first.min() >= 0 and first.max() <= 1
+    expected = (x[:2] - x[:2].min()) / (x[:2].max() - x[:2].min())
+    assert torch.allclose(torch.as_tensor(first), expected[0].permute(1, 2, 0))

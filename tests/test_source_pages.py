@@ -144,6 +144,22 @@ def test_the_command_takes_the_sources_from_a_column_or_an_array(
     assert explained("train.npz", "new.npz") == 0 and "sources" not in shown()
 
 
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+def test_effects_of_an_estimator_name_their_unit(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """They are of standardized targets, under scores in the targets' own unit."""
+    frame = pandas.read_csv("train.csv")
+    frame.assign(price=10 * frame["price"]).to_csv("ten.csv", index=False)
+    for data in ("train.csv", "ten.csv"):
+        assert cli.main(["fit", data, "--target", "price", "--group", "annotator", "--hidden", "3", "--epochs", "3",
+                         "--out", "fitted"]) == 0
+        trained = frame["price"].drop(pandas.read_csv("fitted/predictions.csv")["row"])
+        unit = trained.std(ddof=0) * (10 if data == "ten.csv" else 1)
+        expected = f"a change by 1 is one of {unit:.4g} in the target's own unit"
+        assert expected in capsys.readouterr().out
+        assert cli.main(["explain", "fitted/model.joblib", "--inputs", "new.csv", "--out", "page.html"]) == 0
+        assert expected in capsys.readouterr().out
+
+
 def test_a_wrong_group_is_one_line(folder: Path, capsys: pytest.CaptureFixture) -> None:
     Path("images").mkdir()
     for data, inputs, group, words in (

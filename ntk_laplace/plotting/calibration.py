@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from ntk_laplace.metrics import Reliability
-from ntk_laplace.plotting.style import BLUE, GREY, SERIES, VERMILION, flat, tidy
+from ntk_laplace.plotting.style import BLUE, GREY, SERIES, VERMILION, flat, literal, tidy
 
 __all__ = ["confidence_histograms", "coverage_diagram", "reliability_diagram"]
 
@@ -30,7 +30,7 @@ def reliability_diagram(panels: Mapping[str, Mapping[str, Reliability]]) -> Figu
         top.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (4, 2)), label="perfectly calibrated")
         for index, (name, bins) in enumerate(series.items()):
             colour, marker, line = SERIES[index]
-            label = f"{name}: ECE {bins.error:.3f}"
+            label = f"{literal(name)}: ECE {bins.error:.3f}"
             top.plot(bins.confidence, bins.accuracy, line, marker=marker, ms=6, color=colour, lw=1.7, label=label)
             bottom.vlines(bins.confidence, 0.7, bins.count, color=colour, lw=1.6, ls=line)
             bottom.plot(bins.confidence, bins.count, marker, ms=5, color=colour)
@@ -61,7 +61,7 @@ def coverage_diagram(
     axes = tidy(figure.add_subplot(), title)
     axes.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (4, 2)), label="perfectly calibrated")
     for (name, found), (colour, marker, line) in zip(series.items(), SERIES, strict=False):
-        axes.plot(flat(levels), flat(found), line, marker=marker, ms=6, color=colour, lw=1.7, label=name)
+        axes.plot(flat(levels), flat(found), line, marker=marker, ms=6, color=colour, lw=1.7, label=literal(name))
     axes.set(xlabel=f"nominal probability of the {region}", ylabel="fraction of targets inside")
     axes.set(xlim=(0, 1.02), ylim=(0, 1.02), aspect="equal")
     axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
@@ -85,7 +85,8 @@ def confidence_histograms(panels: Mapping[str, Mapping[str, ArrayLike]]) -> Figu
         for (name, values), colour, hatch in zip(groups.items(), (BLUE, VERMILION), ("", "////"), strict=False):
             share = np.histogram(flat(values), edges)[0] / flat(values).size
             axes.stairs(100 * share, edges, fill=True, fc=(colour, 0.25), ec=(colour, 0.5), hatch=hatch, lw=0)
-            axes.stairs(100 * share, edges, color=colour, lw=1.8, label=f"{name}: mean {flat(values).mean():.2f}")
+            words = f"{literal(name)}: mean {flat(values).mean():.2f}"
+            axes.stairs(100 * share, edges, color=colour, lw=1.8, label=words)
         axes.set(xlabel="confidence of the prediction", ylabel="% of images" if index == 0 else "")
         axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
     return figure

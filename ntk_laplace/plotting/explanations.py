@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.plotting.style import BLUE, LIGHT_GREY, VERMILION
+from ntk_laplace.model.data.pictures import pictures_of, shades
+from ntk_laplace.plotting.style import BLUE, LIGHT_GREY, VERMILION, literal
 from ntk_laplace.posterior.explain import Entry, Ranked
 
 __all__ = ["explanation"]
@@ -38,8 +38,8 @@ def explanation(
     DataError
         If inputs, training inputs, shape and names do not match.
     """
-    inputs = _fitting(inputs, len(ranked.f), "inputs that were explained", shape)
-    training = _fitting(training, len(ranked.leverage), "training inputs of the fit", shape)
+    inputs = _fitting(inputs, len(ranked.f), "inputs that were explained")
+    training = _fitting(training, len(ranked.leverage), "training inputs of the fit")
     shown, shown_training = _images(inputs, shape), _images(training, shape)
     if shown is not None and shown_training is not None:
         return _image_rows(ranked, (shown, shown_training))
@@ -56,7 +56,7 @@ def explanation(
     return _bar_rows(ranked, None, names)
 
 
-def _fitting(x: Any, count: int, what: str, shape: Sequence[int] | None) -> Any:
+def _fitting(x: Any, count: int, what: str) -> Any:
     """Inputs as a tensor of `count` examples; a tuple or dict cannot be drawn."""
     if x is None or isinstance(x, (tuple, dict)):
         return None
@@ -66,20 +66,13 @@ def _fitting(x: Any, count: int, what: str, shape: Sequence[int] | None) -> Any:
         raise DataError(f"the {count:,} {what}, as an array", f"{type(x).__name__}", "Pass a tensor.") from error
     if x.ndim == 0 or len(x) != count:
         raise DataError(f"the {count:,} {what}", f"shape {tuple(x.shape)}", "Pass all of them, in their order.")
-    if shape is not None and math.prod(shape) != x[0].numel():
-        raise DataError(f"images of {x[0].numel():,} numbers", f"shape={tuple(shape)}", "Pass (height, width).")
     return x
 
 
 def _images(x: Tensor | None, shape: Sequence[int] | None) -> Tensor | None:
-    if x is None or not isinstance(x, Tensor):
-        return None
-    x = x.detach().cpu()
-    if shape is not None:
-        return x.reshape(len(x), *shape)
-    if x.ndim == 4 and x.shape[1] in (1, 3):
-        return x[:, 0] if x.shape[1] == 1 else x.permute(0, 2, 3, 1)
-    return x if x.ndim == 3 else None
+    """Images, those in color with numbers in [0, 1]."""
+    images = None if x is None else pictures_of(x, shape)
+    return images if images is None or images.ndim == 3 else shades(images)
 
 
 def _features(x: Tensor | None) -> Tensor | None:
@@ -167,7 +160,7 @@ def _table(
     points = training[[entry.training_index for entry in chosen]]
     spread = (points - inputs[i]).abs().mean(0) / training.std(0).clamp_min(1e-12)
     columns = spread.argsort(descending=True)[:_FEATURES].sort().values.tolist()
-    heads = [str(names[c]) if names is not None else f"x{c}" for c in columns]
+    heads = [literal(names[c]) if names is not None else f"x{c}" for c in columns]
     body = [[f"{float(v):.3g}" for v in row[columns]] for row in points]
     axes.set_axis_off()
     height = 1.0 / len(chosen)  # the height of a bar's row
@@ -206,7 +199,7 @@ def _lines(ranked: Ranked, features: tuple[Tensor, Tensor], names: Sequence[str]
         if ranked.targets.is_floating_point():  # class labels are not heights
             mean = ranked.quantity.likelihood.mean(ranked.f[i : i + 1]).detach()
             axes.plot(float(inputs[i]), float(mean[0, output]), "*", ms=13, color="black", label="prediction")
-        axes.set(xlabel=names[0] if names else "input", ylabel="target")
+        axes.set(xlabel=literal(names[0]) if names else "input", ylabel="target")
         axes.set_title(f"input {i}: training points behind {ranked.quantity.words(i)}, area as effect", fontsize=10)
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike
 
-from ntk_laplace.plotting.style import BLUE, GREY, ORANGE, SERIES, flat, tidy
+from ntk_laplace.plotting.style import BLUE, GREY, ORANGE, SERIES, flat, literal, tidy
 
 __all__ = ["evidence_comparison", "model_ranking", "selection_curves"]
 
@@ -93,7 +93,7 @@ def evidence_comparison(
             _beside(right, size / 2**20, line, f"{size / 2**20:.3g}")
     left.set(xlabel="nats" + ("" if exact is None else " (beside a point: its distance from exact)"))
     left.set(ylabel="structure", ylim=(len(names) - 0.4, -0.6))
-    left.set_yticks(range(len(names)), labels=names)
+    left.set_yticks(range(len(names)), labels=[literal(name) for name in names])
     middle.set(xlabel="seconds: fit, evidence (hatched)")
     right.set(xlabel="extra peak memory, MiB")
     for axes, title in ((left, "Evidence"), (middle, "Time"), (right, "Memory")):
@@ -137,7 +137,7 @@ def model_ranking(
     axes = tidy(axes, "" if np.isnan(rho) else f"Spearman's ρ = {rho:.2f}")
     scale = np.log(np.maximum(flat(parameters), 2.0))
     size = 5.0 + 7.0 * (scale - scale.min()) / max(float(np.ptp(scale)), 1e-12)
-    shown = [str(number) for number in range(1, len(names) + 1)] if keyed else names
+    shown = [str(number) for number in range(1, len(names) + 1)] if keyed else [literal(name) for name in names]
     for x, y, name, own, open_ in zip(across[1], up[1], shown, size, hollow, strict=True):
         axes.plot(x, y, "o", ms=own, mfc="white" if open_ else BLUE, mec=BLUE, mew=1.4, alpha=0.85)
         axes.annotate(name, (x, y), xytext=(0, 0.6 * own + 2), textcoords="offset points", fontsize=7, color=GREY,
@@ -147,7 +147,7 @@ def model_ranking(
         axes.legend(loc="best", fontsize=8, frameon=False)
     if keyed:
         none = [Line2D([], [], ls="") for _ in names]
-        words = [f"{number}  {name}" for number, name in zip(shown, names, strict=True)]
+        words = [f"{number}  {literal(name)}" for number, name in zip(shown, names, strict=True)]
         figure.legend(none, words, loc="outside right upper", handlelength=0, handletextpad=0, frameon=False,
                       fontsize=7, labelcolor=GREY)
     axes.set(xlabel=across[0], ylabel=up[0])

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from ntk_laplace.plotting.style import BLUE, GREY, LIGHT_GREY, VERMILION, tidy
+from ntk_laplace.plotting.style import BLUE, GREY, LIGHT_GREY, VERMILION, literal, tidy
 from ntk_laplace.posterior.explain import SourceEffects
 
 __all__ = ["source_effects"]
@@ -36,7 +36,7 @@ def source_effects(found: SourceEffects) -> Figure:
         _bars(axes[1], change[:, order].cpu().numpy(), VERMILION)
         tidy(axes[1], "Effect on the targets").set_xlabel("change of log p(y), nats")
     _own(axes[-1], *(one[order].cpu().numpy() for one in (found.own_log_prob, found.own_log_prob_without)))
-    axes[0].set_yticks(range(len(order)), [f"{found.names[s]} ({int(found.num_points[s])})" for s in order])
+    axes[0].set_yticks(range(len(order)), [f"{literal(found.names[s])} ({int(found.num_points[s])})" for s in order])
     axes[0].set_ylim(len(order) - 0.5, -0.5)
     axes[0].set_ylabel("source (points)")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)

@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["BLUE", "DARK_BLUE", "GREEN", "GREY", "LIGHT_GREY", "ORANGE", "SERIES", "VERMILION", "flat", "png", "tidy"]
+__all__ = ["BLUE", "DARK_BLUE", "GREEN", "GREY", "LIGHT_GREY", "ORANGE", "SERIES", "VERMILION", "flat", "literal",
+           "png", "tidy"]
 
 BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#5B6470"
 DARK_BLUE, LIGHT_GREY = "#1F4E79", "#9AA3AD"
@@ -29,6 +30,11 @@ def png(figure: Figure, dpi: int = 130) -> bytes:
 def flat(values: ArrayLike) -> NDArray[np.float64]:
     """One-dimensional float64 values."""
     return np.asarray(values, dtype=np.float64).ravel()
+
+
+def literal(name: object) -> str:
+    """A name that a user gave, as text: matplotlib reads what stands between two dollar signs as a formula."""
+    return str(name).replace("$", r"\$")
 
 
 def tidy(axes: Axes, title: str = "") -> Axes:

@@ -182,8 +182,8 @@ class Ranked:
         inputs, training : Tensor, optional
             The explained inputs and all training inputs. Image inputs, or inputs with a `shape`, are drawn as images;
             a single feature is plotted against the targets; a few features are a table beside the bars.
-        shape : (height, width), optional
-            Size of the images.
+        shape : sequence of int, optional
+            Of inputs that are images: (height, width), (height, width, 3) or (3, height, width).
         names : sequence of str, optional
             Names of the features.
 

@@ -14,7 +14,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
-__all__ = ["estimator_page", "source_effects"]
+__all__ = ["estimator_page", "in_words", "source_effects"]
 
 
 def estimator_page(
@@ -62,6 +62,16 @@ def source_effects(
         return None
     truths = None if y is None else model.network_targets(y)
     return model.posterior_.source_effects(model.network_inputs(x), labels, y=truths)
+
+
+def in_words(model: Model, sources: ntkl.SourceEffects) -> str:
+    """The table of sources, with the unit of its numbers if that is not the targets'."""
+    if hasattr(model, "classes_"):
+        return f"{sources}"
+    ends = (model.network_targets(np.full((1, model.posterior_.num_outputs), end)) for end in (0.0, 1.0))
+    low, high = (end.flatten().tolist() for end in ends)
+    units = [f"{1 / (b - a):.4g}" for a, b in zip(low, high, strict=True)]
+    return f"{sources}\nOf standardized targets: a change by 1 is one of {', '.join(units)} in the target's own unit."
 
 
 def _picture(shape: Sequence[int] | None) -> Sequence[int] | None:

@@ -7,7 +7,7 @@ import argparse
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import take, to_device
 from ntk_laplace.tools.cli.estimator_file import load_estimator
-from ntk_laplace.tools.cli.estimator_page import estimator_page, source_effects
+from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words, source_effects
 from ntk_laplace.tools.cli.model import bring, require_writable
 from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.tables import require_sources
@@ -30,12 +30,12 @@ def run(options: argparse.Namespace) -> None:
     require_writable(options.out, options)
     page, sources = (_of_estimator if is_estimator(options.network[0]) else _of_network)(options)
     page.write(options.out)
-    if sources is not None:
+    if sources:
         print(f"{sources}\n")
     print(f"{page!r}; written to {options.out}, which a browser opens")
 
 
-def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.SourceEffects | None]:
+def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     model = bring(options)
     labels = model.files.sources
     if labels is not None:
@@ -54,10 +54,10 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.SourceE
     sources = None if labels is None else posterior.source_effects(x, labels, y=y)
     page = explore(posterior, x, model.x, y, options.k, naming, options.title,
                    candidates=options.candidates, sources=sources)
-    return page, sources
+    return page, "" if sources is None else f"{sources}"
 
 
-def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.SourceEffects | None]:
+def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     estimator = load_estimator(options)
     new = estimator.read(options.inputs, "inputs to explain").first(options.most)
     sources = source_effects(estimator.model, new.x, new.y, estimator.sources)
@@ -65,4 +65,4 @@ def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, ntkl.Sourc
         estimator.model, new.x, new.y, estimator.rows, estimator.targets, options.shape or estimator.shape, sources,
         k=options.k, title=options.title, candidates=options.candidates,
     )
-    return page, sources
+    return page, "" if sources is None else in_words(estimator.model, sources)

@@ -15,7 +15,7 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace.tools.cli.described import Model, describe, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import save_estimator
-from ntk_laplace.tools.cli.estimator_page import estimator_page, source_effects
+from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words, source_effects
 from ntk_laplace.tools.cli.examples import Examples, read_examples
 from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.model import require_writable
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     save_estimator(model, saved, training, options.source)
     explained.write(page)
     if sources is not None:
-        print(f"\n{sources}")
+        print(f"\n{in_words(model, sources)}")
     print(f"\nPredictions of the held-out rows are in {table}; {page} explains them in a browser.\n"
           f"The model is in {saved}: ntk-laplace predict {saved} --inputs FILE predicts new rows, and\n"
           f"joblib.load({str(saved)!r}).predict({_call(examples)}.")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
+from ntk_laplace.model.data.pictures import require_picture
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
 from ntk_laplace.runtime.progress import track
@@ -37,7 +38,7 @@ class Naming:
     features : sequence of str, optional
         Names of the inputs' columns.
     shape : sequence of int, optional
-        Height and width (and 3) of inputs that are images.
+        Of inputs that are images: (height, width), (height, width, 3) or (3, height, width).
     target : str
         Name of the predicted quantity, for regression.
     """
@@ -125,17 +126,12 @@ def _check(posterior: Posterior, training: Inputs | None, naming: Naming) -> Non
     if training is not None and num_examples(training) != posterior.num_examples:
         raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{num_examples(training):,}",
                         "Pass the inputs that the posterior was fitted to, in their order.")
-    if naming.shape is not None and not all(isinstance(side, int) and side > 0 for side in _sides(naming.shape)):
-        raise DataError("a shape (height, width) of images, or (height, width, 3)", f"{naming.shape!r}",
-                        "Pass for example shape=(28, 28).")
+    if naming.shape is not None:
+        require_picture(naming.shape)
     names = naming.classes
     wanted = 2 if _kind(posterior) == "binary" else posterior.num_outputs
     if names is not None and len(names) != wanted:
         raise DataError(f"{wanted} names of classes or outputs", f"{len(names)}", "Name each of them once.")
-
-
-def _sides(shape: Any) -> tuple[Any, ...]:
-    return tuple(shape) if isinstance(shape, Sequence) else (None,)
 
 
 def _kind(posterior: Posterior) -> str:
