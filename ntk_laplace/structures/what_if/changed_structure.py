@@ -152,10 +152,6 @@ class ChangedStructure(Structure):
         """Outputs at the points, (N, C), of the linearized model at θ* + move."""
         return self.unmoved_points.f + self.jvp(model, move)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickles, without what is computed again."""
-        return vars(self) | {"_found": None}
-
     # --- algebra
 
     def posterior_precision(self, model: LinearizedModel) -> PosteriorPrecision:
