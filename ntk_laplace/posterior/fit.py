@@ -219,7 +219,8 @@ def load(
     ----------
     path : path
     network : nn.Module
-        With the weights of the fit, which the checkpoint does not contain. The posterior uses its device.
+        With the weights of the fit, which the checkpoint does not contain; it has digests of them and of what is
+        frozen. The posterior uses its device.
     data : DataLoader, Dataset, or (X, y), optional
         The training data, for results that need another pass: the correction, ``mean="posterior"``, other
         hyperparameters of the likelihood. Predictions, samples and the evidence do not need it.
@@ -235,9 +236,10 @@ def load(
     Raises
     ------
     DataError
-        If the file is not such a checkpoint, or `data` has another number of examples.
+        If the file is not such a checkpoint, or `data` are not those of the fit in its order: their number, weights
+        or log likelihood differ.
     NetworkError
-        If the network's parameters differ from those of the fit in name, shape or value.
+        If the network's parameters, frozen ones too, or its saved buffers differ from those of the fit.
     """
     with torch.inference_mode(False):
         fitted, reason, calibration = restored_model(path, network, data, likelihood, Settings.of(settings))
