@@ -21,7 +21,7 @@ ntkl.structures.REGISTERED.pop("eigh", None)  # other tests go through all regis
 
 @pytest.fixture(autouse=True)
 def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ntkl.structures.structure, "REGISTERED", known := dict(ntkl.structures.REGISTERED))
+    monkeypatch.setattr(ntkl.structures.registry, "REGISTERED", known := dict(ntkl.structures.REGISTERED))
     monkeypatch.setattr(ntkl.structures, "REGISTERED", known)
 
 
@@ -106,7 +106,7 @@ def test_a_name_whose_class_needs_options(tmp_path: Path) -> None:
         fit("needs")
     fit(own(3)).save(tmp_path / "p.pt")
     assert ntkl.load(tmp_path / "p.pt", network()).fitted.structure.spec.k == 3
-    del ntkl.structures.structure.REGISTERED["needs"]
+    del ntkl.structures.registry.REGISTERED["needs"]
     ntkl.register_structure(type("Needs", (AbsoluteRows,), {"name": "needs"}))  # the class has changed since
     with refused(UnsupportedError, "options of the structure 'needs'", "k .*", "options"):
         ntkl.load(tmp_path / "p.pt", network())
