@@ -443,6 +443,7 @@ def test_networks_that_mix_examples_without_statistics():
         fit(Function(lambda h: h - h.mean(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 @pytest.mark.parametrize("structure", ["gp", "kfac", "diag"])
 @pytest.mark.parametrize("most", [4, 10])

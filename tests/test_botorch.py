@@ -404,6 +404,7 @@ def test_the_sequences_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= float(changed.mean()) < 1.5
 
 
+@pytest.mark.slow
 def test_images_and_token_ids() -> None:
     """Inputs of other shapes and dtypes are given as rows of numbers."""
 

@@ -424,6 +424,7 @@ def test_training_sees_the_positions() -> None:
     assert found.posterior.predict(images(4)).probs.shape == (4, *SHAPE, 3)
 
 
+@pytest.mark.slow
 def test_tokens_of_transformers() -> None:
     """Token labels with padding: a model with random weights, its logits (N, L, C)."""
     transformers = pytest.importorskip("transformers")

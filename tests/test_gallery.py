@@ -39,6 +39,7 @@ def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_every_script_has_a_card_and_a_picture(cards: Any) -> None:
     text, scripts = cards.cards(gallery.EXAMPLES, gallery.PICTURES), cards.scripts(gallery.EXAMPLES)
     for script in scripts:
@@ -55,6 +56,7 @@ def test_every_script_has_a_card_and_a_picture(cards: Any) -> None:
         assert path.stat().st_size < 60_000
 
 
+@pytest.mark.slow
 def test_pictures_are_of_the_scripts_as_they_are(cards: Any) -> None:
     """Each holds the text on it and the names in its script; docs/gallery.md has the command for new ones."""
     for script in cards.scripts(gallery.EXAMPLES):

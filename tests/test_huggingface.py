@@ -78,6 +78,7 @@ def test_a_base_in_16_bits(types, structure):
     assert relative_error(found.predict(x).probs, exact.predict(x).probs) < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["gp", "kfac"])
 def test_under_autocast(structure):
     network = llama(torch.float32)

@@ -313,6 +313,7 @@ def test_more_probes_keep_the_earlier_ones() -> None:
     assert torch.equal(more.probed[:4], fewer.probed)
 
 
+@pytest.mark.slow
 def test_later_probes_take_fewer_steps_and_their_brackets_say_what_that_costs() -> None:
     own = classes(ntkl.Iterative(rank=5, probes=4)).posterior_precision
     loose, tight = (probing(own, 40, wished) for wished in (4.0, 1e-6))
@@ -677,6 +678,7 @@ def test_what_draws_alone_do_not_give_is_as_with_the_default(tmp_path: Any) -> N
     assert relative_error(*(one.latent(x[:5]).covariance_matrix for one in (again, coarse))) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_limit_the_draws_for_a_gradient() -> None:
     found, exact = classes(ntkl.Iterative(rank=10, probes=4)), classes("full")
     slopes = []

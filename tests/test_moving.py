@@ -251,6 +251,7 @@ def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):
         posterior.what_ifs([[0, 1, 2, 3], [], [4, 5, 6]])
 
 
+@pytest.mark.slow
 def test_the_corrected_preconditioner_is_made_once(monkeypatch: pytest.MonkeyPatch):
     """And anew where the hyperparameters have changed: of the other fit, it has the other fit's minima."""
     made: list[int] = []

@@ -48,6 +48,7 @@ def test_posteriors(name: str, change: str) -> None:
             torch.testing.assert_close(found, value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 @pytest.mark.parametrize("name", ["gp", "kfac"])
 def test_results(name: str) -> None:

@@ -124,6 +124,7 @@ def shown() -> dict:
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S).group(1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")
 def test_the_command_takes_the_sources_from_a_column_or_an_array(
     folder: Path, capsys: pytest.CaptureFixture
@@ -144,6 +145,7 @@ def test_the_command_takes_the_sources_from_a_column_or_an_array(
     assert explained("train.npz", "new.npz") == 0 and "sources" not in shown()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 def test_effects_of_an_estimator_name_their_unit(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """They are of standardized targets, under scores in the targets' own unit."""

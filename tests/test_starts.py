@@ -58,6 +58,7 @@ def test_priors_are_scaled_bound_or_not() -> None:
         assert scaled.as_given and torch.all(prior.bind(shapes).flat_precision() == 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no predictive is fitted", "ignore:the network stays")
 @pytest.mark.parametrize("options", [
     {"predictive": None}, {"settings": ntkl.Settings(progress=False, memory_budget=5000)}

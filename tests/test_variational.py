@@ -534,6 +534,7 @@ def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> No
         fit_sine(settings=ntkl.Settings(resume={"other": 1}))
 
 
+@pytest.mark.slow
 def test_a_converged_run_is_not_continued(tmp_path: Any) -> None:
     given = {"algorithm": "oggn", "start": "map", "tolerance": 1e-4, "steps": 50}
     whole = fit_sine(**given, settings=ntkl.Settings(checkpoint=tmp_path / "state"))
