@@ -362,7 +362,6 @@ def test_a_network_that_does_not_take_real_numbers_is_told() -> None:
         ntkl.LaplaceRegressor(nn.Sequential(nn.Embedding(9, 2), nn.Flatten()), epochs=1).fit(x, y)
 
 
-@pytest.mark.slow
 def test_constant_columns_are_zero_in_any_unit() -> None:
     """Sums of large numbers are rounded: the mean of a constant is not the constant."""
     x, y = sine(10)
