@@ -6,7 +6,8 @@ from ntk_laplace.curvature.distributed_function_space import DistributedFunction
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.full import FullPrecision, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
-from ntk_laplace.curvature.given import BlockwisePrecision, GivenPrecision, given_precision
+from ntk_laplace.curvature.given import BlockwisePrecision, GivenPrecision
+from ntk_laplace.curvature.given_forms import given_precision
 from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.last_layer import LastLayerPrecision, last_layer
 from ntk_laplace.curvature.log_det_terms import LogDetTerm, Spectrum

@@ -101,7 +101,7 @@ class PosteriorPrecision(ABC):
     # --- storage
 
     def record(self) -> dict[str, Any] | None:
-        """H in plain containers of tensors, for `curvature.given.restored_precision`; None if it has no such form."""
+        """H in plain containers of tensors, for `given_records.restored_precision`; None if it has no such form."""
         return None
 
     def prior_record(self) -> dict[str, Any]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,15 +17,15 @@ from ntk_laplace.curvature import (
     Summary,
     find_parameter_blocks,
 )
-from ntk_laplace.errors import DataError, FitInterrupted, TargetError
+from ntk_laplace.errors import FitInterrupted
 from ntk_laplace.jacobian import FusedLayer, FusedLayers, Jacobian
 from ntk_laplace.model.data import Batches, Inputs, RowBuffer, Source, fill_buffer, num_examples
-from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.runtime.reduction import Reducer
+from ntk_laplace.runtime.signals import terminable, uninterrupted
 from ntk_laplace.structures.agreement import agreed_blocks, plain_blocks, total, unreached
+from ntk_laplace.structures.batch_roots import Roots, canonical_targets, counts_of
 from ntk_laplace.structures.block_spec import BlockSpec
-from ntk_laplace.structures.data_passes import collected, read_batches
-from ntk_laplace.structures.last_layer import has_form
+from ntk_laplace.structures.data_passes import read_batches
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.registry import structure_of
@@ -140,11 +137,11 @@ class Accumulation:
         reducer = model.settings.reducer
         rest = self._rest(batches, reducer)
         try:
-            roots, seen = _Roots(model, batches, rest), 0
-            with _terminable(reducer):
+            roots, seen = Roots(model, batches, rest), 0
+            with terminable(reducer):
                 for x, y in read_batches(model, rest, what):
                     numbers = roots.numbers(seen, num_examples(x))
-                    with _uninterrupted():
+                    with uninterrupted():
                         absorb(model, roots, x, y, seen)
                         self.done.append(numbers)
                     seen += len(numbers)
@@ -196,12 +193,12 @@ class Accumulation:
         )
 
     def _first(
-        self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor, seen: int, borrowed: bool
+        self, model: LinearizedModel, roots: Roots, x: Inputs, y: Tensor, seen: int, borrowed: bool
     ) -> None:
         """First pass, one batch: find the parameter blocks (first batch only), add to the sums, store outputs."""
         n = num_examples(x)
-        targets, weights = _canonical(model, y, n, seen), roots.weights(seen, n)
-        counts, done = _counts(model, targets, weights), 0
+        targets, weights = canonical_targets(model, y, n, seen), roots.weights(seen, n)
+        counts, done = counts_of(model, targets, weights), 0
         fused_layers = self._fused_layers(model, moments=borrowed)
         for rows in self._rows(model, roots, x, targets, seen, counts, fused_layers):
             own = None if counts is None else counts[done : done + rows.num_examples]
@@ -275,18 +272,18 @@ class Accumulation:
                 zeros = torch.zeros(summary.block.entries, dtype=model.jacobian_pass.dtype, device=model.network.device)
                 summary.sums["squares"] = zeros
 
-    def _second(self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor, seen: int) -> None:
+    def _second(self, model: LinearizedModel, roots: Roots, x: Inputs, y: Tensor, seen: int) -> None:
         """Second pass, one batch: second moments in the eigenbasis."""
         n = num_examples(x)
-        targets = _canonical(model, y, n, seen)
-        counts = _counts(model, targets, roots.weights(seen, n))
+        targets = canonical_targets(model, y, n, seen)
+        counts = counts_of(model, targets, roots.weights(seen, n))
         for rows in self._rows(model, roots, x, targets, seen, counts, self._fused_layers(model, moments=True)):
             for summary, eigenbasis in zip(self.summaries, self.eigenbases, strict=True):
                 if summary.block.kind == "kronecker":
                     summary.add_second_moments(rows, eigenbasis.basis, self.spec.squares)
 
     def _rows(
-        self, model: LinearizedModel, roots: _Roots, x: Inputs, targets: Tensor, seen: int, counts: Tensor | None,
+        self, model: LinearizedModel, roots: Roots, x: Inputs, targets: Tensor, seen: int, counts: Tensor | None,
         fused_layers: FusedLayers,
     ) -> Iterator[Jacobian]:
         return model.jacobian_pass.batches(x, roots.at(targets, seen, counts), model.settings.batch_size, seen,
@@ -315,81 +312,6 @@ class Accumulation:
         return TrainingPoints(f, self.targets.rows, weights.to(f) if len(weights) else None)
 
 
-@dataclass(frozen=True)
-class _BatchRoot:
-    """Computes S of a batch from its outputs, times the square roots of the examples' counts."""
-
-    roots: _Roots
-    targets: Tensor
-    seen: int
-    counts: Tensor | None
-    columns: int
-
-    def __call__(self, f: Tensor, part: slice) -> Tensor:
-        root = self._once(f, part)
-        return root if self.counts is None else root * self.counts[part].to(root).sqrt().view(-1, 1, 1)
-
-    @property
-    def has_form(self) -> bool:
-        """Whether Λ has a `DiagonalForm`."""
-        model = self.roots.model
-        return self.roots.whole is None and has_form(model)
-
-    def form(self, f: Tensor, part: slice) -> DiagonalForm:
-        """Λ of a batch, times the examples' counts."""
-        model, here = self.roots.model, self.roots.numbers(self.seen + part.start, len(f))
-        likelihood = model.likelihood.at(here)
-        found = model.curvature_type.diagonal_form(likelihood, f, self.targets[part].to(f.device))
-        if found is None:
-            raise ValueError("this likelihood has no diagonal form")
-        return (found if self.counts is None else found.times(self.counts[part])).detach()
-
-    def _once(self, f: Tensor, part: slice) -> Tensor:
-        model, dtype = self.roots.model, self.roots.model.jacobian_pass.dtype
-        here = self.roots.numbers(self.seen + part.start, len(f))
-        if self.roots.whole is not None:
-            return self.roots.whole[here]
-        likelihood = model.likelihood.at(here)
-        return model.curvature_type.root(likelihood, f.to(dtype), self.targets[part].to(f.device)).detach()
-
-
-class _Roots:
-    """Computes the Hessian roots S, from each batch's outputs, or from all outputs at once if labels are sampled.
-
-    Sampled labels must not depend on how the data are split into batches, so they need a first pass for all outputs.
-    The roots are those of the batches of `rest`, which may be fewer.
-    """
-
-    def __init__(self, model: LinearizedModel, batches: Source, rest: Source) -> None:
-        self.model, self._batches = model, rest
-        self.whole: Tensor | None = None
-        reducer = model.settings.reducer
-        alone = rest is batches and reducer.world_size == 1
-        self._numbers = None if alone else rest.numbers(reducer)[0]
-        self.columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
-        if model.curvature_type.kind == "mc":
-            f, targets = RowBuffer(batches.length or 0), RowBuffer(batches.length or 0)
-            for x, y in read_batches(model, batches, "outputs"):
-                seen = len(f)
-                f.append(model.network.without_grad(x, seen).to(model.jacobian_pass.dtype))
-                targets.append(_canonical(model, y, num_examples(x), seen))
-            rows = (collected(model, batches, own.rows) for own in (f, targets))
-            self.whole = model.curvature_type.root(model.likelihood, *rows).detach()
-
-    def at(self, targets: Tensor, seen: int, counts: Tensor | None) -> _BatchRoot:
-        """The roots of one batch."""
-        return _BatchRoot(self, targets, seen, counts, self.columns)
-
-    def weights(self, seen: int, n: int) -> Tensor | None:
-        """Example weights of one batch, which must have been read."""
-        weights = self._batches.weights
-        return None if weights is None else weights[seen : seen + n].to(self.model.network.device)
-
-    def numbers(self, seen: int, n: int) -> Tensor:
-        """Global numbers of n examples, of which the first is number `seen` of those that this process reads."""
-        return torch.arange(seen, seen + n) if self._numbers is None else self._numbers[seen : seen + n]
-
-
 def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: LinearizedModel) -> None:
     """Raise an error if the sums do not fit in memory, before any is allocated."""
     largest = max(parts, key=lambda part: part.numbers, default=None)
@@ -398,56 +320,3 @@ def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: Lineari
     spec.memory(parts, model).require(
         model, f"the sums of structure={spec.name!r}, most of them for {largest}", f"Use {', or '.join(ways)}.",
     )
-
-
-def _counts(model: LinearizedModel, targets: Tensor, weights: Tensor | None) -> Tensor | None:
-    """How often each example of a batch counts, (n,): 0 without a target; None if each counts once."""
-    observed = model.likelihood.observed(targets)
-    if observed is None:
-        return weights
-    present = observed.reshape(len(targets), -1).any(1)
-    return present.double() if weights is None else weights * present
-
-
-def _canonical(model: LinearizedModel, y: Tensor, n: int, seen: int) -> Tensor:
-    """Targets of a batch in canonical form; an error names the batch's position in the data."""
-    try:
-        targets = model.likelihood.targets(y, n, model.network.num_outputs)
-    except DataError as error:
-        if not seen:
-            raise
-        kind = type(error) if isinstance(error, TargetError) else DataError
-        raise kind(error.expected, f"{error.got}, counted from example {seen:,} of the data, where its batch starts",
-                   error.remedy) from error
-    return targets.to(model.network.device)
-
-
-@contextlib.contextmanager
-def _terminable(reducer: Reducer) -> Iterator[None]:
-    """Take SIGTERM for Ctrl-C: torchrun sends it to the others when one process dies."""
-    main = threading.current_thread() is threading.main_thread()
-    if reducer.world_size == 1 or not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block, so that a batch is counted either fully or not at all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    waiting: list[Sequence[object]] = []
-    signal.signal(signal.SIGINT, lambda *arguments: waiting.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if waiting:
-        raise KeyboardInterrupt

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import GivenPrecision, PosteriorPrecision, given_precision
-from ntk_laplace.curvature.given import moved_precision, no_record, restored_precision
+from ntk_laplace.curvature.given_records import moved_precision, no_record, restored_precision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.data import Missing, Source
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
