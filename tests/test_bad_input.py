@@ -652,6 +652,10 @@ def test_noise_per_point_is_undefined_at_new_points():
         posterior.predict(inputs(4))
     predicted = posterior.predict(inputs(4), likelihood=ntkl.Gaussian(noise=0.5))
     assert predicted.variance.min() > 0.5
+    more = inputs(2), torch.zeros(2, posterior.num_outputs).double()
+    for change in (lambda: posterior.add(*more), lambda: posterior.condition(more)):
+        with refused(errors.UnsupportedError, "9 points", "new points", "Fit all points together"):
+            change()
 
 
 ALL = dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias"], 0.0)

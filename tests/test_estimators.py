@@ -362,6 +362,16 @@ def test_a_network_that_does_not_take_real_numbers_is_told() -> None:
         ntkl.LaplaceRegressor(nn.Sequential(nn.Embedding(9, 2), nn.Flatten()), epochs=1).fit(x, y)
 
 
+def test_a_network_is_made_from_two_numbers() -> None:
+    x, y = sine(10)
+    with refused(ntkl.UnsupportedError, r"network\(features, outputs\)", r"of_one_argument\(features", "Take both"):
+        ntkl.LaplaceRegressor(_linear_of_one_argument, epochs=1).fit(x, y)
+
+
+def _linear_of_one_argument(features: int) -> nn.Module:
+    return nn.Linear(features, 1)
+
+
 def test_constant_columns_are_zero_in_any_unit() -> None:
     """Sums of large numbers are rounded: the mean of a constant is not the constant."""
     x, y = sine(10)

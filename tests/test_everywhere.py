@@ -490,7 +490,7 @@ def test_ignored_labels_of_any_type(dtype: torch.dtype) -> None:
 
 def test_labels_that_are_no_whole_numbers_are_refused() -> None:
     y = torch.tensor([[255.0, 0.5], [1.0, 0.0]])
-    with refused(ntkl.TargetError, "class labels that are whole", "0.5 at example 1", "Regression targets"):
+    with refused(ntkl.TargetError, "class labels that are whole", r"0.5 at position \(1\) of example 0", "Regression targets"):
         ntkl.laplace(nn.Linear(1, 3), (torch.randn(2, 2, 1), y), ntkl.Everywhere(ntkl.Categorical(), 2, 255))
 
 
@@ -525,3 +525,27 @@ def test_predictions_have_the_positions_of_the_fit(fitted: ntkl.Likelihood, othe
     for method in ("glm", "map", "nn"):
         with refused(ntkl.UnsupportedError, "as in the fit", got, "Use Everywhere"):
             posterior.predict(x, method, likelihood=other)
+
+
+def test_errors_name_the_position_and_the_example() -> None:
+    """And not the number among all positions of all examples."""
+    y = labels(5)
+    y[3, 2, 1] = 255
+    with refused(ntkl.TargetError, "labels in 0", r"255 at position \(2, 1\) of example 3", "ignore_index=255"):
+        ntkl.laplace(convolutional(), (images(5), y), ntkl.Everywhere(ntkl.Categorical()))
+    real = torch.randn(5, *SHAPE).double()
+    real[4, 0, 1] = torch.inf
+    with refused(ntkl.NonFiniteError, "finite targets", "^inf at example 4", "Remove"):
+        ntkl.laplace(convolutional(1), (images(5), real), ntkl.Everywhere(ntkl.Gaussian()))
+
+
+def test_masks_with_an_axis_of_channels() -> None:
+    with refused(ntkl.NetworkError, r"\(N, C, 1, ", r"shape \(", r"y\.squeeze\(1\)"):
+        ntkl.laplace(convolutional(), (images(5), labels(5).unsqueeze(1)), ntkl.Everywhere(ntkl.Categorical()))
+
+
+def test_intervals_are_of_one_response() -> None:
+    one = convolutional(1)
+    posterior = ntkl.laplace(one, (images(5), torch.randn(5, *SHAPE)), ntkl.Everywhere(ntkl.Gaussian()))
+    with refused(ntkl.UnsupportedError, "one point an example", "Everywhere", "mean and variance"):
+        posterior.predict_interval(images(2))

@@ -951,5 +951,8 @@ def test_bad_schedules_and_weights() -> None:
     for weight in (0, -1.0, float("inf"), "5"):
         with pytest.raises(ntkl.HyperparameterError, match="positive finite weight"):
             ntkl.Tempered(ntkl.Categorical(), weight)
+    x, y = torch.randn(4, 1).double(), torch.randn(4, 1).double()
+    with pytest.raises(ntkl.DataError, match="at least is positive, to train with; got zeros alone"):
+        ntkl.train_with_evidence(mlp(1, 3, 1), (x, y, torch.zeros(4)), ntkl.Gaussian(), epochs=2)
     with pytest.raises(ntkl.UnsupportedError, match="not tempered yet"):
         ntkl.Tempered(ntkl.Tempered(ntkl.Categorical(), 2), 2)

@@ -97,6 +97,9 @@ class CoverageVerbs(CalibrationVerbs):
         if self.likelihood.classifies:
             raise UnsupportedError("a likelihood of real responses for intervals", type(self.likelihood).__name__,
                                    "Use predict_set for one label an example, and predict(x).probs for several.")
+        if self.likelihood.positions is not None:
+            raise UnsupportedError("a likelihood of one point an example for intervals", type(self.likelihood).__name__,
+                                   "Use predict(x), whose mean and variance are those of each position.")
         normalized = score == "normalized"
         noise = self._noise() if normalized else None
 

@@ -276,6 +276,7 @@ class Fitted:
             As for `laplace`.
         """
         network, model, structure = self.network, self._fitted.model, self._fitted.structure
+        require_noise_of_new_points(model.likelihood)
         settings = model.settings
         batches = settings.own(
             Batches(data, settings.batch_size, network.device, network.input_dtype, network.targets))
@@ -358,3 +359,16 @@ def _require_one_network(network: Network, other: Network) -> None:
     if not (same and len(own) == len(theirs) and all(map(torch.equal, own, theirs))):
         raise UnsupportedError("two posteriors of one trained network, with equal parameters and buffers",
                                "two networks", "Fit both with the same network, and arguments that differ in the data.")
+
+
+def require_noise_of_new_points(likelihood: Likelihood) -> None:
+    """Refuse to add points to a fit whose noise is that of each training point.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    try:
+        likelihood.for_new_points()
+    except UnsupportedError as error:
+        raise UnsupportedError(error.expected, error.got, "Fit all points together, with the noise of each.") from error

@@ -11,7 +11,7 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, warn
 from ntk_laplace.model.data import Batches, InputData
 from ntk_laplace.posterior.calibrate import with_left_out_hyperparameters
-from ntk_laplace.posterior.fitted import Fitted
+from ntk_laplace.posterior.fitted import Fitted, require_noise_of_new_points
 from ntk_laplace.structures import FunctionSpace
 from ntk_laplace.structures.data_passes import read_points
 from ntk_laplace.structures.points import TrainingPoints
@@ -166,6 +166,7 @@ class WhatIfVerbs(Fitted):
         model = self._fitted.model
         model.settings.reducer.require_one("points to add, which belong to no process's share",
                                            "Use condition(data), to which each process gives its share.")
+        require_noise_of_new_points(model.likelihood)
         batches = Batches((x, y), model.settings.batch_size, model.network.device, model.network.input_dtype)
         with torch.inference_mode(False):
             if is_moving(linearization, steps):

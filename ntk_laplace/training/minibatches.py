@@ -132,11 +132,21 @@ def count_examples(data: Any, batches: Batches) -> int:
 
 
 def sum_of_weights(batches: Batches) -> float | None:
-    """Σ w_n, from a pass over data whose first batch has been read; None if they have no example weights."""
+    """Σ w_n, from a pass over data whose first batch has been read; None if they have no example weights.
+
+    Raises
+    ------
+    DataError
+        If all of them are 0.
+    """
     if batches.weights is None:
         return None
     _counted(batches)
-    return float(batches.weights.sum())
+    total = float(batches.weights.sum())
+    if total == 0.0:
+        raise DataError("example weights of which one at least is positive, to train with", "zeros alone",
+                        "Give the examples that count a weight of 1.")
+    return total
 
 
 def _counted(batches: Batches) -> int:

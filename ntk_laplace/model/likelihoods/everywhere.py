@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Size, Tensor
 
-from ntk_laplace.errors import HyperparameterError, NetworkError, TargetError, UnsupportedError, is_whole
+from ntk_laplace.errors import (
+    HyperparameterError,
+    NetworkError,
+    NonFiniteError,
+    TargetError,
+    UnsupportedError,
+    is_whole,
+)
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
@@ -186,8 +194,23 @@ class Everywhere(Likelihood):
             flat = flat.double() if per_output else flat.long()
         if (whole or (not per_output and flat.dim() == 1)) and bool((missing := flat == self.ignore_index).any()):
             flat = own.hidden(flat, ~missing)
-        found = own.targets(flat, len(flat), self._per_position(num_outputs))
+        try:
+            found = own.targets(flat, len(flat), self._per_position(num_outputs))
+        except (TargetError, NonFiniteError) as error:
+            remedy = error.remedy
+            if whole and "missing label" in remedy:
+                remedy += " Everywhere(..., ignore_index=255), for instance, names another number for missing ones."
+            raise type(error)(error.expected, self._placed(error.got), remedy) from error
         return found.reshape(num_examples, *shape, *found.shape[1:])
+
+    def _placed(self, words: str) -> str:
+        """Words of an error with the position in the example in place of the number among all positions."""
+        def place(found: re.Match[str]) -> str:
+            number, count = int(found[1].replace(",", "")), math.prod(self.positions)
+            where = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(number % count), self.positions))
+            return f"at position ({where}) of example {number // count:,}"
+
+        return re.sub(r"at example ([\d,]*\d)", place, words)
 
     def num_responses(self, num_outputs: int) -> int:
         """L D."""

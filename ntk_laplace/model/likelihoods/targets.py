@@ -17,8 +17,8 @@ __all__ = [
 MISSING_LABEL = -100  # the default `ignore_index` of torch.nn.CrossEntropyLoss
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}  # tolerance of a sum of probabilities; larger for 16-bit types
 _REMEDY = "Remove or impute examples with missing targets."
-
 _NOT_COMPARED = (torch.uint16, torch.uint32, torch.uint64)  # torch has almost no operations for these
+_SHOWN = 8  # targets of an example in a message, at most
 
 
 def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY) -> Tensor:
@@ -57,7 +57,7 @@ def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY
         good = ~y.isinf() if missing else y.isfinite()
         if not good.all():
             index = first_bad(~good)
-            raise NonFiniteError("finite targets", f"{_row(y, index)} at example {index}", remedy)
+            raise NonFiniteError("finite targets", f"{_row(y, index, good)} at example {index}", remedy)
     return y
 
 
@@ -115,7 +115,7 @@ def require(good: Tensor, y: Tensor, expected: str, remedy: str) -> None:
     """Raise a `TargetError` that names the first example where `good` fails."""
     if not good.all():
         index = first_bad(~good)
-        raise TargetError(expected, f"{_row(y, index)} at example {index}", remedy)
+        raise TargetError(expected, f"{_row(y, index, good)} at example {index}", remedy)
 
 
 def first_bad(bad: Tensor) -> int:
@@ -123,6 +123,10 @@ def first_bad(bad: Tensor) -> int:
     return int(bad.flatten(1).any(1).int().argmax()) if bad.dim() > 1 else int(bad.int().argmax())
 
 
-def _row(y: Tensor, index: int) -> str:
-    row = y[index].flatten().tolist()
-    return f"{row[0]:g}" if len(row) == 1 else "[" + ", ".join(f"{value:g}" for value in row) + "]"
+def _row(y: Tensor, index: int, good: Tensor) -> str:
+    """The targets of an example; of many, the first that is not good, or the first few."""
+    row = y[index].flatten()
+    if len(row) > _SHOWN and good.shape == y.shape:
+        row = row[~good[index].flatten()][:1]
+    words = ", ".join(f"{value:g}" for value in row[:_SHOWN].tolist())
+    return words if len(row) == 1 else f"[{words}{', ...' if len(row) > _SHOWN else ''}]"

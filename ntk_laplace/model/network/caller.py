@@ -155,10 +155,13 @@ def _rows(found: Tensor, positions: Size) -> Tensor:
     if first == last:
         shape = ", ".join(map(str, positions))
         got = f"shape {tuple(found.shape)}" + (", which fits both" if first else "")
-        raise NetworkError(f"network outputs of shape (N, C, {shape}) or (N, {shape}, C), for Everywhere()", got,
-                           "Wrap the network in a module that returns rows (N, L * C), position by position."
-                           if first else "Pass the positions of the network's outputs; pad inputs of other shapes to "
-                           "those of the fit.")
+        remedy = "Pass the positions of the network's outputs; pad inputs of other shapes to those of the fit."
+        if first:
+            remedy = "Wrap the network in a module that returns rows (N, L * C), position by position."
+        elif positions[0] == 1 and any(channels_fit(found.shape, positions[1:])):
+            remedy = "Pass the targets without their second axis, y.squeeze(1)."
+        expected = f"network outputs of shape (N, C, {shape}) or (N, {shape}, C), for Everywhere()"
+        raise NetworkError(expected, got, remedy)
     return (found.movedim(1, -1) if first else found).flatten(1)
 
 

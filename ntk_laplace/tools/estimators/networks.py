@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -57,11 +58,26 @@ def network_of(
     if not callable(network):
         raise UnsupportedError('network="mlp", a callable (features, outputs) -> Module, an nn.Module or a skorch net',
                                repr(network)[:80], 'Pass one of them, or leave it out for "mlp".')
+    _require_two_arguments(network)
     made = network(inputs, outputs)
     if not isinstance(made, nn.Module):
         raise UnsupportedError("an nn.Module from network(features, outputs)", f"a {type(made).__name__}",
                                "Return the module.")
     return made
+
+
+def _require_two_arguments(network: Callable[..., object]) -> None:
+    """Refuse a callable that cannot be called with the numbers of features and outputs."""
+    try:
+        signature = inspect.signature(network)
+    except (TypeError, ValueError):  # of a builtin: unknown
+        return
+    try:
+        signature.bind(1, 1)
+    except TypeError as error:
+        name = getattr(network, "__name__", type(network).__name__)
+        raise UnsupportedError("network(features, outputs), two numbers, that returns an nn.Module",
+                               f"{name}{signature}", "Take both; outputs is 1 for one target.") from error
 
 
 def is_module(network: object) -> bool:
