@@ -490,7 +490,8 @@ def test_ignored_labels_of_any_type(dtype: torch.dtype) -> None:
 
 def test_labels_that_are_no_whole_numbers_are_refused() -> None:
     y = torch.tensor([[255.0, 0.5], [1.0, 0.0]])
-    with refused(ntkl.TargetError, "class labels that are whole", r"0.5 at position \(1\) of example 0", "Regression targets"):
+    got = r"0.5 at position \(1\) of example 0"
+    with refused(ntkl.TargetError, "class labels that are whole", got, "Regression targets"):
         ntkl.laplace(nn.Linear(1, 3), (torch.randn(2, 2, 1), y), ntkl.Everywhere(ntkl.Categorical(), 2, 255))
 
 
