@@ -12,7 +12,27 @@ from torch.nn.parameter import is_lazy
 
 from ntk_laplace.errors import NetworkError
 
-__all__ = ["private_copy", "require_module"]
+__all__ = ["compressed_copies", "dense_parts", "private_copy", "require_module"]
+
+
+_BY_ROW, _BY_COLUMN = (Tensor.crow_indices, Tensor.col_indices), (Tensor.ccol_indices, Tensor.row_indices)
+_COMPRESSED = {torch.sparse_csr: _BY_ROW, torch.sparse_bsr: _BY_ROW, torch.sparse_csc: _BY_COLUMN,
+               torch.sparse_bsc: _BY_COLUMN}
+
+
+def dense_parts(values: Tensor) -> tuple[Tensor, ...]:
+    """The tensor, or the dense ones that a sparse tensor is made of."""
+    if values.layout == torch.sparse_coo:
+        values = values.coalesce()
+        return values.indices(), values.values()
+    if values.layout in _COMPRESSED:
+        return *(indices(values) for indices in _COMPRESSED[values.layout]), values.values()
+    return (values,)
+
+
+def compressed_copies(module: nn.Module) -> dict[int, Any]:
+    """The memo of a deepcopy with copies of compressed sparse buffers, which torch's own deepcopy refuses."""
+    return {id(one): one.clone() for one in module.buffers() if one.layout in _COMPRESSED}
 
 
 def require_module(module: Any) -> nn.Module:
@@ -41,7 +61,7 @@ def private_copy(module: nn.Module) -> nn.Module:
     NetworkError
         If it cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = compressed_copies(module)
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
             if type(value) is OrderedDict and not value:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
@@ -22,7 +23,7 @@ from ntk_laplace.model.data import (
 )
 from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.model.network.choice import ParameterChoice, choose
-from ntk_laplace.model.network.copying import private_copy, require_module
+from ntk_laplace.model.network.copying import compressed_copies, dense_parts, private_copy, require_module
 from ntk_laplace.model.network.precision import Products, whole_convolutions
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
@@ -114,9 +115,10 @@ class Network:
     def fixed(self) -> list[Tensor]:
         """What the outputs depend on beside the chosen parameters: the others, and saved floating-point buffers."""
         saved = self.module.state_dict()
-        others = [parameter for name, parameter in self.module.named_parameters() if name not in self.shapes]
-        return others + [buffer for name, buffer in self.module.named_buffers()
-                         if name in saved and buffer.is_floating_point()]
+        found: list[Tensor] = [one for name, one in self.module.named_parameters() if name not in self.shapes]
+        found += [buffer for name, buffer in self.module.named_buffers()
+                  if name in saved and (buffer.is_floating_point() or buffer.is_complex())]
+        return [part for one in found for part in dense_parts(one)]
 
     @property
     def names(self) -> list[str]:
@@ -175,6 +177,12 @@ class Network:
         memory_format = torch.channels_last if chosen else torch.contiguous_format
         self.module.to(memory_format=memory_format)  # type: ignore[call-overload]  # missing in torch's stubs
         self._channels_last = chosen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Network:
+        memo.update(compressed_copies(self.module))
+        found = memo[id(self)] = copy.copy(self)
+        vars(found).update(copy.deepcopy(vars(self), memo))
+        return found
 
     def to(self, device: torch.device) -> Network:
         """The same network on another device; this object if it is already on that device."""

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ntk_laplace.errors import NTKLaplaceError, warn
 from ntk_laplace.model.data import Inputs, num_examples, take
+from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
@@ -113,7 +114,7 @@ class ManyWeights:
         seen: dict[tuple[int, int], int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            seen[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
+            seen.update({(part.data_ptr(), part.numel()): part.nbytes for part in dense_parts(tensor)})
             return tensor
 
         theta = self.network.theta.requires_grad_()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError, NTKLaplaceError
 from ntk_laplace.model.data import Inputs, concatenate, format_of, num_examples, take
+from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.precision import DtypesSeen, computation_dtype
 from ntk_laplace.runtime.random_state import preserved_rng
@@ -62,7 +63,8 @@ def _probed(network: Network, x: Inputs) -> Tensor:
     if network.channels_last and _gap(alone, first[::2]) > tolerance:
         network.channels_last = False
         alone = network.evaluate(_every_other(x))
-    moved = [m for m, b in network.module.named_buffers() if not torch.equal(b, before[m])]
+    moved = [m for m, b in network.module.named_buffers()
+             if not all(map(torch.equal, dense_parts(b), dense_parts(before[m])))]
     with torch.no_grad():
         for name in moved:
             network.module.get_buffer(name).copy_(before[name])
