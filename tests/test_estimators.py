@@ -23,7 +23,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.tools.estimators.base import Standardized
+from ntk_laplace.tools.estimators.tables import Standardized
 from reference import relative_error
 from refusals import refused
 

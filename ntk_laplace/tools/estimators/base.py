@@ -5,23 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from ntk_laplace.errors import (
-    DataError,
     HyperparameterError,
-    NetworkError,
-    NTKLaplaceError,
     NTKLaplaceWarning,
     UnsupportedError,
     is_choice,
@@ -31,7 +26,6 @@ from ntk_laplace.errors import (
     require_flags,
 )
 from ntk_laplace.model.likelihoods import Likelihood
-from ntk_laplace.model.objective import in_mode
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
@@ -39,48 +33,13 @@ from ntk_laplace.posterior.explain import Explanation, Ranking
 from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Auto, Settings, StructureSpec
-from ntk_laplace.tools.estimators.networks import is_module, network_of
+from ntk_laplace.tools.estimators.networks import is_module, network_of, require_outputs
+from ntk_laplace.tools.estimators.tables import Array, Standardized, require_numbers
 from ntk_laplace.training import EvidenceHistory, train_from_starts, train_with_evidence
 
-__all__ = ["LaplaceEstimator", "Standardized"]
+__all__ = ["LaplaceEstimator"]
 
-Array = NDArray[np.floating[Any]]
-
-_SMALLEST = 1e-140
 _PRECISIONS = (1.0, 0.1)  # from which a perceptron starts
-
-
-@dataclass(frozen=True)
-class Standardized:
-    """Mean and scale of each column of a table."""
-
-    mean: Array
-    scale: Array
-
-    @classmethod
-    def of(cls, table: Array, weight: Array | None, wanted: bool) -> Standardized:
-        """Those of the rows, weighted; a constant column is 0, or 1 at most if it varies by rounding. Else 0 and 1."""
-        columns = table.shape[1]
-        if not wanted:
-            return cls(np.zeros(columns), np.ones(columns))
-        largest = np.abs(table).max(0).astype(np.float64)
-        outside = np.flatnonzero((largest > 1 / _SMALLEST) | ((largest > 0) & (largest < _SMALLEST)))
-        if len(outside):
-            raise DataError(f"inputs and targets with magnitudes from {_SMALLEST:g} to {1 / _SMALLEST:g}",
-                            f"{largest[outside[0]]:g} at most in a column", "Take another unit for it.")
-        found = StandardScaler().fit(table.astype(np.float64), sample_weight=weight)
-        low, high = table.min(0).astype(np.float64), table.max(0).astype(np.float64)
-        mean = np.where(low == high, low, found.mean_)  # a sum of large numbers is rounded
-        rounded = (found.scale_ == 1.0) & (found.var_ != 1.0)  # what StandardScaler takes for constant
-        return cls(mean, np.where(rounded, np.maximum(1.0, np.abs([low - mean, high - mean]).max(0)), found.scale_))
-
-    def __call__(self, table: Array) -> Array:
-        """(table - mean) / scale."""
-        return (table - self.mean) / self.scale
-
-    def undone(self, table: Array) -> Array:
-        """The table in its own units."""
-        return table * self.scale + self.mean
 
 
 class LaplaceEstimator(BaseEstimator):
@@ -131,7 +90,7 @@ class LaplaceEstimator(BaseEstimator):
             torch.manual_seed(seed)
             module = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
             data: tuple[Tensor, ...] = self._tensor(x, module), y
-            _require_outputs(module, data[0], outputs)
+            require_outputs(module, data[0], outputs)
             if weight is not None:
                 data = *data, torch.as_tensor(weight, dtype=torch.float64)
             if self.prefit:
@@ -224,7 +183,7 @@ class LaplaceEstimator(BaseEstimator):
 
     def _read(self, x: Any, y: Any, sample_weight: Any, **checks: Any) -> tuple[Array, Any, Array | None]:
         """Inputs, targets and weights. Equal examples become one, whose weight is the sum of theirs."""
-        _require_numbers(x)
+        require_numbers(x)
         for name in ("posterior_", "n_iter_"):  # of another fit, whose labels and units are not kept
             self.__dict__.pop(name, None)
         x, y = validate_data(self, x, y, dtype=(np.float64, np.float32), **checks)
@@ -259,7 +218,7 @@ class LaplaceEstimator(BaseEstimator):
             In the network's dtype and on its device.
         """
         check_is_fitted(self)
-        _require_numbers(X)
+        require_numbers(X)
         x = validate_data(self, X, reset=False, dtype=(np.float64, np.float32))
         return self._tensor(x, self.network_)
 
@@ -379,46 +338,6 @@ def _takes_inputs(spec: StructureSpec | Auto) -> bool:
     except HyperparameterError:
         return False
     return True
-
-
-def _require_numbers(x: Any) -> None:
-    """Refuse columns of a data frame that are names or dates; sklearn's errors do not say which column."""
-    import pandas
-
-    if not isinstance(x, pandas.DataFrame):
-        return
-    if not len(x.columns):
-        raise DataError("columns of inputs in X", "a table without columns", "Pass one column for each feature.")
-    for index, (name, dtype) in enumerate(x.dtypes.items()):
-        if dtype.kind in "biufc" or not len(x):
-            continue
-        column = x.iloc[:, index]
-        remedy = "Encode it, by pandas.get_dummies or sklearn's OneHotEncoder, or drop it."
-        if dtype.kind in "mM" or isinstance(dtype, pandas.DatetimeTZDtype):
-            raise DataError(f"numbers in column {name!r} of X", f"dates or times, {dtype}",
-                            "Make it a number, such as days since a date, or drop it.")
-        other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
-        if other.any():
-            row = int(np.argmax(other))
-            raise DataError(f"numbers in column {name!r} of X", f"{column.iloc[row]!r} in row {row}", remedy)
-
-
-def _require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:
-    """Refuse a network that does not take the inputs, or has another number of outputs, before it is trained."""
-    with in_mode(module, training=False), torch.no_grad():
-        try:
-            f = module(x[:2])
-        except NTKLaplaceError:
-            raise
-        except Exception as cause:  # of the caller's module, which may raise anything
-            raise NetworkError(f"a network that takes X of shape {tuple(x[:2].shape)} and type {x.dtype}",
-                               f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}",
-                               "An estimator passes X as real numbers: convert token numbers in forward(), x.long(), "
-                               "and reshape other inputs there.") from cause
-    own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
-    if own is not None and own != outputs:
-        raise DataError(f"a network with {outputs} outputs, one for each class or target", f"{own}",
-                        "Make its last layer as wide; a callable gets the number.")
 
 
 def _hyperparameters(posterior: Posterior) -> list[nn.Parameter]:

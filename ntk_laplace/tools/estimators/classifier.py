@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.likelihoods import Categorical
-from ntk_laplace.tools.estimators.base import Array, LaplaceEstimator
+from ntk_laplace.tools.estimators.base import LaplaceEstimator
+from ntk_laplace.tools.estimators.tables import Array
 
 __all__ = ["LaplaceClassifier"]
 

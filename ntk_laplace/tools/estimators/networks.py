@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_whole
+from ntk_laplace.errors import DataError, HyperparameterError, NetworkError, NTKLaplaceError, UnsupportedError, is_whole
+from ntk_laplace.model.objective import in_mode
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["ACTIVATIONS", "is_module", "network_of"]
+__all__ = ["ACTIVATIONS", "is_module", "network_of", "require_outputs"]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity,
@@ -110,3 +111,21 @@ def _of_skorch(net: Any) -> nn.Module:
         module = net.module(**net.get_params_for("module"))
     criterion = net.criterion if isinstance(net.criterion, type) else type(net.criterion)
     return nn.Sequential(module, _Log()) if issubclass(criterion, nn.NLLLoss) else module
+
+
+def require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:
+    """Refuse a network that does not take the inputs, or has another number of outputs, before it is trained."""
+    with in_mode(module, training=False), torch.no_grad():
+        try:
+            f = module(x[:2])
+        except NTKLaplaceError:
+            raise
+        except Exception as cause:  # of the caller's module, which may raise anything
+            raise NetworkError(f"a network that takes X of shape {tuple(x[:2].shape)} and type {x.dtype}",
+                               f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}",
+                               "An estimator passes X as real numbers: convert token numbers in forward(), x.long(), "
+                               "and reshape other inputs there.") from cause
+    own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
+    if own is not None and own != outputs:
+        raise DataError(f"a network with {outputs} outputs, one for each class or target", f"{own}",
+                        "Make its last layer as wide; a callable gets the number.")

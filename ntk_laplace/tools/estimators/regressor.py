@@ -14,7 +14,8 @@ from torch import Tensor
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.runtime.linalg import symmetric_root
-from ntk_laplace.tools.estimators.base import Array, LaplaceEstimator, Standardized
+from ntk_laplace.tools.estimators.base import LaplaceEstimator
+from ntk_laplace.tools.estimators.tables import Array, Standardized
 from ntk_laplace.training import EvidenceSchedule
 
 __all__ = ["LaplaceRegressor"]

@@ -1,0 +1,73 @@
+"""Tables of inputs and targets: columns of numbers, and their standardization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.preprocessing import StandardScaler
+
+from ntk_laplace.errors import DataError
+
+__all__ = ["Array", "Standardized", "require_numbers"]
+
+Array = NDArray[np.floating[Any]]
+
+_SMALLEST = 1e-140
+
+
+@dataclass(frozen=True)
+class Standardized:
+    """Mean and scale of each column of a table."""
+
+    mean: Array
+    scale: Array
+
+    @classmethod
+    def of(cls, table: Array, weight: Array | None, wanted: bool) -> Standardized:
+        """Those of the rows, weighted; a constant column is 0, or 1 at most if it varies by rounding. Else 0 and 1."""
+        columns = table.shape[1]
+        if not wanted:
+            return cls(np.zeros(columns), np.ones(columns))
+        largest = np.abs(table).max(0).astype(np.float64)
+        outside = np.flatnonzero((largest > 1 / _SMALLEST) | ((largest > 0) & (largest < _SMALLEST)))
+        if len(outside):
+            raise DataError(f"inputs and targets with magnitudes from {_SMALLEST:g} to {1 / _SMALLEST:g}",
+                            f"{largest[outside[0]]:g} at most in a column", "Take another unit for it.")
+        found = StandardScaler().fit(table.astype(np.float64), sample_weight=weight)
+        low, high = table.min(0).astype(np.float64), table.max(0).astype(np.float64)
+        mean = np.where(low == high, low, found.mean_)  # a sum of large numbers is rounded
+        rounded = (found.scale_ == 1.0) & (found.var_ != 1.0)  # what StandardScaler takes for constant
+        return cls(mean, np.where(rounded, np.maximum(1.0, np.abs([low - mean, high - mean]).max(0)), found.scale_))
+
+    def __call__(self, table: Array) -> Array:
+        """(table - mean) / scale."""
+        return (table - self.mean) / self.scale
+
+    def undone(self, table: Array) -> Array:
+        """The table in its own units."""
+        return table * self.scale + self.mean
+
+
+def require_numbers(x: Any) -> None:
+    """Refuse columns of a data frame that are names or dates; sklearn's errors do not say which column."""
+    import pandas
+
+    if not isinstance(x, pandas.DataFrame):
+        return
+    if not len(x.columns):
+        raise DataError("columns of inputs in X", "a table without columns", "Pass one column for each feature.")
+    for index, (name, dtype) in enumerate(x.dtypes.items()):
+        if dtype.kind in "biufc" or not len(x):
+            continue
+        column = x.iloc[:, index]
+        remedy = "Encode it, by pandas.get_dummies or sklearn's OneHotEncoder, or drop it."
+        if dtype.kind in "mM" or isinstance(dtype, pandas.DatetimeTZDtype):
+            raise DataError(f"numbers in column {name!r} of X", f"dates or times, {dtype}",
+                            "Make it a number, such as days since a date, or drop it.")
+        other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
+        if other.any():
+            row = int(np.argmax(other))
+            raise DataError(f"numbers in column {name!r} of X", f"{column.iloc[row]!r} in row {row}", remedy)
