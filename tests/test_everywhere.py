@@ -550,3 +550,12 @@ def test_intervals_are_of_one_response() -> None:
     posterior = ntkl.laplace(one, (images(5), torch.randn(5, *SHAPE)), ntkl.Everywhere(ntkl.Gaussian()))
     with refused(ntkl.UnsupportedError, "one point an example", "Everywhere", "mean and variance"):
         posterior.predict_interval(images(2))
+
+
+def test_entropy_and_mode_of_each_position() -> None:
+    posterior = ntkl.laplace(convolutional(), (images(5), labels(5)), ntkl.Everywhere(ntkl.Categorical()))
+    for method in ("map", "glm"):
+        found = posterior.predict(images(2), method)
+        expected = torch.distributions.Categorical(found.probs)
+        torch.testing.assert_close(found.entropy(), expected.entropy())
+        assert torch.equal(found.mode, found.probs.argmax(-1)) and found.mode.shape == (2, *SHAPE)

@@ -115,12 +115,12 @@ def test_signs_and_order_match_the_text():
         assert torch.equal(explanation.supporting()[i], order[:3])
         assert torch.equal(explanation.opposing()[i], order.flip(0)[:3])
     table = explanation.to_dataframe()
-    assert len(table) == len(case.x_new) * 6
+    sides = (explanation.effect < 0).sum(1), (explanation.effect > 0).sum(1)
+    assert len(table) == sum(int(side.clamp_max(3).sum()) for side in sides)
     for _, row in table.iterrows():
         assert row["removal_effect"] == explanation.effect[row["input"], row["training_index"]].item()
         assert ("lowers" in row["meaning"]) == (row["removal_effect"] < 0)
-        if row["speaks"] != "neither":
-            assert (row["speaks"] == "for") == (row["removal_effect"] < 0)
+        assert row["speaks"] == ("for" if row["removal_effect"] < 0 else "against")
 
 
 def test_the_jacobians_behind_the_table_are_the_references():
@@ -407,3 +407,15 @@ def test_images_in_color(shape):
     assert first.shape == (5, 4, 3) and first.min() >= 0 and first.max() <= 1
     expected = (x[:2] - x[:2].min()) / (x[:2].max() - x[:2].min())
     assert torch.allclose(torch.as_tensor(first), expected[0].permute(1, 2, 0))
+
+
+def test_a_point_is_on_one_side_alone():
+    """Where fewer than k points oppose, supporters do not fill the other half of the table."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 2).double()
+    found = ntkl.laplace(nn.Linear(2, 2).double(), (x, torch.arange(5) % 2), ntkl.Categorical()).explain(x, k=5)
+    for _, rows in found.to_dataframe().groupby("input"):
+        assert rows["training_index"].is_unique and set(rows["speaks"]) <= {"for", "against"}
+    for i in range(5):
+        assert all(entry.support > 0 for entry in found.entries(i, "for"))
+        assert all(entry.support < 0 for entry in found.entries(i, "against"))

@@ -228,3 +228,49 @@ def test_a_record_is_plain() -> None:
 
     with pytest.raises(ntkl.UnsupportedError, match="a record of Odd with numbers, strings"):
         fit("kfac", Odd(0.3)).save("never.pt")
+
+
+class Exponential(ntkl.Likelihood):
+    """Positive responses of rate exp(f) times a hyperparameter; `distribution` takes f alone, as the page shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_rate = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def distribution(self, f: torch.Tensor) -> torch.distributions.Distribution:  # type: ignore[override]
+        return torch.distributions.Exponential((f + self.log_rate).exp(), validate_args=False)
+
+    def log_prob(self, f: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rate = f + self.log_rate
+        return (rate - rate.exp() * y).sum(1)
+
+    def mean(self, f: torch.Tensor) -> torch.Tensor:
+        return (-f - self.log_rate).exp()
+
+    def response_covariance(self, f: torch.Tensor) -> torch.Tensor:
+        return torch.diag_embed((-2 * f - 2 * self.log_rate).exp())
+
+
+@pytest.mark.parametrize("method", ["map", "glm", "nn"])
+@pytest.mark.parametrize("scalar", [False, True])
+def test_a_distribution_of_f_alone_is_enough(method: str, scalar: bool) -> None:
+    """For every predictive: moments without a graph in the hyperparameters, densities, and draws."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(2, 1), *([torch.nn.Flatten(0)] if scalar else [])]
+    network = torch.nn.Sequential(*layers).double()
+    x, y = torch.randn(30, 2).double(), torch.rand(30, 1).double() + 0.1
+    likelihood = Exponential()
+    predicted = ntkl.laplace(network, (x, y), likelihood).predict(x[:4], method)
+    shape = (4,) if scalar else (4, 1)
+    for moments in (predicted.mean, predicted.variance, predicted.epistemic, predicted.aleatoric):
+        assert moments.shape == shape and not moments.requires_grad and bool((moments >= 0).all())
+    assert predicted.sample((5,)).shape == (5, *shape)
+    assert predicted.log_prob(y[:4]).shape == (4,) and not predicted.log_prob(y[:4]).requires_grad
+    if method == "map":
+        f, rate = network(x[:4]).detach().view(4, 1), likelihood.log_rate.detach()
+        truth = torch.distributions.Exponential((f + rate).exp())
+        assert torch.allclose(predicted.mean.view(4, 1), truth.mean)
+        assert torch.allclose(predicted.variance.view(4, 1), truth.variance)
+        assert torch.allclose(predicted.log_prob(y[:4]), truth.log_prob(y[:4])[:, 0])
+        draws = predicted.sample((4000,)).reshape(4000, 4, 1)
+        assert torch.allclose(draws.mean(0), truth.mean, rtol=0.1)

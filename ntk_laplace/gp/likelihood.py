@@ -15,6 +15,7 @@ from torch.distributions import Distribution
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
 from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods.mixture import plug_in
 from ntk_laplace.model.predictive import predictive
 
 __all__ = ["ResponseLikelihood"]
@@ -90,7 +91,7 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
         if function_samples.dim() != 2:
             raise UnsupportedError("one sample of f, (n, C)", f"shape {tuple(function_samples.shape)}",
                                    "Pass one sample at a time.")
-        return self.observation.for_new_points().distribution(function_samples, self.scalar)
+        return plug_in(self.observation.for_new_points(), function_samples, self.scalar)
 
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *params: Any, **kwargs: Any

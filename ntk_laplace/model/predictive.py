@@ -11,6 +11,7 @@ from torch.quasirandom import SobolEngine
 from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import covariance_root
+from ntk_laplace.model.likelihoods.mixture import plug_in
 from ntk_laplace.model.likelihoods.responses import Response, no_join
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
@@ -168,7 +169,7 @@ def _glm(
 
 
 def _map(likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool) -> Response:
-    return likelihood.distribution(mean, scalar)
+    return plug_in(likelihood, mean, scalar)
 
 
 def _probit(likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool) -> Response:

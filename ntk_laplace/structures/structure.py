@@ -251,7 +251,8 @@ class Structure(ABC):
 
     def _no_gradient(self) -> UnsupportedError:
         return UnsupportedError("a structure with the evidence's gradient in the likelihood's hyperparameters",
-                                f"structure={self.name!r}", 'Move "precision" alone, or use an exact structure.')
+                                f"structure={self.name!r}", 'Move "precision" alone, use an exact structure, or switch '
+                                "the other gradient off, posterior.likelihood.requires_grad_(False).")
 
     def refit_on(self, model: LinearizedModel, source: Source) -> Structure:
         """The same kind of structure fitted to other data, so that the two can be merged."""

@@ -102,7 +102,10 @@ class EvidenceTraining:
         found = ", ".join(f"{name} = {value:.4g}" for name, value in shown)
         more = f" and {len(history.names) - 6} more" if len(history.names) > 6 else ""
         used = f" from {history.examples[history.best]:,} examples" if history.examples else ""
-        return (
-            f"{len(history.loss)} epochs ({self.stopped}); best evidence {self.evidence:.4f} nats{used} after epoch "
-            f"{self.best_epoch}; {found}{more}{'' if self.predictive is None else f'; {self.predictive}'}"
-        )
+        words = (f"{len(history.loss)} epochs ({self.stopped}); best evidence {self.evidence:.4f} nats{used} after "
+                 f"epoch {self.best_epoch}; {found}{more}")
+        if self.predictive is None:
+            return words
+        with torch.no_grad():  # of another structure, at weights that were trained on
+            own = float(self.posterior.log_marginal_likelihood())
+        return f"{words}; evidence {own:.4f} nats of the posterior, at the optimum; {self.predictive}"

@@ -22,6 +22,7 @@ from ntk_laplace.errors import (
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
+from ntk_laplace.model.likelihoods.mixture import plug_in
 from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read
@@ -306,7 +307,7 @@ class Everywhere(Likelihood):
 
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
         """Responses given f."""
-        return self.together(self.likelihood.distribution(self._flat(f)))
+        return self.together(plug_in(self.likelihood, self._flat(f)))
 
     def average(self, f: Tensor, scalar: bool = False) -> Response:
         """Average each position's response over samples of f (S, n, L C)."""
@@ -386,6 +387,15 @@ class EverywhereResponse(Response):
     def probs(self) -> Tensor:
         """Probability of each class at each position, ``(n, *positions, C)``."""
         return self._apart(self.marginals.probs)
+
+    @property
+    def mode(self) -> Tensor:
+        """The most probable response at each position, ``(n, *positions, ...)``."""
+        return self._apart(self.marginals.mode)
+
+    def entropy(self) -> Tensor:
+        """Entropy of each position's response, ``(n, *positions, ...)``, nats."""
+        return self._apart(self.marginals.entropy())
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Sum over observed positions of the marginal log density, one number per input; see `Response.log_prob`."""

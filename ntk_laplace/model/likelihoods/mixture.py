@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -37,15 +38,16 @@ class MixtureResponse(Response):
     def __init__(self, likelihood: ObservationModel, f: Tensor, scalar: bool = False) -> None:
         num_outputs = f.shape[-1]
         event = Size() if scalar else likelihood.event_shape(num_outputs)
-        self.f, self.scalar = f, scalar
+        self.f, self.scalar, self._graph = f, scalar, torch.is_grad_enabled()
         self.likelihood, self.num_outputs, self._event = likelihood, num_outputs, event
         super().__init__(Size((f.shape[1],)), Size() if event is None else event, validate_args=False)
 
     @cached_property
     def _means(self) -> Tensor:
         f = self.f
-        flat = self._at(torch.arange(f.shape[1], device=f.device).repeat(f.shape[0])).mean(f.flatten(0, 1))
-        return self._drop(flat.unflatten(0, f.shape[:2]))
+        with self._recorded():
+            flat = self._at(torch.arange(f.shape[1], device=f.device).repeat(f.shape[0])).mean(f.flatten(0, 1))
+            return self._drop(flat.unflatten(0, f.shape[:2]))
 
     @property
     def _like(self) -> Tensor:
@@ -66,8 +68,9 @@ class MixtureResponse(Response):
         """Mean over the samples of the response's variance."""
         f = self.f
         index = torch.arange(f.shape[1], device=f.device).repeat(f.shape[0])
-        flat = self._at(index).response_variance(f.flatten(0, 1))
-        return self._drop(flat.unflatten(0, f.shape[:2]).mean(0))
+        with self._recorded():
+            flat = self._at(index).response_variance(f.flatten(0, 1))
+            return self._drop(flat.unflatten(0, f.shape[:2]).mean(0))
 
     @property
     def probs(self) -> Tensor:
@@ -86,7 +89,8 @@ class MixtureResponse(Response):
         repeats = math.prod(sample_shape)
         y = self.likelihood.targets(y, repeats * n, self.num_outputs)
         chunk = max(1, tuning.MIXTURE_OUTPUTS // (repeats * n * self.num_outputs))
-        scores = [self._joint(f, y, repeats).logsumexp(0) for f in self.f.split(chunk)]
+        with self._recorded():
+            scores = [self._joint(f, y, repeats).logsumexp(0) for f in self.f.split(chunk)]
         total = torch.stack(scores).logsumexp(0) - math.log(samples)
         return total.reshape(sample_shape + self.batch_shape)
 
@@ -109,16 +113,34 @@ class MixtureResponse(Response):
         repeats = math.prod(shape)
         index = torch.arange(n, device=self.f.device).repeat(repeats)
         pick = torch.randint(samples, (repeats * n,), device=self.f.device)
-        response = self._at(index).distribution(self.f[pick, index], self.scalar)
+        response = _given(self._at(index), self.f[pick, index], self.scalar)
         if isinstance(response, MixtureResponse):  # a log density alone defines no sampler
             raise UnsupportedError(
                 "a likelihood that can draw responses", type(self.likelihood).__name__, "Override distribution(f)."
             )
         y = response.sample()
+        if not isinstance(response, Response):  # of a user's class, which knows nothing of outputs of shape (N,)
+            y = self._drop(y)
         return y.reshape(shape + self.batch_shape + y.shape[1:])
+
+    def _recorded(self) -> torch.set_grad_enabled:
+        """With a graph if this response was made where one is recorded: predictions have none, whoever asks them."""
+        return torch.set_grad_enabled(self._graph and torch.is_grad_enabled())
 
     def _at(self, index: Tensor) -> ObservationModel:
         return self.likelihood.at(index)
 
     def _drop(self, moments: Tensor) -> Tensor:
         return moments.squeeze(-1) if self.scalar else moments
+
+
+def plug_in(likelihood: ObservationModel, f: Tensor, scalar: bool = False) -> Response:
+    """The response given f (n, C), also of a class whose `distribution` takes f alone or returns one of torch."""
+    found = _given(likelihood, f, scalar)
+    return found if isinstance(found, Response) else MixtureResponse(likelihood, f.unsqueeze(0), scalar)
+
+
+def _given(likelihood: ObservationModel, f: Tensor, scalar: bool) -> torch.distributions.Distribution:
+    if len(inspect.signature(likelihood.distribution).parameters) > 1:
+        return likelihood.distribution(f, scalar)
+    return likelihood.distribution(f)

@@ -11,6 +11,7 @@ from torch import Size, Tensor
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
+from ntk_laplace.model.likelihoods.mixture import plug_in
 from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 
@@ -184,7 +185,7 @@ class Tempered(Likelihood):
 
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
         """Return the response given f."""
-        return self.likelihood.distribution(f, scalar)
+        return plug_in(self.likelihood, f, scalar)
 
     def average(self, f: Tensor, scalar: bool = False) -> Response:
         """Average the response over samples of f."""

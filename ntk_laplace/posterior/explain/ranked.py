@@ -106,7 +106,7 @@ class Ranked:
         return self.leverage > HIGH_LEVERAGE
 
     def entries(self, i: int, side: str, k: int | None = None) -> list[Entry]:
-        """The training points on one side of input i, strongest first.
+        """The training points on one side of input i, strongest first; fewer than k if no more are on it.
 
         Raises
         ------
@@ -116,7 +116,8 @@ class Ranked:
         if not is_whole(i, 0) or i >= len(self.f):
             raise DataError(f"an input from 0 to {len(self.f) - 1}", f"{i!r}", "Choose one of those explained.")
         self._require_side(side)
-        return self._entries(i, side, k)
+        sign = 1 if side == "for" else -1
+        return [entry for entry in self._entries(i, side, k) if sign * entry.support > 0]
 
     def _entries(self, i: int, side: str, k: int | None) -> list[Entry]:
         raise NotImplementedError
@@ -142,11 +143,12 @@ class Ranked:
             for side in self.quantity.sides:
                 for rank, entry in enumerate(self.entries(i, side, k)):
                     own = asdict(entry)
-                    support, more = own.pop("support"), own.pop("more")
+                    more = own.pop("more")
+                    del own["support"]
                     yield {
                         "input": i,
                         "output": int(self.output[i]),
-                        "speaks": side if (support > 0) == (side == "for") and support != 0 else "neither",
+                        "speaks": side,
                         "rank": rank,
                         "training_index": own.pop("training_index"),
                         "target": own.pop("target"),
