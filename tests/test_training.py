@@ -956,3 +956,19 @@ def test_bad_schedules_and_weights() -> None:
         ntkl.train_with_evidence(mlp(1, 3, 1), (x, y, torch.zeros(4)), ntkl.Gaussian(), epochs=2)
     with pytest.raises(ntkl.UnsupportedError, match="not tempered yet"):
         ntkl.Tempered(ntkl.Tempered(ntkl.Categorical(), 2), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+def test_an_optimum_that_costs_evidence_is_told() -> None:
+    """A heteroscedastic network of 503 weights and 20 points: its variances collapse on the way to the optimum."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 2).double()
+    y = (x[:, :1].sin() + torch.exp(0.8 * x[:, 1:] - 1) * torch.randn(20, 1)).double()
+    network = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2)).double()
+    options = {"epochs": 20, "batch_size": None}
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="lowered the evidence from .* to .* nats; predictive=None ends"):
+        found = ntkl.train_with_evidence(network, (x, y), ntkl.HeteroscedasticGaussian(),
+                                         ntkl.GaussianPrior(0.1, groups="layer"), predictive="loo", **options)
+    own = found.posterior.log_marginal_likelihood().item()
+    assert f"evidence {own:.4f} nats of the posterior" in str(found)

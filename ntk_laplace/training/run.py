@@ -33,6 +33,7 @@ from ntk_laplace.training.step_evidence import PosteriorEvidence, StepEvidence
 
 __all__ = ["Run", "required"]
 
+_FALL = 0.1  # of the evidence in nats a point, from which a warning is issued
 _STEPS = 160  # iterations of L-BFGS after the epochs, at most: networks with kinks predict no better after 300
 
 
@@ -167,9 +168,10 @@ class Run:
         self.posterior = None  # release the factors
         own, network = self.model, self.model.network
         model, reason = own.exact(), ""
+        before: float | None = None  # evidence at the weights that the epochs have found
 
         def fit() -> FittedModel:
-            nonlocal model, reason
+            nonlocal model, reason, before
             try:
                 found = model.posterior(quietly=True)
             except MemoryBudgetError as error:
@@ -178,6 +180,7 @@ class Run:
                 model, reason = own, f"as in the training, because exact inference does not fit: {error}"
                 found = own.posterior(quietly=True)
             reason = reason or found.reason
+            before = float(found.log_marginal_likelihood().detach()) if before is None else before
             return found.fitted
 
         with in_mode(network, training=False):
@@ -189,6 +192,7 @@ class Run:
                 warn(f"the network stays at the weights of the best evidence: {error}")
                 fitted = fit()
         posterior = Posterior(fitted, reason)
+        _tell_fall(before, float(posterior.log_marginal_likelihood().detach()), posterior.num_examples)
         found = None
         if fitted.exact:
             found = posterior.fit_predictive(predictive, strict=False)
@@ -257,3 +261,10 @@ def required(function: Callable[..., Any]) -> list[str]:
 def _schedule_record(schedule: EvidenceSchedule) -> dict[str, str]:
     """The schedule's numbers except the patience, which may change when a training resumes."""
     return {name: repr(value) for name, value in asdict(schedule).items() if name != "patience"}
+
+
+def _tell_fall(before: float | None, after: float, num_examples: int) -> None:
+    """Warn where training to the optimum has cost evidence: there the network fits what the epochs have left alone."""
+    if before is not None and before - after > _FALL * num_examples:
+        warn(f"training to the optimum of the log joint has lowered the evidence from {before:.4g} to {after:.4g} "
+             "nats; predictive=None ends at the weights before, and retrain() would go further in the same direction")
