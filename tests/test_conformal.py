@@ -464,3 +464,14 @@ def test_soft_labels_that_are_certain_are_labels() -> None:
     found = [ntkl.laplace(mlp(3), (X, own), ntkl.Categorical(), ntkl.GaussianPrior(1.0), structure="gp")
              .predict_set(X_NEW, LEVEL) for own in (certain, y)]
     assert torch.equal(found[0].mask, found[1].mask) and found[0].count == found[1].count == N - 1
+
+
+def test_cumulative_sets_do_not_depend_on_rounding() -> None:
+    """The least probable label has the score 1 whatever its probabilities add up to: equal ones stay equal."""
+    torch.manual_seed(0)
+    x, y, fresh = torch.randn(60, 2).double(), torch.randint(0, 6, (60,)), torch.randn(200, 2).double()
+    network = torch.nn.Linear(2, 6).double()
+    found = [ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(1.0), structure=structure)
+             .predict_set(fresh, 0.8, score="cumulative").mask for structure in ("gp", "full")]
+    assert torch.equal(*found)
+

@@ -182,6 +182,7 @@ def label_scores(p: Tensor, score: str, u: Tensor) -> Tensor:
         return 1 - p
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     total = ordered.cumsum(-1)
+    total[..., -1] = 1.0  # without rounding: the scores of least probable labels are equal
     total = total if score == "cumulative" else total - ordered * (1 - u)
     return torch.empty_like(total).scatter_(-1, order, total)
 
