@@ -222,7 +222,7 @@ def test_sums_in_closed_form_are_those_of_backward_passes(structure, likelihood,
     x, y = data()
     found = []
     for closed in (True, False):
-        passes = mock.patch("ntk_laplace.structures.accumulation.has_form", lambda _, closed=closed: closed)
+        passes = mock.patch("ntk_laplace.structures.batch_roots.has_form", lambda _, closed=closed: closed)
         with passes, mock.patch("ntk_laplace.jacobian.fast.FusedSums.of_last_layer",
                                 wraps=ntkl.jacobian.fast.FusedSums.of_last_layer) as summed:
             spec = ntkl.INF(rank=1.0) if structure == "inf" else structure
