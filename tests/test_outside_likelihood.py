@@ -252,15 +252,16 @@ class Exponential(ntkl.Likelihood):
 
 
 @pytest.mark.parametrize("method", ["map", "glm", "nn"])
+@pytest.mark.parametrize("batch_size", [None, 3])
 @pytest.mark.parametrize("scalar", [False, True])
-def test_a_distribution_of_f_alone_is_enough(method: str, scalar: bool) -> None:
+def test_a_distribution_of_f_alone_is_enough(method: str, scalar: bool, batch_size: int | None) -> None:
     """For every predictive: moments without a graph in the hyperparameters, densities, and draws."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(2, 1), *([torch.nn.Flatten(0)] if scalar else [])]
     network = torch.nn.Sequential(*layers).double()
     x, y = torch.randn(30, 2).double(), torch.rand(30, 1).double() + 0.1
     likelihood = Exponential()
-    predicted = ntkl.laplace(network, (x, y), likelihood).predict(x[:4], method)
+    predicted = ntkl.laplace(network, (x, y), likelihood).predict(x[:4], method, batch_size=batch_size)
     shape = (4,) if scalar else (4, 1)
     for moments in (predicted.mean, predicted.variance, predicted.epistemic, predicted.aleatoric):
         assert moments.shape == shape and not moments.requires_grad and bool((moments >= 0).all())

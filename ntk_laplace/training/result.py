@@ -108,4 +108,4 @@ class EvidenceTraining:
             return words
         with torch.no_grad():  # of another structure, at weights that were trained on
             own = float(self.posterior.log_marginal_likelihood())
-        return f"{words}; evidence {own:.4f} nats of the posterior, at the optimum; {self.predictive}"
+        return f"{words}; evidence {own:.4f} nats of the posterior; {self.predictive}"

@@ -178,6 +178,7 @@ class Run:
                 if model is own:
                     raise
                 model, reason = own, f"as in the training, because exact inference does not fit: {error}"
+                before = None  # of another structure
                 found = own.posterior(quietly=True)
             reason = reason or found.reason
             before = float(found.log_marginal_likelihood().detach()) if before is None else before

@@ -96,7 +96,9 @@ class MixtureResponse(Response):
 
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
-        return cls(parts[0].likelihood, torch.cat([part.f for part in parts], 1), parts[0].scalar)
+        found = cls(parts[0].likelihood, torch.cat([part.f for part in parts], 1), parts[0].scalar)
+        found._graph = all(part._graph for part in parts)
+        return found
 
     def _joint(self, f: Tensor, y: Tensor, repeats: int) -> Tensor:
         """Log densities of (repeats n) targets under each sample, (S', repeats n)."""

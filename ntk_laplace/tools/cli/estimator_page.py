@@ -71,6 +71,8 @@ def in_words(model: Model, sources: ntkl.SourceEffects) -> str:
     ends = (model.network_targets(np.full((1, model.posterior_.num_outputs), end)) for end in (0.0, 1.0))
     low, high = (end.flatten().tolist() for end in ends)
     units = [f"{1 / (b - a):.4g}" for a, b in zip(low, high, strict=True)]
+    if set(units) == {"1"}:
+        return f"{sources}"
     return f"{sources}\nOf standardized targets: a change by 1 is one of {', '.join(units)} in the target's own unit."
 
 

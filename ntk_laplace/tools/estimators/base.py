@@ -116,7 +116,8 @@ class LaplaceEstimator(BaseEstimator):
         if self.predictive_fit_ is not None and not self.predictive_fit_.trusted:
             posterior.predictive = None
         self.posterior_, self.network_ = posterior, module
-        self.log_marginal_likelihood_value_ = self.log_marginal_likelihood()
+        self.log_marginal_likelihood_value_ = float(posterior.log_marginal_likelihood().detach()) + self._log_jacobian
+        self._theta = self.theta_  # of that value
 
     def _schedules(self) -> dict[str, Any]:
         """Options of the training that are not those of `train_with_evidence`."""
@@ -290,6 +291,8 @@ class LaplaceEstimator(BaseEstimator):
         float, or (float, ndarray)
         """
         check_is_fitted(self, "posterior_")
+        if theta is None and not eval_gradient and np.array_equal(self.theta_, self._theta):
+            return self.log_marginal_likelihood_value_
         own = _hyperparameters(self.posterior_)
         before = [parameter.detach().clone() for parameter in own]
         try:
