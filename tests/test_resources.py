@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import ntk_laplace as ntkl
 from ntk_laplace.jacobian import JacobianPass, passes
 from ntk_laplace.model.network import Network
 from ntk_laplace.runtime import tuning
@@ -37,3 +41,61 @@ def test_batches_of_a_pass_follow(monkeypatch: pytest.MonkeyPatch) -> None:
         network = Network(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)))
         found.append(JacobianPass(network, torch.float32).examples_at_once(x))
     assert found[0] > 1 and 4 * found[0] <= found[1] < 4 * (found[0] + 1) and asked == {torch.device("cpu")}
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = operation(*args, **(kwargs or {}))
+        for value in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                self.bytes = max(self.bytes, value.untyped_storage().nbytes())
+        return found
+
+
+class Tied(nn.Module):
+    """Classifies the words of a sentence by the table that embeds them."""
+
+    def __init__(self, words: int, size: int) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(words, size), nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(self.table(x).mean(1))) @ self.table.weight.T
+
+
+@pytest.mark.filterwarnings("ignore:no Kronecker factors fit")
+@pytest.mark.parametrize("structure", ["diag", "kfac", "ekfac"])
+def test_rows_of_a_tied_weight_are_written_a_few_examples_at_a_time(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, size, n = 40, 30, 25
+    torch.manual_seed(0)
+    x, y = torch.randint(0, words, (n, 4)), torch.randint(0, words, (n,))
+    one = words * words * size * 4  # bytes of the rows of one example
+    monkeypatch.setattr(tuning, "WRITTEN_BYTES", 3 * one)
+    monkeypatch.setattr(tuning, "CHUNK_BYTES", one)
+    with Largest() as largest:
+        posterior = ntkl.laplace(Tied(words, size), (x, y), ntkl.Categorical(), structure=structure)
+        posterior.predict(x)
+    assert one < largest.bytes < n * one / 2  # output gradients and covariances are the largest
+
+
+@pytest.mark.parametrize("structure", ["diag", "kfac", "ekfac"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_batch_is_small_where_its_root_is_large(
+    structure: str, weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes, n = 50, 200
+    torch.manual_seed(0)
+    x, y = torch.randn(n, 3), torch.arange(n) % classes
+    monkeypatch.setattr(tuning, "WORKING_SET_BYTES", 400_000)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, classes))
+    data = (x, y, torch.rand(n) + 0.5) if weights else (x, y)
+    with Largest() as largest:
+        ntkl.laplace(network, data, ntkl.Categorical(), structure=structure)
+    # S of all examples has 2 MB
+    assert largest.bytes < 400_000

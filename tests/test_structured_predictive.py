@@ -114,7 +114,7 @@ PIECES = ("WRITTEN_BYTES", "SQUARED_INPUT_BYTES", "COVARIANCE_BYTES", "HESSIAN_E
 
 
 @pytest.mark.parametrize("structure", CHOSEN)
-@pytest.mark.parametrize("network", ["deep_mlp", "cnn_groups", "shared_positions", "decoder_dict"])
+@pytest.mark.parametrize("network", ["deep_mlp", "cnn_groups", "shared_positions", "decoder_dict", "transformer_tied"])
 def test_pieces_change_nothing(network, structure, monkeypatch):
     """Rows, products of rows and sums are made one example, or one output of a layer, at a time where memory asks."""
 

@@ -83,8 +83,9 @@ class Summary:
         if self.block.kind == "diagonal":
             self._add("squares", own.squares())
         elif self.block.kind == "block":
-            flat = _as_matrix(own.written(slice(None)).flatten(2))
-            products.add_to(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
+            for _, written in own.panels():
+                flat = _as_matrix(written.flatten(2))
+                products.add_to(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
         elif isinstance(own, Outer):
             self._add_outer(own, sharing, products, counts, rank)
         elif isinstance(own, Lookup):

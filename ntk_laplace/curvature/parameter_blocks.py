@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, warn
-from ntk_laplace.jacobian import Block, Dense, FusedLayer, FusedSums, Jacobian, Lookup, Outer
+from ntk_laplace.jacobian import Block, FusedLayer, FusedSums, Jacobian, LayerRows, Lookup, Outer
 from ntk_laplace.jacobian.blocks import clusters, summed
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.reflections import Reflections, turned
 
-__all__ = ["ParameterBlock", "find_parameter_blocks"]
+__all__ = ["ParameterBlock", "SummedRows", "find_parameter_blocks"]
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,13 @@ class ParameterBlock:
 
     # --- rows
 
-    def rows(self, rows: Jacobian) -> Block:
+    def rows(self, rows: Jacobian) -> LayerRows:
         """Rows of a data set, restricted to this block's entries."""
-        mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
+        mine = tuple(block for block in rows.blocks if set(block.names) & set(self.names))
         own = [block for block in mine if isinstance(block, Outer | Lookup) and self._has_form_of(block)]
         if len(own) == 1 and (len(mine) == 1 or self.index is not None):
             return self._factored(own[0])
-        return self._written(rows, mine)
+        return SummedRows(self, rows.f, rows.num_cotangents, mine)
 
     def sums(self, rows: Jacobian) -> FusedSums | None:
         """Fused sums of a layer; None if `rows` contains its rows.
@@ -178,17 +179,67 @@ class ParameterBlock:
             b, a = b[:, :, self.group : self.group + 1], a[:, self.group : self.group + 1]
         return replace(block, bias=self.bias, b=b, a=a)
 
-    def _written(self, rows: Jacobian, mine: list[Block]) -> Dense:
-        """Rows written out and summed over blocks of any kind."""
-        total = summed(_written_names(block, set(self.names)) for block in mine)
-        k, n = rows.num_cotangents, rows.num_examples
-        if not total:
-            return Dense.of_layer(self.weight, rows.f.new_zeros(n, k, *self.entries))
-        columns = self.entries[2] - (self.bias is not None)
-        for name in self.names:
+
+@dataclass(frozen=True)
+class SummedRows(LayerRows):
+    """Rows of a parameter block as the sum over blocks of any kind, written out a few examples at a time.
+
+    Attributes
+    ----------
+    block : ParameterBlock
+    f : Tensor, (N, C)
+        The outputs.
+    num_cotangents : int
+        K.
+    terms : tuple of Block
+        The blocks with rows of these parameters; without any, all rows are zero.
+    bases : tuple
+        Pairs of a left and a right side, in the order in which rows are turned.
+    """
+
+    copies = 3  # of a term, of the sum, and in the order of the entries
+
+    block: ParameterBlock
+    f: Tensor
+    num_cotangents: int
+    terms: tuple[Block, ...]
+    bases: tuple[tuple[Tensor | Reflections | None, Tensor | Reflections | None], ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+        return self.num_cotangents, len(self.f)
+
+    @property
+    def like(self) -> Tensor:
+        """The outputs."""
+        return self.f
+
+    @property
+    def entries(self) -> tuple[int, int, int]:
+        """(G, o, i), in the last basis."""
+        g, o, i = self.block.entries
+        for left, right in self.bases:  # reflections keep the size
+            o, i = (side.shape[2] if isinstance(side, Tensor) else p for side, p in ((left, o), (right, i)))
+        return g, o, i
+
+    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> SummedRows:
+        """Rows in another basis, in which they are turned when they are written."""
+        return replace(self, bases=(*self.bases, (left, right)))
+
+    def written(self, part: slice) -> Tensor:
+        """Rows of some examples, (n, K, G, o, i)."""
+        block = self.block
+        total = summed(_written_names(term.subset(part), set(block.names)) for term in self.terms)
+        columns = block.entries[2] - (block.bias is not None)
+        for name in block.names:
             if name not in total:
-                total[name] = rows.f.new_zeros(k, n, self.numel if name == self.weight else self.numel // columns)
-        return Dense.of_layer(self.weight, self.gather(total).transpose(0, 1))
+                size = block.numel if name == block.weight else block.numel // columns
+                total[name] = self.f.new_zeros(self.num_cotangents, len(self.f[part]), size)
+        rows = block.gather(total).transpose(0, 1)
+        for left, right in self.bases:
+            rows = turned(turned(rows.mT, left).mT, right)
+        return rows
 
 
 def _written_names(block: Block, names: set[str]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.posterior_precision import CrossCovariance
 from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.jacobian import Block, Jacobian, Lookup, Outer
+from ntk_laplace.jacobian import Jacobian, LayerRows, Lookup, Outer
 from ntk_laplace.runtime.linalg import cross_approximation
 from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record, turned, turned_back
 
@@ -159,7 +159,7 @@ class SpectralBlock(BlockPrecision):
         """J H⁻¹ Jᵀ, joint and interleaved, (n*K, n*K)."""
         return self._turned(rows).joint(self.inverse)
 
-    def _turned(self, rows: Jacobian) -> Block:
+    def _turned(self, rows: Jacobian) -> LayerRows:
         return self.block.rows(rows).rotated(self.basis.left, self.basis.right)
 
     # --- derivatives in Λ
@@ -169,7 +169,7 @@ class SpectralBlock(BlockPrecision):
         if vector is None:
             return self._turned(rows).inner(self.inverse)
         if self.block.kind == "block":  # use J z: a block's eigenvectors change with Λ
-            pushed = (self.block.rows(rows).written(slice(None)) * vector).flatten(2).sum(2)
+            pushed = self.block.rows(rows).products(vector.unsqueeze(0))[:, :, 0].T
             return pushed.unsqueeze(2) * pushed.unsqueeze(1)
         return self._turned(rows).inner(self._coordinates(vector).square())
 
@@ -214,7 +214,7 @@ class DenseParameterBlock(SpectralBlock):
         return self._side.values.view(1, 1, -1)
 
 
-def _factors(rows: Block) -> TypeGuard[Outer]:
+def _factors(rows: LayerRows) -> TypeGuard[Outer]:
     """Whether each row is one outer product."""
     return isinstance(rows, Outer) and rows.single
 

@@ -1,6 +1,6 @@
 """Jacobian rows of a network, computed in one pass over the data and stored in structured blocks."""
 
-from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
+from ntk_laplace.jacobian.blocks import Block, Dense, LayerRows, Lookup, Outer
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums, Products
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
@@ -16,6 +16,7 @@ __all__ = [
     "FusedSums",
     "Jacobian",
     "JacobianPass",
+    "LayerRows",
     "Lookup",
     "Outer",
     "Products",

@@ -137,11 +137,13 @@ class JacobianPass:
     def examples_at_once(
         self, x: Inputs, cotangents: int | None = None, fused_layers: FusedLayers = NO_FUSED_LAYERS
     ) -> int:
-        """Number of examples like those of `x` in one batch of a pass with this many cotangents, or one per output."""
+        """Number of examples like those of `x` in one batch of a pass with a root of so many columns, or without."""
         edges = self._prepared(x)
         if cotangents is None:
-            cotangents = 1 if self.last_layer(x) else self.network.num_outputs
-        return _examples_at_once(edges, cotangents, fused_layers, self.network.device)
+            own = 1 if self.last_layer(x) else self.network.num_outputs
+            return _examples_at_once(edges, own, fused_layers, self.network.device)
+        root = 2 * self.network.num_outputs * cotangents * self.dtype.itemsize  # its columns, and their product
+        return _examples_at_once(edges, cotangents, fused_layers, self.network.device, root)
 
     def last_layer(self, x: Inputs, fused_layers: FusedLayers | None = None) -> bool:
         """Whether the rows are those of one last layer, whose output gradients are the cotangents.
@@ -327,10 +329,12 @@ class _Edge:
         return self.size * cotangents if self.kept and self.plain not in fused_layers.weights else self.size
 
 
-def _examples_at_once(edges: list[_Edge], cotangents: int, fused_layers: FusedLayers, device: torch.device) -> int:
+def _examples_at_once(
+    edges: list[_Edge], cotangents: int, fused_layers: FusedLayers, device: torch.device, root: int = 0
+) -> int:
     held = [edge.held(cotangents, fused_layers) for edge in edges]
     room, each = (buffer_bytes(size, device) for size in (tuning.WORKING_SET_BYTES, tuning.GRADIENT_BYTES))
-    return max(1, min(room // max(1, sum(held)), each // max(held, default=1)))
+    return max(1, min(room // max(1, sum(held) + root), each // max(held, default=1)))
 
 
 def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:

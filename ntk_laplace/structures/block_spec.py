@@ -12,7 +12,7 @@ from torch import Tensor
 from ntk_laplace.curvature import BlockPrecision, Eigenbasis, ParameterBlock, Summary
 from ntk_laplace.curvature.block_summary import Basis, is_sketched, num_tests
 from ntk_laplace.curvature.eigenbases import FactorEigen
-from ntk_laplace.curvature.parameter_blocks import find_parameter_blocks
+from ntk_laplace.curvature.parameter_blocks import SummedRows, find_parameter_blocks
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
 from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.jacobian import FusedLayer, FusedLayers
@@ -140,10 +140,12 @@ class BlockSpec(StructureSpec):
             warnings.simplefilter("ignore", NTKLaplaceWarning)  # the fit says it
             blocks = find_parameter_blocks(problem.sample, model.prior, self.kind, self.squares)
         found, r = self.memory(blocks, model), problem.num_columns
-        flops = cubes = 0
+        flops = cubes = panel = 0
         for block in blocks:
             g, o, i = block.entries
             rows = block.rows(problem.sample)
+            if isinstance(rows, SummedRows):
+                panel = max(panel, rows.copies * r * block.size * problem.element)
             t = rows.b.shape[-2] if isinstance(rows, Factored) else 1
             if block.kind == "kronecker":
                 o2, i2 = (width * self._kept(width, g) for width in (o, i))
@@ -158,7 +160,10 @@ class BlockSpec(StructureSpec):
                 flops += 2 * t * block.size
         work = Work(passes=passes * problem.share, matmul=float(flops * problem.share),
                     eigh=cubes if self.second_pass else cubes / 3)
-        buffers = problem.batch_bytes(problem.buffer(max(tuning.WORKING_SET_BYTES, tuning.WRITTEN_BYTES)))
+        # a batch with its root S and the product of that, and the rows of a panel that are written out
+        batch, written = (problem.buffer(size) for size in (tuning.WORKING_SET_BYTES, tuning.WRITTEN_BYTES))
+        buffers = problem.batch_bytes(max(batch, written), 2 * problem.num_outputs * r * problem.element)
+        buffers += min(problem.share * panel, max(written, panel))
         sent = 2 * sum(found.stored.values()) * (problem.processes - 1) // problem.processes
         return replace(found, buffers=buffers, work=work, communication=sent)
 

@@ -116,9 +116,9 @@ class Problem:
                 total += r * r * sum(block.sizes().values())
         return total
 
-    def batch_bytes(self, most: int) -> int:
-        """Bytes of the rows of a batch that take at most `most`, if any number of examples may."""
-        return min(self.row_bytes(self.share), max(most, self.row_bytes(1)))
+    def batch_bytes(self, most: int, each: int = 0) -> int:
+        """Bytes of the rows of a batch, and of `each` more per example: at most `most`, and at least one example's."""
+        return min(self.row_bytes(self.share) + self.share * each, max(most, self.row_bytes(1) + each))
 
 
 def _linear(rows: Jacobian, n: int) -> int:

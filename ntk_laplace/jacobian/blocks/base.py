@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,16 +18,100 @@ from ntk_laplace.runtime.resources import buffer_bytes
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Block", "Factored", "GramCost", "cat_positions", "over_cotangents", "steps", "weigh"]
+__all__ = ["Block", "Factored", "GramCost", "LayerRows", "cat_positions", "over_cotangents", "steps", "weigh"]
 
 
 @dataclass(frozen=True)
-class Block(ABC):
-    """Rows J_nk of some parameters.
+class LayerRows(ABC):
+    """Rows J_nk of one layer's parameters as entries (G, o, i), with o outputs and i inputs of G groups.
 
-    The first methods use the parameters' flat order. Those after `entries` use (G, o, i) entries in the block's own
-    order, those of a grouped layer with o outputs and i inputs; a bias is the last input, whose value is one.
+    A bias is the last input, whose value is one. By default rows are written out a few examples at a time.
     """
+
+    copies: ClassVar[int] = 1  # of the written-out rows, while they are computed
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+
+    @property
+    @abstractmethod
+    def like(self) -> Tensor:
+        """A tensor of the rows' type and device."""
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the written-out rows of one example."""
+        return self.shape[0] * math.prod(self.entries) * self.like.element_size()
+
+    @property
+    @abstractmethod
+    def entries(self) -> tuple[int, int, int]:
+        """(G, o, i)."""
+
+    @abstractmethod
+    def written(self, part: slice) -> Tensor:
+        """Rows of some examples, (n, K, G, o, i)."""
+
+    @abstractmethod
+    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> LayerRows:
+        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q), or reflections; None is the identity."""
+
+    def squares(self) -> Tensor:
+        """Σ_nk J_nk², (G, o, i)."""
+        total = self.like.new_zeros(self.entries)
+        for _, rows in self.panels():
+            total += rows.square().sum((0, 1))
+        return total
+
+    def inner(self, weights: Tensor) -> Tensor:
+        """Σ_e w_e J_nke J_nle for weights (G, o, i): (N, K, K)."""
+        k, n = self.shape
+        out, flat = self.like.new_empty(n, k, k), weights.expand(self.entries).flatten()
+        for part, rows in self.panels():
+            rows = rows.flatten(2)
+            out[part] = (rows * flat) @ rows.mT
+        return out
+
+    def inner_diagonal(self, weights: Tensor) -> Tensor:
+        """Diagonals of `inner`, (N, K)."""
+        flat = weights.expand(self.entries).flatten()
+        return torch.cat([rows.flatten(2).square() @ flat for _, rows in self.panels()])
+
+    def joint(self, weights: Tensor) -> Tensor:
+        """`inner` for all pairs of examples, interleaved, (N*K, N*K)."""
+        k, n = self.shape
+        out, flat = self.like.new_zeros(n * k, n * k), weights.expand(self.entries).flatten()
+        panels = [(slice(part.start * k, part.stop * k), rows.flatten(2).flatten(0, 1)) for part, rows in
+                  self.panels()]
+        for rows, left in panels:
+            for columns, right in panels:
+                out[rows, columns] = (left * flat) @ right.T
+        return out
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """J_nk v for vectors (m, G, o, i): (K, N, m)."""
+        flat = vectors.flatten(1).T
+        return torch.cat([rows.flatten(2) @ flat for _, rows in self.panels()]).transpose(0, 1)
+
+    def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
+        k, n = self.shape
+        out = self.like.new_empty(n, k, self.entries[0], left.shape[2], right.shape[2])
+        for part, rows in self.panels():
+            out[part] = left.mT @ (rows * weights) @ right
+        return out
+
+    def panels(self) -> Iterator[tuple[slice, Tensor]]:
+        """`written` a few examples at a time, with their slice."""
+        for part in steps(self.shape[1], self.copies * self.written_bytes, self.like.device):
+            yield part, self.written(part)
+
+
+@dataclass(frozen=True)
+class Block(LayerRows):
+    """Rows J_nk of some parameters, in each parameter's flat order, and as the entries of `LayerRows`."""
 
     @property
     @abstractmethod
@@ -40,11 +125,6 @@ class Block(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """(K, N)."""
-
-    @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the stored tensors."""
 
@@ -52,6 +132,10 @@ class Block(ABC):
     @abstractmethod
     def values(self) -> Tensor:
         """The stored gradients, of the rows' type and device; the example axis is the second one."""
+
+    @property
+    def like(self) -> Tensor:
+        return self.values
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -110,71 +194,6 @@ class Block(ABC):
     @abstractmethod
     def concatenated(self, parts: Sequence[Self]) -> Self:
         """Rows of the examples of several batches, all of this block's `kind`."""
-
-    # --- rows as (G, o, i) entries
-
-    @property
-    @abstractmethod
-    def entries(self) -> tuple[int, int, int]:
-        """(G, o, i)."""
-
-    @abstractmethod
-    def written(self, part: slice) -> Tensor:
-        """Rows of some examples, (n, K, G, o, i)."""
-
-    @abstractmethod
-    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Block:
-        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q), or reflections; None is the identity."""
-
-    def squares(self) -> Tensor:
-        """Σ_nk J_nk², (G, o, i)."""
-        total = self.values.new_zeros(self.entries)
-        for _, rows in self._panels():
-            total += rows.square().sum((0, 1))
-        return total
-
-    def inner(self, weights: Tensor) -> Tensor:
-        """Σ_e w_e J_nke J_nle for weights (G, o, i): (N, K, K)."""
-        k, n = self.shape
-        out, flat = self.values.new_empty(n, k, k), weights.expand(self.entries).flatten()
-        for part, rows in self._panels():
-            rows = rows.flatten(2)
-            out[part] = (rows * flat) @ rows.mT
-        return out
-
-    def inner_diagonal(self, weights: Tensor) -> Tensor:
-        """Diagonals of `inner`, (N, K)."""
-        flat = weights.expand(self.entries).flatten()
-        return torch.cat([rows.flatten(2).square() @ flat for _, rows in self._panels()])
-
-    def joint(self, weights: Tensor) -> Tensor:
-        """`inner` for all pairs of examples, interleaved, (N*K, N*K)."""
-        k, n = self.shape
-        out, flat = self.values.new_zeros(n * k, n * k), weights.expand(self.entries).flatten()
-        panels = [(slice(part.start * k, part.stop * k), rows.flatten(2).flatten(0, 1)) for part, rows in
-                  self._panels()]
-        for rows, left in panels:
-            for columns, right in panels:
-                out[rows, columns] = (left * flat) @ right.T
-        return out
-
-    def products(self, vectors: Tensor) -> Tensor:
-        """J_nk v for vectors (m, G, o, i): (K, N, m)."""
-        flat = vectors.flatten(1).T
-        return torch.cat([rows.flatten(2) @ flat for _, rows in self._panels()]).transpose(0, 1)
-
-    def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
-        k, n = self.shape
-        out = self.values.new_empty(n, k, self.entries[0], left.shape[2], right.shape[2])
-        for part, rows in self._panels():
-            out[part] = left.mT @ (rows * weights) @ right
-        return out
-
-    def _panels(self) -> Iterator[tuple[slice, Tensor]]:
-        (k, n), (g, o, i) = self.shape, self.entries
-        for part in steps(n, k * g * o * i * self.values.element_size(), self.values.device):
-            yield part, self.written(part)
 
 
 @dataclass(frozen=True)
