@@ -142,7 +142,7 @@ class JacobianPass:
         if cotangents is None:
             own = 1 if self.last_layer(x) else self.network.num_outputs
             return _examples_at_once(edges, own, fused_layers, self.network.device)
-        root = 2 * self.network.num_outputs * cotangents * self.dtype.itemsize  # its columns, and their product
+        root = tuning.ROOT_COPIES * self.network.num_outputs * cotangents * self.dtype.itemsize
         return _examples_at_once(edges, cotangents, fused_layers, self.network.device, root)
 
     def last_layer(self, x: Inputs, fused_layers: FusedLayers | None = None) -> bool:

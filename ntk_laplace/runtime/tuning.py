@@ -17,6 +17,7 @@ BUFFERED_BYTES, MOST_BUFFERS = 2048 * MIB, 16  # a GPU's buffers are larger: onc
 
 WORKING_SET_BYTES = 128 * MIB  # output gradients of a batch
 GRADIENT_BYTES = 32 * MIB  # one output gradient; larger allocations bypass the allocator's cache
+ROOT_COPIES = 3  # of the root S of a batch: as computed, in the type of the network, and as output gradients
 FORWARD_FACTOR = 8  # how many times more examples a forward pass without a graph takes
 MOST_CHECKED, FEWEST_CHECKED = 64, 4  # examples of a batch in the gradient check; an eighth of the batch between them
 LONG_GRADIENT = 16  # a convolution's rows are computed one cotangent at a time if its gradient is so many times longer

@@ -160,9 +160,10 @@ class BlockSpec(StructureSpec):
                 flops += 2 * t * block.size
         work = Work(passes=passes * problem.share, matmul=float(flops * problem.share),
                     eigh=cubes if self.second_pass else cubes / 3)
-        # a batch with its root S and the product of that, and the rows of a panel that are written out
+        # a batch with its root S, and the rows of a panel that are written out
         batch, written = (problem.buffer(size) for size in (tuning.WORKING_SET_BYTES, tuning.WRITTEN_BYTES))
-        buffers = problem.batch_bytes(max(batch, written), 2 * problem.num_outputs * r * problem.element)
+        root = tuning.ROOT_COPIES * problem.num_outputs * r * problem.element
+        buffers = problem.batch_bytes(max(batch, written), root)
         buffers += min(problem.share * panel, max(written, panel))
         sent = 2 * sum(found.stored.values()) * (problem.processes - 1) // problem.processes
         return replace(found, buffers=buffers, work=work, communication=sent)
