@@ -255,6 +255,8 @@ def test_weights_that_do_not_move_are_an_error(monkeypatch: pytest.MonkeyPatch) 
      ({"tolerance": "small"}, ntkl.HyperparameterError, "a positive tolerance"),
      ({"predictive": "cv"}, ntkl.UnsupportedError, 'predictive="loo" or None'),
      ({"data": sine(29)}, ntkl.DataError, "30 training examples of the fit; got 29"),
+     ({"data": (sine()[0], -sine()[1])}, ntkl.DataError, "the data of the fit, of log likelihood"),
+     ({"data": (*sine(), torch.full((30,), 2.0))}, ntkl.DataError, "the data of the fit, of log likelihood"),
      ({"data": 3}, ntkl.DataError, "a DataLoader")],
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], text: str) -> None:

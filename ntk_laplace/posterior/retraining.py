@@ -26,6 +26,7 @@ from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.structures import FittedModel, LinearizedModel
+from ntk_laplace.structures.data_passes import read_points
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +83,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         Raises
         ------
         DataError
-            If the data have another number of examples than those of the fit.
+            If the data have another number of examples or another log likelihood than those of the fit.
         UnsupportedError
             If a what-if has changed the posterior, or several processes share it.
         NumericalError
@@ -119,6 +120,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         if held.num_examples != self.num_examples:
             raise DataError(f"the {self.num_examples:,} training examples of the fit", f"{held.num_examples:,}",
                             "Pass the data of the fit, or fit the network to these with laplace().")
+        before = float(self.log_likelihood().detach())
+        read_points(model, batches).require_log_likelihood(model.likelihood, before, network.precision)
         for _ in range(rounds):
             if evidence_steps:
                 own = self._derived(_fit_at(model, self._fitted, batches)())

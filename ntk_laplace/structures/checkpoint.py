@@ -207,16 +207,12 @@ def _matching(network: nn.Module, saved: Mapping[str, Any], positions: Size | No
 
 def _require_same_data(points: TrainingPoints, model: LinearizedModel, kept: Mapping[str, Any]) -> None:
     """Refuse data whose log likelihood is not that of the fit, or not in its order, beyond the network's rounding."""
-    each = points.log_prob(model.likelihood).detach().double()
-    tolerance = float(each.abs().sum() + len(each)) * torch.finfo(model.network.precision).eps ** 0.5
-    value, before = float(each.sum()), float(kept["log_likelihood"])
-    if not abs(value - before) <= tolerance and value != before:
-        raise DataError(f"the data of the fit, of log likelihood {before:.6g} nats at its weights",
-                        f"data of {value:.6g} nats", "Pass the data that the posterior was fitted to.")
+    precision = model.network.precision
+    rounding = points.require_log_likelihood(model.likelihood, float(kept["log_likelihood"]), precision)
     ordered = kept.get("ordered", math.nan)  # older checkpoints do not store it
     if not math.isfinite(ordered):  # a density may be zero
         return
-    if not abs(points.ordered(model.likelihood) - ordered) <= tolerance:
+    if not abs(points.ordered(model.likelihood) - ordered) <= rounding:
         raise DataError("the data of the fit in their order", "another order",
                         "Pass them without shuffling: explanations name training points by their number.")
 

@@ -173,6 +173,22 @@ class TrainingPoints:
                                        f"a difference of {float((residual - slope).abs().max()):.3g}",
                                        "Correct one of the two, or leave out `residual`, which is then differentiated.")
 
+    def require_log_likelihood(self, likelihood: Likelihood, before: float, precision: torch.dtype) -> float:
+        """Refuse points whose log likelihood is not that of a fit beyond the rounding of a network in this type.
+
+        Returns the difference that rounding hides.
+
+        Raises
+        ------
+        DataError
+        """
+        each = self.log_prob(likelihood).detach().double()
+        value, rounding = float(each.sum()), float(each.abs().sum() + len(each)) * torch.finfo(precision).eps ** 0.5
+        if not abs(value - before) <= rounding and value != before:
+            raise DataError(f"the data of the fit, of log likelihood {before:.6g} nats at its weights",
+                            f"data of {value:.6g} nats", "Pass the data that the posterior was fitted to.")
+        return rounding
+
     def require_information(self, likelihood: Likelihood) -> None:
         """Refuse points that carry no information.
 
