@@ -27,6 +27,8 @@ from ntk_laplace.tools.estimators.tables import Standardized
 from reference import relative_error
 from refusals import refused
 
+# few epochs, to be quick
+pytestmark = pytest.mark.filterwarnings("ignore:noise.* is not at the optimum of the evidence")
 QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "random_state": 0}
 
 

@@ -291,7 +291,7 @@ def test_held_out_data_calibrate_every_structure(structure: str) -> None:
 
 def test_the_calibration_ends_with_the_hyperparameters_it_was_fitted_at(classifier: ntkl.Posterior) -> None:
     classifier.fit_predictive(strict=False)
-    assert "predictive: scale" in repr(classifier) and classifier.predictive is not None
+    assert "predictive: covariance times" in repr(classifier) and classifier.predictive is not None
     assert classifier.remove([0]).predictive is None and classifier.subset(range(20)).predictive is None
     before = classifier.prior.precision
     classifier.prior.precision = 2.0

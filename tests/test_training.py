@@ -972,3 +972,23 @@ def test_an_optimum_that_costs_evidence_is_told() -> None:
                                          ntkl.GaussianPrior(0.1, groups="layer"), predictive="loo", **options)
     own = found.posterior.log_marginal_likelihood().item()
     assert f"evidence {own:.4f} nats of the posterior" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+def test_noise_that_is_too_large_at_the_end_is_told() -> None:
+    """Few epochs leave the noise of a clean sine near its start of one; the optimum of the weights does not mend it."""
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, 40).double()[:, None]
+    data, options = (x, (2 * x).sin()), {"epochs": 150, "batch_size": None, "predictive": "loo"}
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="the slope is -.* nats .* call posterior.retrain"):
+        posterior = ntkl.train_with_evidence(mlp(1, 8, 1), data, ntkl.Gaussian(), **options).posterior
+    better = posterior.retrain(data)
+    assert better.log_marginal_likelihood() > posterior.log_marginal_likelihood() + 10
+    noise = float(better.likelihood.noise)
+    schedule = ntkl.EvidenceSchedule(15, 20, hyperparameters=["precision"])
+    for chosen in (ntkl.Gaussian(noise), ntkl.Gaussian()):  # the first is right, the second the caller's own wish
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            ntkl.train_with_evidence(mlp(1, 8, 1), data, chosen, **options, schedule=schedule)
+        assert not [one for one in told if "the slope is" in str(one.message)]

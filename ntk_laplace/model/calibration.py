@@ -58,8 +58,10 @@ class Calibration:
 
     def __str__(self) -> str:
         """The numbers that are not 1."""
-        found = ((field.name.replace("_", " "), getattr(self, field.name)) for field in fields(self))
-        return ", ".join(f"{name} {value:.3g}" for name, value in found if value != 1.0) or "the posterior as it is"
+        words = {"scale": "covariance times", "noise": "noise times"}  # factors, and no values of their own
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))
+        told = [f"{words.get(name, name.replace('_', ' '))} {value:.3g}" for name, value in found if value != 1.0]
+        return ", ".join(told) or "the posterior as it is"
 
 
 class CalibratedPredictive:

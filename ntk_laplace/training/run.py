@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +20,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.posterior.hyperparameters import Ascent, Variables
+from ntk_laplace.posterior.hyperparameters.objectives import Differentiable
 from ntk_laplace.runtime.serialization import load_optimizer, load_random, random_state
 from ntk_laplace.structures import FittedModel, Settings
 from ntk_laplace.structures.points import present_values, unmoved
@@ -34,6 +35,7 @@ from ntk_laplace.training.step_evidence import PosteriorEvidence, StepEvidence
 __all__ = ["Run", "required"]
 
 _FALL = 0.1  # of the evidence in nats a point, from which a warning is issued
+_SLOPE = 0.15  # the same, as what a Newton step in the noise gains; noise four times too large gains that much
 _STEPS = 160  # iterations of L-BFGS after the epochs, at most: networks with kinks predict no better after 300
 
 
@@ -196,6 +198,7 @@ class Run:
         _tell_fall(before, float(posterior.log_marginal_likelihood().detach()), posterior.num_examples)
         found = None
         if fitted.exact:
+            _tell_slope(posterior, self.ascent.which)
             found = posterior.fit_predictive(predictive, strict=False)
         else:
             warn("no predictive is fitted, because leave-one-out needs an exact posterior; call "
@@ -262,6 +265,21 @@ def required(function: Callable[..., Any]) -> list[str]:
 def _schedule_record(schedule: EvidenceSchedule) -> dict[str, str]:
     """The schedule's numbers except the patience, which may change when a training resumes."""
     return {name: repr(value) for name, value in asdict(schedule).items() if name != "patience"}
+
+
+def _tell_slope(posterior: Posterior, which: Sequence[str] | None) -> None:
+    """Warn where the noise is still on its way: noise that is too large is not mended by the optimum of the weights."""
+    variables = Variables(posterior, which)
+    if list(variables.parameters) == ["precision"]:
+        return
+    with variables.alone():
+        _, slopes = variables.value_and_gradient(Differentiable(posterior.log_marginal_likelihood))
+    n = posterior.num_examples
+    for name, slope in zip(variables.names, slopes.tolist(), strict=True):
+        # the log likelihood of a log variance has the information N/2: a Newton step gains slope²/N
+        if not name.startswith("precision[") and slope**2 > _SLOPE * n**2:
+            warn(f"{name} is not at the optimum of the evidence after these epochs: the slope is {slope:.4g} nats per "
+                 "unit of its logarithm; train for more epochs, or call posterior.retrain(data)")
 
 
 def _tell_fall(before: float | None, after: float, num_examples: int) -> None:
