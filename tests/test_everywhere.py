@@ -343,6 +343,16 @@ def test_other_verbs(tmp_path: Path) -> None:
         assert relative_error(change(posterior).outputs(x), change(full).outputs(x)) < 1e-6
     assert relative_error(posterior.leave_one_out().log_density, full.leave_one_out().log_density) < 1e-8
     assert len(posterior.explain(x[:1], 2, output=5).to_dataframe()) > 0
+    place = (1, 0, 2)  # row, column, class: its number is that of the flat outputs
+    named = posterior.explain(x[:1], 2, place)
+    number = (place[0] * SHAPE[1] + place[1]) * 3 + place[2]
+    assert torch.equal(named.effect, posterior.explain(x[:1], 2, number).effect)
+    assert "output 2 at position (1, 0) by" in named.to_dataframe()["meaning"][0]
+    words = full.explain(x[:1], 2, place, by="probability").to_dataframe()["meaning"][0]
+    assert "the probability of class 2 at position (1, 0) by" in words
+    for wrong in ((1, 0), (*SHAPE, 0), (0, 0, 3), (0, 0, -1), "102"):
+        with refused(ntkl.DataError, "an output as its position and number, below", "", "network's outputs"):
+            posterior.explain(x[:1], 2, wrong)
     posterior.fit_hyperparameters(steps=20)
     full.fit_hyperparameters(steps=20)
     assert float(posterior.log_marginal_likelihood()) == pytest.approx(float(full.log_marginal_likelihood()), rel=1e-7)

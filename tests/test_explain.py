@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from exact_cases import TURNS, fit, ids, trained, truth
 from ntk_laplace.plotting.style import png
+from ntk_laplace.posterior.explain import JointRemoval
 from reference import jacobian, outputs, relative_error
 from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
@@ -102,6 +103,46 @@ def test_linear_regression_without_a_point_is_the_refit():
         variance = design[i] @ torch.linalg.solve(spread, design[i]) + noise
         density = torch.distributions.Normal(loo.mean[i], variance.sqrt()).log_prob(y[i]).sum()
         assert relative_error(loo.log_density[i], density) < 1e-9
+
+
+@pytest.mark.parametrize(("noise", "delta", "limit"), [(1e-2, 1e-4, 1e-6), (1e-4, 1e-4, 1e-4), (1e-6, 1e-3, 1e-3)])
+def test_little_noise_and_a_weak_prior_cost_few_digits(noise: float, delta: float, limit: float) -> None:
+    """No large numbers are subtracted: k(x, x_i) r_i is up to 1e8 times the effect here."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 3).double()
+    design = torch.cat([x, torch.ones(40, 1).double()], 1)
+    y = design @ torch.tensor([1.0, -2.0, 0.5, 0.0]).double() + noise**0.5 * torch.randn(40).double()
+
+    def weights(rows: list[int]) -> Tensor:
+        gram = design[rows].T @ design[rows] / noise + delta * torch.eye(4, dtype=torch.float64)
+        return torch.linalg.solve(gram, design[rows].T @ y[rows] / noise)
+
+    network, best, new = torch.nn.Linear(3, 1).double(), weights(list(range(40))), torch.randn(5, 3).double()
+    with torch.no_grad():
+        network.weight.copy_(best[None, :3])
+        network.bias.copy_(best[3:])
+    posterior = ntkl.laplace(network, (x, y[:, None]), ntkl.Gaussian(noise), ntkl.GaussianPrior(delta))
+    refits = torch.stack([weights([n for n in range(40) if n != i]) - best for i in range(40)])
+    changes = torch.cat([new, torch.ones(5, 1).double()], 1) @ refits.T
+    assert relative_error(posterior.removal_effects(new), changes) < limit
+    exact = ntkl.laplace(network, (x, y[:, None]), ntkl.Gaussian(noise), ntkl.GaussianPrior(delta), "full")
+    assert relative_error(posterior.predict_interval(new).width, exact.predict_interval(new).width) < limit
+
+
+@pytest.mark.parametrize("curvature", ["mc", "ef"])
+def test_residuals_outside_the_range_of_a_root(curvature: str) -> None:
+    """Drawn labels give another root than the residuals: single and joint removals are those of weight space."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double()
+    x, y, new = torch.randn(12, 2).double(), torch.arange(12) % 3, torch.randn(3, 2).double()
+    here, full = (ntkl.laplace(network, (x, y), ntkl.Categorical(), structure=structure, curvature=curvature)
+                  for structure in ("gp", "full"))
+    assert relative_error(here.removal_effects(new), full.removal_effects(new)) < 1e-9
+    groups = [torch.tensor([0, 5, 7]), torch.tensor([1]), torch.tensor([2, 3])]
+    joint = JointRemoval(here.fitted).effects(here.jacobian(new), groups)
+    for i, group in enumerate(groups):
+        change = here.remove(group.tolist()).outputs(new[i : i + 1]) - here.outputs(new[i : i + 1])
+        assert relative_error(joint[i : i + 1], change) < 1e-9
 
 
 def test_signs_and_order_match_the_text():

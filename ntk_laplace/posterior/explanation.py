@@ -24,6 +24,7 @@ from ntk_laplace.posterior.explain import (
     leave_some_out,
     rank,
 )
+from ntk_laplace.posterior.explain.quantity import Output
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.what_if import Indices, drawn
@@ -35,7 +36,7 @@ class ExplanationVerbs(Fitted):
     """Explanations of predictions by training points."""
 
     def explain(
-        self, x: InputData, k: int = 8, output: int | None = None, *, by: str = "output", y: Any = None,
+        self, x: InputData, k: int = 8, output: Output = None, *, by: str = "output", y: Any = None,
         batch_size: int | None = None,
     ) -> Explanation | Ranking:
         """Which training points determine the predictions at `x`, and the predictions without each of them.
@@ -48,9 +49,10 @@ class ExplanationVerbs(Fitted):
         x : tensor, tuple or dict of tensors, DataLoader or Dataset
         k : int
             Training points to show for and against.
-        output : int, optional
+        output : int or sequence of int, optional
             The output to explain; by default that of the largest value at each input, the predicted class. Name it
-            for a regression with several outputs.
+            for a regression with several outputs. Under `Everywhere` also as its position and number there, such as
+            (row, column, class).
         by : str
             The quantity whose change ranks the training points: "output" (or "logit"), "probability" (the mean
             response), "log_likelihood" of `y`, in nats, "variance" of the output, "probability_variance" (variance
@@ -79,7 +81,7 @@ class ExplanationVerbs(Fitted):
         return joined(rank(self._fitted, groups, request), chunks.length or 0)
 
     def removal_effects(
-        self, x: InputData, output: int | None = None, *, by: str = "output", y: Any = None,
+        self, x: InputData, output: Output = None, *, by: str = "output", y: Any = None,
         batch_size: int | None = None,
     ) -> Tensor:
         """Change of the quantity at each input of `x` if one training point were left out, for all training points.

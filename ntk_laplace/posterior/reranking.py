@@ -11,7 +11,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.explain import SPREADS
-from ntk_laplace.posterior.explain.quantity import quantity_of, require_quantity
+from ntk_laplace.posterior.explain.quantity import Output, quantity_of, require_quantity
 from ntk_laplace.posterior.explain.ranked import counted, strongest
 from ntk_laplace.posterior.explain.reranking import Reranking
 from ntk_laplace.posterior.explanation import ExplanationVerbs
@@ -33,7 +33,7 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
     """Rankings by the effects on the network itself."""
 
     def rerank(
-        self, x: InputData, candidates: int = 50, output: int | None = None, *, by: str = "output", y: Any = None,
+        self, x: InputData, candidates: int = 50, output: Output = None, *, by: str = "output", y: Any = None,
         groups: Sequence[Indices] = (),
     ) -> Reranking:
         """Rank the strongest training points of each prediction by what the network itself does without them.

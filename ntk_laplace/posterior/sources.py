@@ -12,7 +12,7 @@ from torch import Tensor
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.explain import SPREADS, ExplanationRequest, SourceEffects, Sources, numbered
-from ntk_laplace.posterior.explain.quantity import Quantity, quantity_of, require_quantity
+from ntk_laplace.posterior.explain.quantity import Output, Quantity, quantity_of, require_quantity
 from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.posterior.prediction import PredictionVerbs
 from ntk_laplace.posterior.what_if import is_moving
@@ -35,7 +35,7 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
     """Effects of sources of training points."""
 
     def source_effects(
-        self, x: InputData, sources: Sources, output: int | None = None, *, by: str = "output", y: Any = None,
+        self, x: InputData, sources: Sources, output: Output = None, *, by: str = "output", y: Any = None,
         linearization: str = "fixed",
     ) -> SourceEffects:
         """What changes at `x` if all training points of one source are left out together, for each source.

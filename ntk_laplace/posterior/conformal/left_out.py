@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.jacobian.gram import cross_gram
 from ntk_laplace.posterior.explain import bytes_of_each
 from ntk_laplace.posterior.explain.algebra import SingleRemovals, removal_terms
 from ntk_laplace.runtime import tuning
@@ -33,7 +32,7 @@ class WithoutEach:
         self._fitted, self._residual = fitted, fitted.residual()
         self._stored = fitted.structure.spec.keeps_jacobian
         with torch.no_grad():
-            self._removals = SingleRemovals(fitted.function_space, self._residual) if self._stored else None
+            self._removals = SingleRemovals(fitted) if self._stored else None
 
     @property
     def bytes_of_each(self) -> int:
@@ -51,20 +50,12 @@ class WithoutEach:
         """
         for test in chunks if self._stored else self._grouped(chunks):
             with torch.no_grad():
-                moved, widened = self._from_rows(test) if self._stored else self._from_data(test)
+                moved, widened = self._removals.effects(test) if self._removals else self._from_data(test)
                 own = self._fitted.precision.covariance_blocks(test).diagonal(dim1=1, dim2=2)
                 tile = test.f, moved.add_(test.f.unsqueeze(1)), widened.add_(own.unsqueeze(1))
             del test, moved, widened  # before the rows of the next chunk are computed
             yield tile
             del tile
-
-    def _from_rows(self, test: Jacobian) -> tuple[Tensor, Tensor]:
-        """Changes of f and of its variances, (n, N, C), in function space."""
-        assert self._removals is not None
-        space = self._fitted.function_space
-        own = space.rows.weighted(self._residual.unsqueeze(-1))  # rows r_iᵀJ_i
-        shares = cross_gram(test, own, space.variances).view(test.num_examples, -1, len(self._residual))
-        return self._removals.effects(test, shares.transpose(1, 2))
 
     def _from_data(self, test: Jacobian) -> tuple[Tensor, Tensor]:
         """The same in weight space: products of V_·x with the training points' rows, batch by batch."""

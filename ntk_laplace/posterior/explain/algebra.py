@@ -11,21 +11,26 @@ from ntk_laplace.curvature import FunctionSpacePrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import cross_gram, diagonal_blocks
 from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
 __all__ = [
     "Decomposition",
+    "OutsideColumns",
     "RemovalTerms",
+    "ResidualParts",
     "SingleRemovals",
     "contributions",
     "leverages",
     "removal_terms",
-    "residual_columns",
     "similarities",
     "widening",
     "without_each",
 ]
+
+
+_RANGE = 1e-8  # singular values of a root, relative to its largest, below which they count as zero
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,36 @@ def leverages(blocks: Tensor) -> Tensor:
     return 1.0 - torch.linalg.eigvalsh(blocks).flip(-1)
 
 
-def residual_columns(space: FunctionSpacePrecision, residual: Tensor) -> Tensor:
-    """SᵀK r, (N R, N), one column per training point, for r (N, C)."""
-    own = space.rows.weighted(residual.unsqueeze(-1))
-    return _cross(space, space.weighted, own).view(-1, len(residual))
+@dataclass(frozen=True)
+class ResidualParts:
+    """r_i = S_i ρ_i + r_i⊥: what removes a point without cancellation, and the part outside the range of S_i.
+
+    Attributes
+    ----------
+    inside : Tensor, (N, R)
+        ρ.
+    places : Tensor, (m,)
+        Points with a part outside: none, unless S is that of another curvature or a probability underflows.
+    outside : Tensor, (m, C)
+        r⊥ of these.
+    """
+
+    inside: Tensor
+    places: Tensor
+    outside: Tensor
+
+    @classmethod
+    def of(cls, fitted: FittedModel) -> ResidualParts:
+        """Of the training points of a structure that keeps the Jacobian."""
+        points, root, residual = fitted.points, fitted.function_space.root, fitted.residual()
+        with torch.no_grad():
+            inverse = points.left_inverse(fitted.curvature_type, fitted.likelihood)
+            inverse = torch.linalg.pinv(root, rtol=_RANGE) if inverse is None else inverse
+            inside = (inverse.to(residual) @ residual.unsqueeze(-1)).squeeze(-1)
+            outside = residual - (root @ inside.unsqueeze(-1)).squeeze(-1)
+            rounding = 1e3 * torch.finfo(residual.dtype).eps
+            places = (outside.abs().amax(1) > rounding * residual.abs().amax(1)).nonzero().squeeze(1)
+        return cls(inside, places, outside[places])
 
 
 class SingleRemovals:
@@ -87,37 +118,58 @@ class SingleRemovals:
 
     Parameters
     ----------
-    space : FunctionSpacePrecision
-    residual : Tensor, (N, C)
-        r at the training points.
+    fitted : FittedModel
+        Of a structure that keeps the Jacobian.
     """
 
-    def __init__(self, space: FunctionSpacePrecision, residual: Tensor) -> None:
-        self._space = space
-        r, n = space.weighted.num_cotangents, space.weighted.num_examples
-        self._solved = space.inverse @ residual_columns(space, residual)  # D, (N R, N)
-        diagonal = self._solved.view(n, r, n).diagonal(dim1=0, dim2=2).T  # D_ii, (N, R)
-        # [B⁻¹]_ii⁻¹ D_ii
-        self._amplified = torch.linalg.solve(space.inverse_blocks, diagonal.unsqueeze(-1)).squeeze(-1)
+    def __init__(self, fitted: FittedModel) -> None:
+        self._space, self._parts = fitted.function_space, ResidualParts.of(fitted)
+        self._columns = OutsideColumns(self._space, self._parts) if len(self._parts.places) else None
+        amplified = self._parts.inside.clone()
+        if self._columns is not None:
+            amplified[self._parts.places] += self._columns.own()
+        # [B⁻¹]_ii⁻¹ (ρ_i + D_ii)
+        self._amplified = torch.linalg.solve(self._space.inverse_blocks, amplified.unsqueeze(-1)).squeeze(-1)
 
-    def effects(self, test: Jacobian, shares: Tensor) -> tuple[Tensor, Tensor]:
+    def effects(self, test: Jacobian) -> tuple[Tensor, Tensor]:
         """Change of f(x) if one training point is removed, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C).
 
-        With D = B⁻¹SᵀKr (one column per point), V_xi r_i = k(x, x_i) r_i - K_xS D_i, and
-        (I - Λ_iV_ii)⁻¹ r_i = r_i + S_i [B⁻¹]_ii⁻¹ D_ii: Λ is never inverted.
-
-        Parameters
-        ----------
-        shares : Tensor, (n, N, C)
-            k(x, x_i) r_i.
+        (I - Λ_iV_ii)⁻¹ S_i = S_i [B⁻¹]_ii⁻¹, so r_i = S_iρ_i gives -V_xiS_i [B⁻¹]_ii⁻¹ ρ_i: neither Λ is inverted nor
+        are large numbers subtracted. A part r⊥ outside the range of S_i adds, with D = B⁻¹SᵀKr⊥,
+        V_xi r⊥ = k(x, x_i) r⊥ - K_xS D_i and (I - Λ_iV_ii)⁻¹ r⊥ = r⊥ + S_i [B⁻¹]_ii⁻¹ D_ii.
         """
         space = self._space
         r, n = space.weighted.num_cotangents, space.weighted.num_examples
         to_train = space.cross(test).T  # K_xS, (n*K, N*R)
-        seen = shares - (to_train @ self._solved).view(test.num_examples, -1, n).transpose(1, 2)  # V_xi r_i
         through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
-        moved = -(seen + torch.einsum("xcnr,nr->xnc", through, self._amplified))
+        moved = -torch.einsum("xcnr,nr->xnc", through, self._amplified)
+        if self._columns is not None:
+            moved[:, self._parts.places] -= self._columns.seen(test, to_train)
         return moved, _widened(space.inverse_blocks, through)
+
+
+class OutsideColumns:
+    """D = B⁻¹SᵀK r⊥, one column for each point with a residual outside the range of its S.
+
+    Attributes
+    ----------
+    solved : Tensor, (N, R, m)
+    """
+
+    def __init__(self, space: FunctionSpacePrecision, parts: ResidualParts) -> None:
+        self._space, self._places = space, parts.places
+        self._rows = space.rows.subset(parts.places).weighted(parts.outside.unsqueeze(-1))  # rows r⊥ᵀJ_i
+        columns = _cross(space, space.weighted, self._rows).flatten(2)  # (N, R, m)
+        self.solved = (space.inverse @ columns.flatten(0, 1)).view_as(columns)
+
+    def own(self) -> Tensor:
+        """D_ii, (m, R)."""
+        return self.solved[self._places].diagonal(dim1=0, dim2=2).T
+
+    def seen(self, test: Jacobian, to_train: Tensor) -> Tensor:
+        """V_xi r⊥_i, (n, m, C), for K_xS (n*K, N*R)."""
+        shares = _cross(self._space, test, self._rows).squeeze(-1)  # (n, K, m)
+        return (shares - (to_train @ self.solved.flatten(0, 1)).view_as(shares)).transpose(1, 2)
 
 
 def widening(space: FunctionSpacePrecision, test: Jacobian) -> Tensor:

@@ -20,7 +20,7 @@ from ntk_laplace.posterior.explain.algebra import (
     similarities,
     widening,
 )
-from ntk_laplace.posterior.explain.quantity import Quantity, quantity_of
+from ntk_laplace.posterior.explain.quantity import Output, Quantity, quantity_of
 from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted, strongest
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
@@ -46,7 +46,7 @@ class ExplanationRequest:
     ----------
     k : int
         Training points to show on each side.
-    output : int or None
+    output : int, sequence of int or None
         The output to explain, for every input; by default each input's largest one.
     by : str
         "output" or "logit", "probability", "log_likelihood", "variance", "probability_variance".
@@ -55,7 +55,7 @@ class ExplanationRequest:
     """
 
     k: int = 8
-    output: int | None = None
+    output: Output = None
     by: str = "output"
     y: object = None
 
@@ -244,7 +244,7 @@ class _Decomposing:
         space = self._space
         with torch.no_grad():
             self._centered = fitted.theta - fitted.prior.flat_mean().to(fitted.theta)
-            self._removals = SingleRemovals(space, self._residual)
+            self._removals = SingleRemovals(fitted)
             self._squares = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)
             self._leverage = leverages(space.inverse_blocks)[:, -1]
 
@@ -253,7 +253,7 @@ class _Decomposing:
         """Explain the inputs whose rows of J are `test`."""
         space = self._space
         parts = contributions(space, test, self._residual, self._centered)
-        moved, widened = self._removals.effects(test, parts.contributions)
+        moved, widened = self._removals.effects(test)
         variance = space.covariance_blocks(test).diagonal(dim1=1, dim2=2)
         kernel, similarity, correlation = similarities(space, test, about.output, self._squares)
         along = widened

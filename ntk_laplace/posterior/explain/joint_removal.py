@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ntk_laplace.curvature import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature import prior_variances
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import cross_gram
-from ntk_laplace.posterior.explain.algebra import residual_columns
+from ntk_laplace.posterior.explain.algebra import OutsideColumns, ResidualParts
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE, ChangedPrecision, rows_of
 
@@ -23,41 +23,42 @@ class JointRemoval:
 
     Parameters
     ----------
-    space : FunctionSpacePrecision
-    residual : Tensor, (N, C)
-        r at the training points.
+    fitted : FittedModel
+        Of a structure that keeps the Jacobian.
     """
 
-    def __init__(self, space: FunctionSpacePrecision, residual: Tensor) -> None:
-        self._space = space
-        self._columns = residual_columns(space, residual)
+    def __init__(self, fitted: FittedModel) -> None:
+        self._space, self._parts = fitted.function_space, ResidualParts.of(fitted)
+        self._columns = OutsideColumns(self._space, self._parts) if len(self._parts.places) else None
 
-    def effects(self, test: Jacobian, contributions: Tensor, groups: Sequence[Tensor]) -> Tensor:
+    def effects(self, test: Jacobian, groups: Sequence[Tensor]) -> Tensor:
         """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, (n, C).
 
-        As for a single point, Λ is never inverted: V_xG r_G is the group's contribution minus K_xS D with
-        D = B⁻¹SᵀK_G r_G, and (I - Λ_GV_GG)⁻¹ r_G = r_G + S_G [B⁻¹]_GG⁻¹ D_G.
+        As for a single point, -V_xGS_G [B⁻¹]_GG⁻¹ ρ_G for r_G = S_Gρ_G. A part r⊥ outside the range of S_G adds
+        V_xG r⊥ = K_xG r⊥ - K_xS D and S_G [B⁻¹]_GG⁻¹ D_G, with D = B⁻¹SᵀK_G r⊥.
 
         Parameters
         ----------
         test : Jacobian
             Rows at the n inputs.
-        contributions : Tensor, (n, N, C)
-            k(x, x_i) r_i.
         groups : sequence of Tensor
             Indices of the removed training points, per input.
         """
-        space = self._space
+        space, parts = self._space, self._parts
         n, r = space.weighted.num_examples, space.weighted.num_cotangents
-        to_train = space.cross(test).T.reshape(test.num_examples, -1, n * r)  # K_xS
+        to_train = space.cross(test).T  # K_xS
+        seen = None if self._columns is None else self._columns.seen(test, to_train)
+        to_train = to_train.reshape(test.num_examples, -1, n * r)
         changes = []
         for i, group in enumerate(groups):
             places = (group[:, None] * r + torch.arange(r, device=group.device)).flatten()
-            solved = space.inverse @ self._columns[:, group].sum(1)  # D
-            seen = contributions[i, group].sum(0) - to_train[i] @ solved  # V_xG r_G
+            amplified, change = parts.inside[group], torch.zeros_like(test.f[i])
+            if self._columns is not None and seen is not None:
+                here = torch.isin(parts.places, group)
+                amplified = amplified + self._columns.solved[group][:, :, here].sum(2)
+                change -= seen[i, here].sum(0)
             columns = space.inverse[:, places]
-            amplified = torch.linalg.solve(columns[places], solved[places])
-            changes.append(-(seen + to_train[i] @ (columns @ amplified)))
+            changes.append(change - to_train[i] @ (columns @ torch.linalg.solve(columns[places], amplified.flatten())))
         return torch.stack(changes)
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn.functional import one_hot
 
 from ntk_laplace.errors import DataError, UnsupportedError, is_choice, is_whole
 from ntk_laplace.model.likelihoods import Likelihood
 
-__all__ = ["SPREADS", "Quantity", "quantity_of", "require_quantity"]
+__all__ = ["SPREADS", "Output", "Quantity", "quantity_of", "require_quantity"]
+
+Output: TypeAlias = int | Sequence[int] | None
+"""What to explain: the number of an output; under `Everywhere` also its position and number, (row, column, class)."""
 
 SPREADS = ("variance", "probability_variance")
 """Quantities that every training point makes smaller."""
@@ -45,12 +51,15 @@ class Quantity:
     targets : Tensor or None
         y at the explained inputs, in canonical form, for "log_likelihood" alone.
     likelihood : Likelihood
+    num_values : int
+        How many outputs, or responses, there are to choose from.
     """
 
     by: str
     output: Tensor
     targets: Tensor | None
     likelihood: Likelihood
+    num_values: int
 
     @property
     def good(self) -> float:
@@ -79,9 +88,12 @@ class Quantity:
         """Description of the quantity of input i."""
         words = _WORDS[self.by]
         if self.by.startswith("probability") and self.likelihood.classifies:
-            one = "the probability of class {0}" if self.likelihood.event_shape(2) == () else "probability {0}"
+            of_classes = self.likelihood.at_position().event_shape(2) == ()
+            one = "the probability of class {0}" if of_classes else "probability {0}"
             words = f"the variance of {one}" if self.by in SPREADS else one
-        return words.format(int(self.output[i]))
+        *position, number = _place(self.likelihood.positions or Size(), int(self.output[i]), self.num_values)
+        where = f" at position {position[0] if len(position) == 1 else tuple(position)}" if position else ""
+        return words.format(f"{number}{where}")
 
     def meaning(self, i: int, effect: float) -> str:
         """The meaning of the effect's sign in words."""
@@ -140,7 +152,7 @@ def require_quantity(by: object) -> None:
         raise UnsupportedError(f"an effect on one of {', '.join(_WORDS)}", repr(by), 'Leave it out for "output".')
 
 
-def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: object) -> Quantity:
+def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: Output, y: object) -> Quantity:
     """Validate a request at predictions f (n, C).
 
     Raises
@@ -154,20 +166,38 @@ def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: int | None, 
     require_quantity(by)
     responses = by.startswith("probability") and likelihood.num_responses(c) != c
     values = likelihood.mean(f) if responses else f
-    most = values.shape[1] - 1
-    if output is not None and not (is_whole(output, 0) and output <= most):
-        what, whose = ("a response", "likelihood's responses") if responses else ("an output", "network's outputs")
-        raise DataError(f"{what} from 0 to {most}", f"{output}", f"Choose one of the {whose}.")
-    chosen = values.argmax(1) if output is None else torch.full((n,), output, device=f.device)
+    count = values.shape[1]
+    number = None if output is None else _number(likelihood.positions or Size(), output, count, responses)
+    chosen = values.argmax(1) if number is None else torch.full((n,), number, device=f.device)
     if by != "log_likelihood":
-        return Quantity(by, chosen, None, likelihood)
+        return Quantity(by, chosen, None, likelihood, count)
     likelihood = likelihood.for_new_points()
     if y is None:
         if likelihood.event_shape(c) != ():
             raise DataError("targets y at the inputs, for their log likelihood", "none", "Pass y=, one per input.")
-        return Quantity(by, chosen, chosen, likelihood)
+        return Quantity(by, chosen, chosen, likelihood, count)
     targets = likelihood.targets(y, n, c).to(f.device)
     if output is None and targets.ndim == 1 and likelihood.event_shape(c) == ():
         observed = likelihood.observed(targets)
         chosen = targets if observed is None else torch.where(observed, targets, chosen)
-    return Quantity(by, chosen, targets, likelihood)
+    return Quantity(by, chosen, targets, likelihood, count)
+
+
+def _number(positions: Size, output: int | Sequence[int], count: int, responses: bool) -> int:
+    """The number among `count` outputs, or responses, of all positions."""
+    if is_whole(output, 0) and output < count:
+        return int(output)
+    what, whose = ("a response", "likelihood's responses") if responses else ("an output", "network's outputs")
+    if not positions:
+        raise DataError(f"{what} from 0 to {count - 1}", f"{output}", f"Choose one of the {whose}.")
+    shape = (*positions, count // prod(positions))
+    place = list(output) if isinstance(output, Sequence) and not isinstance(output, str) else []
+    if len(place) != len(shape) or not all(is_whole(i, 0) and i < m for i, m in zip(place, shape, strict=True)):
+        raise DataError(f"{what} as its position and number, below {shape}, or from 0 to {count - 1}", f"{output}",
+                        f"Choose one of the {whose}.")
+    return int(np.ravel_multi_index(place, shape))
+
+
+def _place(positions: Size, number: int, count: int) -> list[int]:
+    """Position and number at it of one of `count` outputs of all positions."""
+    return [int(i) for i in np.unravel_index(number, (*positions, count // prod(positions)))]

@@ -178,7 +178,7 @@ def _from_rows(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """One record per input, and common information on them, in function space."""
     n, c = num_examples(x), posterior.num_outputs
-    removal = JointRemoval(posterior.fitted.function_space, posterior.fitted.residual())
+    removal = JointRemoval(posterior.fitted)
     records: list[dict[str, Any]] = []
     step = max(1, _AT_ONCE // (posterior.num_examples * c))
     for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
@@ -192,7 +192,7 @@ def _from_rows(
             for side in _OTHER_SIDE:
                 record[side] = [[j, rounded(effect), rounded(share[i, j])] for j, effect in asked.sides[i][side]]
         for name, group in asked.groups().items():
-            after = found.f + removal.effects(rows, found.contributions, group)
+            after = found.f + removal.effects(rows, group)
             for i, record in enumerate(own):
                 record["without"][name] = _without(posterior, after[i], asked.sign[i])
         records += own
