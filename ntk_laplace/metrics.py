@@ -214,7 +214,8 @@ def detection_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
 def held_out_scores(predictive: Distribution, targets: torch.Tensor, bins: int = 15) -> dict[str, float]:
     """All applicable scores: log likelihood; accuracy, Brier score and ECE for classes; RMSE for regression.
 
-    Missing targets are left out. Soft labels have only a log likelihood.
+    Missing targets are left out. Soft labels have only a log likelihood. Under `Everywhere` the log likelihood is
+    that of an example, and the other scores are those of positions.
 
     Parameters
     ----------
@@ -231,6 +232,9 @@ def held_out_scores(predictive: Distribution, targets: torch.Tensor, bins: int =
         "log_likelihood", then "accuracy", "brier" and "ece", or "rmse".
     """
     scores = {"log_likelihood": mean_log_likelihood(predictive, targets)}
+    by_position = getattr(predictive, "by_position", None)
+    if by_position is not None:
+        predictive, targets = by_position(targets)
     present = _present(predictive, targets)
     everything = slice(None) if present is None else present
     targets = targets[everything]

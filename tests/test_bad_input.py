@@ -906,6 +906,9 @@ def test_numbers_and_objects_of_the_wrong_kind():
             kfac.evidence_curve(factors)
     with refused(errors.UnsupportedError, "another posterior", "an int", "condition"):
         kfac.merge(5)
+    noisy = fit(likelihood=ntkl.Gaussian(torch.full((9, 3), 0.1)))
+    with refused(errors.UnsupportedError, "noise per point", "new points", "Fit all points together"):
+        noisy.merge(noisy)
     for samples, seed in ((0, 0), ("a", 0), (1, -1)):
         with refused(errors.HyperparameterError, "as a whole number", ".", "CurvatureType"):
             ntkl.CurvatureType("mc", samples, seed)

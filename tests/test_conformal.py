@@ -393,6 +393,12 @@ def test_random_scores_and_sets_that_are_never_empty() -> None:
     one, same = (posterior.predict_set(X_NEW, 0.3, score="randomized", generator=torch.Generator().manual_seed(0))
                  for _ in range(2))
     assert torch.equal(one.mask, same.mask)
+    for score in ("probability", "cumulative"):  # nothing is drawn
+        generator = torch.Generator().manual_seed(5)
+        states = generator.get_state(), torch.get_rng_state()
+        posterior.predict_set(X_NEW, 0.3, score=score, generator=generator)
+        posterior.predict_set(X_NEW, 0.3, score=score)
+        assert all(map(torch.equal, states, (generator.get_state(), torch.get_rng_state())))
     network = nn.Linear(3, 3, bias=False, dtype=torch.float64)
     network.weight.data = 3 * torch.eye(3, dtype=torch.float64)
     posterior = ntkl.laplace(network, (X, X.argmax(1)), ntkl.Categorical(), ntkl.GaussianPrior(1.0), structure="gp")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
+from ntk_laplace.metrics import held_out_scores
 from ntk_laplace.model.likelihoods import likelihood_from_record as from_record
 from ntk_laplace.model.likelihoods import likelihood_record
 from ntk_laplace.model.network import linearized
@@ -569,3 +570,21 @@ def test_entropy_and_mode_of_each_position() -> None:
         expected = torch.distributions.Categorical(found.probs)
         torch.testing.assert_close(found.entropy(), expected.entropy())
         assert torch.equal(found.mode, found.probs.argmax(-1)) and found.mode.shape == (2, *SHAPE)
+
+
+@pytest.mark.filterwarnings("ignore:the evidence often ranks badly")
+def test_held_out_scores_are_those_of_positions() -> None:
+    x, y = images(5), labels(5)
+    posterior = ntkl.laplace(convolutional(), (x, y), ntkl.Everywhere(ntkl.Categorical()))
+    response, there = posterior.predict(x, "map"), y >= 0
+    found = held_out_scores(response, y)
+    plain = held_out_scores(torch.distributions.Categorical(response.probs[there]), y[there])
+    assert found["log_likelihood"] == pytest.approx(float(response.log_prob(y).mean()))
+    for name in ("accuracy", "brier", "ece"):
+        assert found[name] == pytest.approx(plain[name])
+    table = ntkl.compare_models({"one": posterior}, (x, y))
+    assert table["one"].test_accuracy == pytest.approx(held_out_scores(posterior.predict(x), y)["accuracy"])
+    images_as_targets = ntkl.laplace(convolutional(1), (x, y.double()), ntkl.Everywhere(ntkl.Gaussian(missing="nan")))
+    response = images_as_targets.predict(x)
+    error = (response.mean.reshape(y.shape) - y).square().mean().sqrt()
+    assert held_out_scores(response, y.double())["rmse"] == pytest.approx(float(error))

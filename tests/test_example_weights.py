@@ -107,6 +107,35 @@ def test_weights_of_one_change_nothing(structure: str) -> None:
     assert_same(ones, plain, problem("transformer_tied").x_new, 1e-12)
 
 
+@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize("likelihood", ["categorical", "poisson"])
+def test_a_likelihood_that_counts_thrice_is_a_weight_of_three(likelihood: str, structure: str) -> None:
+    """Densities of single points count once, sums over points as often as the evidence counts each."""
+    name, weight = "deep_mlp", 3.0
+    x, y = data_of(name, likelihood)
+    sources = [0, 0, 1, 1, 1, 2, 2, 2, 2][: len(y)]
+    own = LIKELIHOODS[likelihood].build()
+    verbs = {
+        "evidence": lambda p: p.log_marginal_likelihood(),
+        "left out": lambda p: torch.stack([getattr(p.leave_one_out(), of) for of in (
+            "log_density", "plug_in_log_density", "self_influence", "importance", "leverage")]),
+        "decrement": lambda p: torch.tensor(p.leave_one_out().reliability.decrement),
+        "loo": lambda p: p.loo_log_density(),
+        "loo of some": lambda p: p.loo_log_density([0, 3]),
+        "folds": lambda p: p.cross_validate(2, linearization="fixed").log_density,
+        "what if": lambda p: p.what_ifs([[1], [2, 3]], linearization="fixed").log_prob(),
+        "sources": lambda p: p.source_effects(x[:2], sources, linearization="fixed").own_log_prob_without,
+        "conditional": lambda p: p.conditional_log_marginal_likelihood(5, 2),
+        "averaged": lambda p: p.conditional_log_marginal_likelihood(5, 2, method="average", scale=1.0),
+        "tuned": lambda p: p.conditional_log_marginal_likelihood(5, 2, method="average"),
+        "predictive": lambda p: torch.tensor([(fit := p.fit_predictive(strict=False)).before, fit.after, fit.network]),
+    }
+    weighted = fit(name, own, (x, y, torch.full((len(y),), weight)), structure)
+    tempered = fit(name, ntkl.Tempered(own, weight), (x, y), structure)
+    for verb, ask in verbs.items():
+        assert relative_error(ask(tempered), ask(weighted)) < 1e-8, verb
+
+
 @pytest.mark.parametrize("structure", ["gp", "full", "kfac", "diag"])
 def test_labels_that_are_drawn_count_as_often(structure: str) -> None:
     """Monte-Carlo labels are drawn once for an example, whatever its weight."""
@@ -177,9 +206,12 @@ def test_weights_that_make_no_sense_are_refused() -> None:
         fit("deep_mlp", model, (x, y, bad))
     with pytest.raises(ntkl.DataError, match="got weights that are all zero"):
         fit("deep_mlp", model, (x, y, 0 * w))
-    for data in ((x, y, w[:, None]), (x, y, w[:5]), (x, y, w > 0), (x, y, "ones")):
-        with pytest.raises(ntkl.DataError, match=r"\(X, y, w\) with weights w \(N,\)"):
-            fit("deep_mlp", model, data)
+    for given, got in ((w[:, None], r"float32 of shape \(7, 1\)"), (w[:5], r"float32 of shape \(5,\)"),
+                       (w > 0, r"bool of shape \(7,\)")):
+        with pytest.raises(ntkl.DataError, match=rf"real numbers of shape \(7,\) in \(x, y, w\); got {got}"):
+            fit("deep_mlp", model, (x, y, given))
+    with pytest.raises(ntkl.DataError, match=r"\(X, y, w\) with weights w \(N,\)"):
+        fit("deep_mlp", model, (x, y, "ones"))
     batches = [(x[:3], y[:3], w[:3]), (x[3:], y[3:])]
     with pytest.raises(ntkl.DataError, match="in all batches, or in none; got a batch without them after 3 examples"):
         fit("deep_mlp", model, DataLoader(batches, batch_size=None), "full", settings=ntkl.Settings(batch_size=1))

@@ -331,6 +331,7 @@ def test_samples_follow_their_generator(structure):
     draws = [posterior.sample(5, x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert draws[0].shape == (5, len(x), 3)
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    assert posterior.sample(0).shape == (0, posterior.num_parameters) and posterior.sample(0, x).shape == (0, len(x), 3)
 
 
 def test_effective_parameters_are_those_of_weight_space():

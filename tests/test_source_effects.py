@@ -166,6 +166,13 @@ def test_what_was_changed_before_stays_changed() -> None:
     assert relative_error(found.effect[:, 0], (same[1] - same[0])[rows]) < 1e-7
 
 
+@pytest.mark.parametrize("by", ["variance", "probability_variance", "probability", "log_likelihood"])
+def test_numbers_have_no_graph(by: str) -> None:
+    posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical())
+    found = posterior.source_effects(inputs(2), list("aaabbbccc"), by=by, linearization="fixed")
+    assert not any(value.requires_grad for value in vars(found).values() if isinstance(value, torch.Tensor))
+
+
 def test_missing_targets_do_not_count() -> None:
     y = (inputs()[:, :3] > 0).double()
     y[[1, 3]] = y[0, 0] = float("nan")

@@ -107,6 +107,18 @@ def test_cross_validation_is_training_without_each_fold(linearization):
     assert torch.equal(drawn.folds, posterior.cross_validate(4, seed=3).folds)
 
 
+def test_the_mean_over_the_folds_counts_points_as_the_fit_does() -> None:
+    """Not at all without a target or with a weight of zero."""
+    x, y, w = inputs(), labels(), torch.ones(9)
+    y[:4] = -100
+    w[4:6] = torch.tensor([0.0, 3.0])
+    posterior = ntkl.laplace(network(), (x, y, w), ntkl.Categorical())
+    found = posterior.cross_validate(3, linearization="fixed")
+    assert found.counts.tolist() == [0, 0, 0, 0, 0, 3, 1, 1, 1]
+    mean = (3 * found.log_density[5] + found.log_density[6:].sum()) / 6
+    assert f"mean log density {float(mean):.4f} nats" in repr(found)
+
+
 class Banana:
     """Rosenbrock's function from several starts, with its Hessian, which is not positive everywhere."""
 

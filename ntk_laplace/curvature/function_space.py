@@ -201,7 +201,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         white = partial(torch.randn, dtype=rows.dtype, device=rows.f.device, generator=generator)
         draws = white(count, self.num_parameters) * self.prior_precision.rsqrt()
         inner = rows.products(self.shapes.parts(draws)).transpose(0, 1)  # (N, R, count)
-        noisy = inner.reshape(-1, count) + white(count, inner.shape[0] * inner.shape[1]).T
+        noisy = inner.flatten(0, 1) + white(count, inner.shape[0] * inner.shape[1]).T
         solved = self.factor.solve(noisy).view(inner.shape)
         return draws - rows.transposed_products(solved.transpose(0, 1), self.shapes) / self.prior_precision
 

@@ -100,11 +100,11 @@ class ParameterBlock:
         weight = vector[self.weight]
         columns = self.entries[2] - (self.bias is not None)
         weight = weight if self.index is None else weight[..., self.index]
-        weight = self._own(weight.reshape(*weight.shape[:-1], -1, self.entries[1], columns))
+        weight = self._own(weight.unflatten(-1, (-1, self.entries[1], columns)))
         if self.bias is None:
             return weight
         bias = vector[self.bias]
-        bias = self._own(bias.reshape(*bias.shape[:-1], -1, self.entries[1], 1))
+        bias = self._own(bias.unflatten(-1, (-1, self.entries[1], 1)))
         return torch.cat([weight, bias], -1)
 
     def scatter_(self, vector: dict[str, Tensor], values: Tensor) -> None:

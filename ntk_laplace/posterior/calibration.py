@@ -146,7 +146,7 @@ class CalibrationVerbs(PredictionVerbs):
         else:
             found = leave_some_out(fitted, drawn(points, self.num_examples, seed), samples=1)
             index = found.index
-        likelihood, scalar = self.likelihood.at(index), self.network.scalar
+        likelihood, scalar = self.likelihood.at(index).counted_once(), self.network.scalar
         kept = LeftOut.of(fitted.points.subset(index), likelihood, found.mean, found.covariance, scalar)
         return kept, likelihood, found.reliability
 

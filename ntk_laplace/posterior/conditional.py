@@ -104,13 +104,13 @@ class LinearRefit:
         self.step = part.network.unflatten(self.precision.solve(part.joint_gradient()))  # θ* - θ̄
 
     def scores(self, index: Tensor, calibrations: list[Calibration], samples: int) -> Tensor:
-        """Σ log density at unseen points, for each calibration."""
+        """Σ log density at unseen points, as often as the evidence counts each, for each calibration."""
         total, points = torch.zeros(len(calibrations), dtype=torch.float64), self.whole.points
         for here, rows, mean in self._rows(index):
             covariance = self.precision.covariance_blocks(rows)
-            targets, counts = points.targets[here], points.counts[here]
+            targets, counts = points.targets[here], self.whole.likelihood.weight * points.counts[here]
             with torch.no_grad():
-                likelihood = self.whole.likelihood.at(here)
+                likelihood = self.whole.likelihood.at(here).counted_once()
                 for number, calibration in enumerate(calibrations):
                     found = CalibratedPredictive(calibration, likelihood, samples=samples)(mean, covariance)
                     total[number] += (counts * found.log_prob(targets)).sum().double().cpu()
@@ -118,7 +118,7 @@ class LinearRefit:
 
     def calibrated(self, index: Tensor, scale: float | None, temperature: str) -> Calibration:
         """The temperature that best predicts unseen points, and the scale unless it is given."""
-        points, likelihood = self.whole.points.subset(index), self.whole.likelihood.at(index)
+        points, likelihood = self.whole.points.subset(index), self.whole.likelihood.at(index).counted_once()
         parts = [(mean, self.precision.covariance_blocks(rows)) for _, rows, mean in self._rows(index)]
         mean, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
         found = densities(likelihood, LeftOut.of(points, likelihood, mean, covariance))

@@ -195,16 +195,20 @@ class CoverageVerbs(CalibrationVerbs):
         def scores(f: Tensor, u: Tensor) -> Tensor:
             return label_scores(class_probabilities(likelihood, f), score, u)
 
+        def uniform(count: int) -> Tensor:
+            """Uniform numbers (count, 1) where the score is randomized."""
+            return self._uniform(count, generator) if score == "randomized" else self.f.new_empty(count, 1)
+
         with torch.no_grad():
             f, _, targets, counts, found = self._points_without_themselves(data)
             labels = hard_labels(likelihood, targets)
             kept = (labels >= 0) & (counts > 0)
             _require_some(kept)
-            own = scores(f, self._uniform(len(f), generator)).gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1)
+            own = scores(f, uniform(len(f))).gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1)
             parts = []
             for at, left_f, _ in self._tiles(x, data, batch_size, len(f)):
                 left_f = left_f if left_f.shape[1] == 1 else left_f[:, kept]
-                u = self._uniform(len(at), generator).unsqueeze(1)
+                u = uniform(len(at)).unsqueeze(1)
                 parts.append((members(scores(left_f, u), own[kept], level), class_probabilities(likelihood, at)))
                 del at, left_f
         mask, p = (torch.cat(same) for same in zip(*parts, strict=True))

@@ -257,6 +257,8 @@ class Fitted:
         if moved:
             raise UnsupportedError("two posteriors of unchanged training data", f"{moved[0]!r}",
                                    "Merge first, and ask what if afterwards.")
+        for one in (self, other):
+            require_noise_of_new_points(one.likelihood)
         _require_one_network(self.network, other.network)
         kinds, theirs = ((one.structure, one.curvature_type, one.fitted.model.jacobian_pass.dtype)
                          for one in (self, other))

@@ -146,7 +146,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         ----------
         points, seed : optional
             As in `leave_one_out`: the sum over these points, scaled to all. Any structure supports it;
-            ``leave_one_out(points).standard_error`` times N is its standard error.
+            ``leave_one_out(points).standard_error`` times N is its standard error, N w under `Tempered`.
 
         Returns
         -------
@@ -168,7 +168,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             own = counts[found.index]
             if not bool((own > 0).any()):
                 raise DataError("points that count, for a score", "weights that are all zero", "Leave out others.")
-            score = (own * found.log_density).sum() * (counts.sum() / own.sum())
+            score = (own * found.log_density).sum() * (self.likelihood.weight * counts.sum() / own.sum())
         self._warn_of(found)
         return score
 

@@ -124,7 +124,8 @@ def _of_variances(quantity: Quantity, f: Tensor, covariances: Sequence[Tensor]) 
     """Change of a variance, (n, S), from covariance blocks (n, C, C), the first before the changes."""
     widened = torch.stack(list(covariances[1:]), 1) - covariances[0].unsqueeze(1)  # (n, S, C, C)
     if quantity.by == "probability_variance":
-        slope = quantity.direction(f)
+        with torch.no_grad():
+            slope = quantity.direction(f)
         widened = torch.einsum("nc,nscd,nd->ns", slope, widened, slope).unsqueeze(-1)
     else:
         widened = widened.diagonal(dim1=2, dim2=3)

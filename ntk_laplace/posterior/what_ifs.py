@@ -120,16 +120,19 @@ class CrossValidation:
         The fold of each point.
     converged : Tensor of bool, (K,)
         Of each fold, as in `WhatIfs`.
+    counts : Tensor, (N,)
+        Example weights, 0 where there is no target: a mean log density over the points is weighted by them.
     """
 
     f: Tensor
     log_density: Tensor
     folds: Tensor
     converged: Tensor
+    counts: Tensor
 
     def __repr__(self) -> str:
         return (f"CrossValidation({len(self.converged)} folds, {int(self.converged.sum())} converged, mean log density "
-                f"{float(self.log_density.mean()):.4f} nats)")
+                f"{float(self.counts @ self.log_density / self.counts.sum()):.4f} nats)")
 
 
 class WhatIfsVerbs(WhatIfVerbs):
@@ -217,7 +220,10 @@ class WhatIfsVerbs(WhatIfVerbs):
                 own = ((numbers >= some.start) & (numbers < some.stop)).nonzero().squeeze(1)
                 f[own] = outputs[numbers[own] - some.start, own]
                 density[own] = found._groups.log_prob_of(outputs)[numbers[own] - some.start, own]
-        return CrossValidation(f, density, names[numbers.cpu()], found.converged)
+        points = self._points()
+        present = points.present(self.likelihood)
+        counts = points.counts if present is None else points.counts * present
+        return CrossValidation(f, density, names[numbers.cpu()], found.converged, counts)
 
 
 def _weights(groups: Sequence[Indices] | Tensor, counts: Tensor) -> Tensor:

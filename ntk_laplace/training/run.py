@@ -195,10 +195,11 @@ class Run:
                 warn(f"the network stays at the weights of the best evidence: {error}")
                 fitted = fit()
         posterior = Posterior(fitted, reason)
-        _tell_fall(before, float(posterior.log_marginal_likelihood().detach()), posterior.num_examples)
+        count = posterior.likelihood.weight * fitted.points.total(posterior.likelihood)
+        _tell_fall(before, float(posterior.log_marginal_likelihood().detach()), count)
         found = None
         if fitted.exact:
-            _tell_slope(posterior, self.ascent.which)
+            _tell_slope(posterior, self.ascent.which, count)
             found = posterior.fit_predictive(predictive, strict=False)
         else:
             warn("no predictive is fitted, because leave-one-out needs an exact posterior; call "
@@ -267,23 +268,22 @@ def _schedule_record(schedule: EvidenceSchedule) -> dict[str, str]:
     return {name: repr(value) for name, value in asdict(schedule).items() if name != "patience"}
 
 
-def _tell_slope(posterior: Posterior, which: Sequence[str] | None) -> None:
+def _tell_slope(posterior: Posterior, which: Sequence[str] | None, count: float) -> None:
     """Warn where the noise is still on its way: noise that is too large is not mended by the optimum of the weights."""
     variables = Variables(posterior, which)
     if list(variables.parameters) == ["precision"]:
         return
     with variables.alone():
         _, slopes = variables.value_and_gradient(Differentiable(posterior.log_marginal_likelihood))
-    n = posterior.num_examples
     for name, slope in zip(variables.names, slopes.tolist(), strict=True):
         # the log likelihood of a log variance has the information N/2: a Newton step gains slope²/N
-        if not name.startswith("precision[") and slope**2 > _SLOPE * n**2:
+        if not name.startswith("precision[") and slope**2 > _SLOPE * count**2:
             warn(f"{name} is not at the optimum of the evidence after these epochs: the slope is {slope:.4g} nats per "
                  "unit of its logarithm; train for more epochs, or call posterior.retrain(data)")
 
 
-def _tell_fall(before: float | None, after: float, num_examples: int) -> None:
+def _tell_fall(before: float | None, after: float, count: float) -> None:
     """Warn where training to the optimum has cost evidence: there the network fits what the epochs have left alone."""
-    if before is not None and before - after > _FALL * num_examples:
+    if before is not None and before - after > _FALL * count:
         warn(f"training to the optimum of the log joint has lowered the evidence from {before:.4g} to {after:.4g} "
              "nats; predictive=None ends at the weights before, and retrain() would go further in the same direction")

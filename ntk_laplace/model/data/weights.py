@@ -26,15 +26,19 @@ def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
     Raises
     ------
     DataError
-        If a weight is negative or not finite.
+        If there is a number of weights that does not fit, or one is negative or not finite.
     """
     if not isinstance(data, (tuple, list)) or len(data) != 3:
         return data, None
     x, y, weights = data[0], as_tensors(data[1]), _in_double_precision(data[2])
-    if not isinstance(y, Tensor) or not isinstance(weights, Tensor) or y.ndim == 0 or weights.shape != y.shape[:1]:
+    if not isinstance(y, Tensor) or not isinstance(weights, Tensor) or y.ndim == 0:
         return data, None
-    if weights.dtype == torch.bool or weights.is_complex():
-        return data, None
+    if weights.ndim == 0 or weights.shape[1:].numel() > 1:
+        return data, None  # of two inputs and targets, perhaps
+    if weights.shape != y.shape[:1] or weights.dtype == torch.bool or weights.is_complex():
+        raise DataError(f"example weights w as real numbers of shape ({len(y)},) in (x, y, w)",
+                        f"{str(weights.dtype).removeprefix('torch.')} of shape {tuple(weights.shape)}",
+                        "Pass one weight per example; group several inputs as one, ((x1, x2), y).")
     weights = weights.detach().double()
     bad = ~(torch.isfinite(weights) & (weights >= 0))
     if bool(bad.any()):

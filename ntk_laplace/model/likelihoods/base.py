@@ -146,6 +146,10 @@ class Likelihood(nn.Module):
         """
         return self
 
+    def counted_once(self) -> Likelihood:
+        """Return the likelihood of an example that counts once: without the weight of `Tempered`."""
+        return self
+
     def scaled_noise(self, factor: float) -> Likelihood:
         """Return a copy with all noise covariances multiplied by `factor`.
 

@@ -411,6 +411,11 @@ class EverywhereResponse(Response):
         rest = canonical.shape[1 + len(self._positions) :]
         return self.marginals.log_prob(canonical.reshape(*y.shape[:front], -1, *rest)).unflatten(-1, (n, -1)).sum(-1)
 
+    def by_position(self, value: Tensor) -> tuple[Response, Tensor]:
+        """The marginals, and targets (n, *positions, ...) as those of the n L positions."""
+        canonical = self.likelihood.targets(value, self.batch_shape[0], self.num_outputs)
+        return self.marginals, canonical.flatten(0, len(self._positions))
+
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw responses, independently at each position."""
         drawn = self.marginals.sample(Size(sample_shape))

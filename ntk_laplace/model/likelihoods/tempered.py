@@ -103,6 +103,10 @@ class Tempered(Likelihood):
         """The likelihood without the weight: a new response counts once."""
         return self.likelihood.for_new_points()
 
+    def counted_once(self) -> Likelihood:
+        """The likelihood without the weight."""
+        return self.likelihood
+
     def scaled_noise(self, factor: float) -> Likelihood:
         """A copy with the likelihood's noise multiplied by `factor`, and the same weight."""
         return Tempered(self.likelihood.scaled_noise(factor), self.weight)

@@ -227,7 +227,8 @@ def _predicted(
     network, points = fitted.network, fitted.points.subset(index)
     generator = torch.Generator(device=found.mean.device).manual_seed(0)
     with torch.no_grad():
-        likelihood = fitted.likelihood.at(index)
+        counted = fitted.likelihood.at(index)
+        likelihood = counted.counted_once()
     targets = points.targets.squeeze(-1) if network.scalar and points.targets.ndim == 2 else points.targets
     integrated = []
     step = max(1, tuning.DRAWN_NUMBERS // (samples * points.num_outputs))
@@ -240,7 +241,7 @@ def _predicted(
             integrated.append(density.log_prob(targets[part]))
         plug_in = likelihood.log_prob(found.mean, points.targets)
         own = likelihood.log_prob(points.f, points.targets)
-        importance = points.residual(likelihood).norm(dim=1)
+        importance = points.residual(counted).norm(dim=1)
     guarantees: tuple[str, ...] = (words, _DRAWS)
     if measured.moved:
         guarantees += ("hyperparameters have changed since the fit: the weights are "
@@ -252,6 +253,8 @@ def _predicted(
 
 def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
     """Σ w_n log p(y_n given all other points), nats, and the leave-one-out predictions it comes from.
+
+    w_n is the example weight, times that of `Tempered`: how often the evidence counts the point.
 
     Raises
     ------
@@ -265,7 +268,7 @@ def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
                                "Fit one of them, leave out some points (any structure) with points=300, or score the "
                                "model on held-out data.")
     found = leave_one_out(fitted)
-    return (fitted.points.counts * found.log_density).sum(), found
+    return fitted.likelihood.weight * (fitted.points.counts * found.log_density).sum(), found
 
 
 def _kept(fitted: FittedModel) -> Without:

@@ -161,7 +161,7 @@ def newton_decrement(fitted: FittedModel) -> float:
     with torch.inference_mode(False), torch.no_grad():
         gradient = fitted.joint_gradient()
         decrement = 0.5 * float(gradient @ fitted.precision.solve(gradient))
-    return decrement / float(fitted.points.counts.sum())
+    return decrement / (fitted.likelihood.weight * float(fitted.points.counts.sum()))
 
 
 def _linear(fitted: FittedModel) -> bool:

@@ -142,8 +142,8 @@ class Groups:
             return torch.cat([self.log_prob_of(f) for _, f in self.training_outputs()])
 
     def log_prob_of(self, f: Tensor) -> Tensor:
-        """log p(y_n | f_n), (S, N), nats, of outputs f (S, N, C) at the training points."""
-        return self._likelihood.log_prob(f)
+        """log p(y_n | f_n), (S, N), nats, of outputs f (S, N, C) at the training points, each counted once."""
+        return self._likelihood.log_prob(f) / self.model.likelihood.weight
 
     def fitted(self, index: int, fitted: FittedModel) -> FittedModel:
         """The structure fitted at the optimum of one change of the moving network; `fitted` is that before."""
