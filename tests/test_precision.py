@@ -424,3 +424,23 @@ def test_a_setting_for_all_operations_is_no_exception() -> None:
     finally:
         torch.backends.fp32_precision = everywhere
         cudnn.allow_tf32 = True
+
+
+def test_function_space_tells_of_digits_that_it_has_lost() -> None:
+    """Columns of 1e4 and a vague prior: K** is 1e11 beside variances of 1e-3, and weight space keeps its digits."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 3).double() * torch.tensor([2e4, 50.0, 1.0]) + torch.tensor([5e4, 2000.0, 0.0])
+    data, new = (x, x[:, :1] / 1e4 + 0.1 * torch.randn(40, 1)), x[:4]
+    network = torch.nn.Linear(3, 1).double()
+    posterior, exact = (ntkl.laplace(network, data, ntkl.Gaussian(0.01), ntkl.GaussianPrior(0.01), structure)
+                        for structure in ("gp", "full"))
+    for ask in (lambda p: p.latent_moments(new)[1].flatten(), lambda p: p.latent(new).covariance_matrix.diagonal()):
+        with pytest.warns(ntkl.NTKLaplaceWarning, match="few correct digits in function space.* scaled to unit variance"):
+            found = ask(posterior)
+        assert 1e-3 < relative_error(found, ask(exact)) < 0.2
+    with pytest.raises(ntkl.NonFiniteError, match="finite variances of f; got a kernel that overflows"):
+        posterior.latent_moments(1e160 * new)
+    scaled = (x - x.mean(0)) / x.std(0)
+    alike = [ntkl.laplace(network, (scaled, data[1]), ntkl.Gaussian(0.01), ntkl.GaussianPrior(0.01), structure)
+             for structure in ("gp", "full")]
+    assert relative_error(*(one.latent_moments(scaled[:4])[1] for one in alike)) < 1e-8

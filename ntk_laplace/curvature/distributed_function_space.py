@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances, tell_lost_digits
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, read_once
@@ -172,7 +172,10 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         def blocks(part: slice) -> Tensor:
             own = rows.subset(part)
             half = self.matrix.solve(self.cross(own)).view(self.matrix.size, -1, k).permute(1, 2, 0)
-            return diagonal_blocks(own, self.variances) - half @ half.mT
+            prior = diagonal_blocks(own, self.variances)
+            found = prior - half @ half.mT
+            tell_lost_digits(*(one.diagonal(dim1=1, dim2=2) for one in (prior, found)))
+            return found
 
         return self._dealt(rows.num_examples, self.matrix.size * k, blocks)
 

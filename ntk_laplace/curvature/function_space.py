@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
+from ntk_laplace.errors import NonFiniteError, warn
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.contractions import read_once
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigenvalues
-from ntk_laplace.runtime.lower_triangle import LowerTriangle
+from ntk_laplace.runtime.lower_triangle import LowerTriangle, more_digits
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess, collective_property
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["FunctionSpacePrecision", "prior_variances"]
+__all__ = ["FunctionSpacePrecision", "prior_variances", "tell_lost_digits"]
+
+_DIGITS = 0.01  # relative error of a variance, above which a warning is issued
 
 
 class FunctionSpacePrecision(PosteriorPrecision):
@@ -217,23 +220,45 @@ class FunctionSpacePrecision(PosteriorPrecision):
         k, n = rows.num_cotangents, rows.num_examples
         if not len(self.factor):
             return blocks  # nothing is known: the prior's
+        before = blocks.diagonal(dim1=1, dim2=2).clone()
         step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * rows.dtype.itemsize))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             half = self.factor.solve_lower_(self.cross(rows.subset(part))).view(len(self.factor), -1, k)
             half = half.permute(1, 2, 0)  # (m, K, N R)
             blocks[part] -= half @ half.mT
+        tell_lost_digits(before, blocks.diagonal(dim1=1, dim2=2))
         return blocks
 
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
         joint = gram(rows, None, self.variances)
         half = self.factor.solve_lower_(self.cross(rows))
-        return joint.addmm_(half.T, half, alpha=-1.0)
+        before = joint.diagonal().clone()
+        joint.addmm_(half.T, half, alpha=-1.0)
+        tell_lost_digits(before, joint.diagonal())
+        return joint
 
     def training_covariance_blocks(self) -> Tensor:
         """V at the training points, (N, C, C)."""
         return self.covariance_blocks(self.rows)
+
+
+def tell_lost_digits(before: Tensor, variances: Tensor) -> None:
+    """Warn where variances V = K** - ... are so much smaller than K**, `before`, that rounding of K** is 1 % of them.
+
+    Raises
+    ------
+    NonFiniteError
+        If a variance is not finite.
+    """
+    lost = ~(_DIGITS * variances >= torch.finfo(variances.dtype).eps * before)
+    if not bool(lost.any()):
+        return
+    if not bool(torch.isfinite(variances).all()):
+        raise NonFiniteError("finite variances of f", "a kernel that overflows", more_digits(variances.dtype))
+    warn('the covariances of f have few correct digits in function space: the prior variances are too large beside '
+         f"them. {more_digits(variances.dtype)}")
 
 
 def prior_variances(prior: GaussianPrior, shapes: Iterable[str]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.runtime.linalg import solve_lower
+from ntk_laplace.runtime.lower_triangle import more_digits
 from ntk_laplace.runtime.reduction import Reducer
 
 __all__ = ["BlockRows"]
@@ -184,7 +185,7 @@ class BlockRows:
             raise NumericalError(
                 "a positive definite matrix",
                 f"a leading minor of order {start + 1} to {stop} of {self.size} that is not positive ({row.dtype})",
-                "Use dtype=torch.float64, or a larger prior precision.",
+                more_digits(row.dtype),
             )
 
     def _eliminate(self, i: int, k: int, row: Tensor) -> None:

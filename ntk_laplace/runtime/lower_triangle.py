@@ -14,7 +14,7 @@ from torch import Tensor
 from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.runtime import tuning
 
-__all__ = ["LowerTriangle", "require_definite", "require_full_precision"]
+__all__ = ["LowerTriangle", "more_digits", "require_definite", "require_full_precision"]
 
 
 class LowerTriangle:
@@ -229,6 +229,12 @@ def _cut(n: int, height: int) -> list[slice]:
     return [slice(start, min(start + height, n)) for start in range(0, max(1, n), height)]
 
 
+def more_digits(dtype: torch.dtype) -> str:
+    """Remedy where rounding in this floating type hides the result."""
+    double = "" if dtype == torch.float64 else "dtype=torch.float64, "
+    return f'Use {double}inputs scaled to unit variance, a larger prior precision, or structure="full".'
+
+
 def require_definite(info: Tensor, before: int, n: int, dtype: torch.dtype) -> None:
     """Raise if `info` of a Cholesky factorization says so; `before` rows of the n have been factored already.
 
@@ -240,7 +246,7 @@ def require_definite(info: Tensor, before: int, n: int, dtype: torch.dtype) -> N
         raise NumericalError(
             "a positive definite matrix",
             f"a leading minor of order {before + int(info)} of {n} that is not positive ({dtype})",
-            "Use dtype=torch.float64, or a larger prior precision.",
+            more_digits(dtype),
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import NumericalError, warn
 from ntk_laplace.model.likelihoods.targets import first_bad
+from ntk_laplace.runtime.lower_triangle import more_digits
 
 __all__ = [
     "cholesky", "covariance_root", "diagonal_blocks", "marginal_factor", "marginal_log_density", "require_positive",
@@ -47,7 +48,7 @@ def covariance_root(covariance: Tensor) -> Tensor:
         raise NumericalError(
             "positive semidefinite covariances",
             f"an eigenvalue {least:.3g} beside {largest:.3g} at input {first_bad(spectrum == spectrum.min())}",
-            "Use dtype=torch.float64, or a larger prior precision.",
+            more_digits(covariance.dtype),
         )
     if least < -1e3 * eps * largest:
         warn(f"a latent covariance had an eigenvalue {least:.3g} beside {largest:.3g}; it counts as zero")
@@ -73,7 +74,7 @@ def require_positive(variance: Tensor) -> None:
         raise NumericalError(
             "positive variances of the response",
             f"{float(variance.detach()[index]):.3g} at input {index}",
-            "Use dtype=torch.float64, or a larger prior precision.",
+            more_digits(variance.dtype),
         )
 
 
