@@ -505,6 +505,32 @@ def test_sources_that_tell_nothing_are_refused_before_the_work(
 
 
 @pytest.mark.slow
+def test_columns_that_are_no_inputs(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Numbers and names of rows, of the estimator and of a Python file; later tables may be with or without them."""
+    frame = pandas.read_csv("price.csv")
+    frame.assign(row=range(20), name=[f"house {row}" for row in range(20)]).to_csv("t.csv", index=False)
+    drop = ["--drop", "row", "--drop", "name"]
+    assert cli.main(["fit", "t.csv", "--target", "price", *drop, *QUICK]) == 0
+    assert "from 2 inputs" in capsys.readouterr().out
+    found = []
+    for table in ("t.csv", "price.csv"):
+        assert cli.main(["predict", "out/model.joblib", "--inputs", table, "--out", "p.csv"]) == 0
+        found.append(pandas.read_csv("p.csv"))
+        assert cli.main(line("predict", "t.csv", "price", None, *drop, "--inputs", table, "--out", "p.csv")) == 0
+        found.append(pandas.read_csv("p.csv"))
+    assert found[0].equals(found[2]) and found[1].equals(found[3])
+    capsys.readouterr()
+    refused(["fit", "t.csv", "--target", "price", "--drop", "rows", *QUICK],
+            "--drop COLUMN, one of 'height', 'width', 'row' and 1 more in t.csv; got --drop rows. Name a column", capsys)
+    with pytest.raises(SystemExit):
+        cli.main(["predict", "out/model.joblib", "--inputs", "t.csv", "--drop", "row"])
+    words = "a Python file for --drop; got out/model.joblib, which has its own. Leave --drop out."
+    assert words in capsys.readouterr().err
+    np.savez("a.npz", X=frame[["width"]].to_numpy(), y=frame["price"].to_numpy())
+    refused(["fit", "a.npz", "--drop", "row", *QUICK], "a table, for --drop COLUMN; got a.npz. Leave", capsys)
+
+
+@pytest.mark.slow
 def test_a_fit_that_fails_late_writes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -521,7 +547,7 @@ def test_whole_numbers_are_classes_by_all_their_digits(folder: Path, monkeypatch
     """Two numbers that are one in double precision."""
     labels = np.array([10**17, 10**17 + 1])[np.arange(20) % 2]
     pandas.read_csv("price.csv").assign(price=labels).to_csv("t.csv", index=False)
-    options = argparse.Namespace(data=Path("t.csv"), target=["price"], task=None, source=None)
+    options = argparse.Namespace(data=Path("t.csv"), target=["price"], task=None, source=None, drop=None)
     assert np.array_equal(read_examples(options).y, labels)
 
 

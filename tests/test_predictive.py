@@ -516,7 +516,7 @@ def test_covariances_that_are_none() -> None:
     mean, covariance = moments(2)
     bad = covariance.clone()
     bad[3] = torch.diag(torch.tensor([1.0, -0.5]))
-    message = "expected positive semidefinite covariances; got an eigenvalue -0.5 beside .* at input 3. Use inputs scaled"
+    message = "expected positive semidefinite covariances; got an eigenvalue -0.5 beside .* at input 3. Use inputs sc"
     with pytest.raises(NumericalError, match=message):
         predictive(Bernoulli(), mean, bad)
     bad[3] = torch.diag(torch.tensor([1.0, -1e-9]))

@@ -35,7 +35,8 @@ def annealed_evidence(
     """
     if bounds and exact_draws is None and not _conjugate(fitted, model):
         raise UnsupportedError("exact draws of the posterior, for an upper bound",
-                               "a model whose posterior is not Gaussian",
+                               f"the approximate posterior of structure {fitted.structure.name!r}"
+                               if model == "glm" and not fitted.exact else "a model whose posterior is not Gaussian",
                                "Pass exact_draws=, which synthetic data have: the weights that made them. Or leave out "
                                "bounds=True.")
     require_memory(8 * temperatures, fitted.model.network.device, f"{temperatures:,} temperatures",

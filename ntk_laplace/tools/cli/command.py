@@ -15,6 +15,7 @@ from ntk_laplace.structures import structure_names
 from ntk_laplace.tools.cli.arrays import ARRAYS
 from ntk_laplace.tools.cli.likelihood import likelihood_fault
 from ntk_laplace.tools.cli.options import (
+    DROP,
     FACTORY,
     GROUP,
     TARGET,
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
                      ".npz or .pt")
     fit.add_argument("--target", **TARGET)
     fit.add_argument("--group", **GROUP)
+    fit.add_argument("--drop", **DROP)
     fit.add_argument("--task", choices=("regression", "classes"),
                      help="what the target is (default: names and few whole numbers are classes)")
     fit.add_argument("--network", type=source, metavar="FILE.py[:FACTORY]",

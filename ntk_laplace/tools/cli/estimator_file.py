@@ -50,10 +50,13 @@ class NewExamples:
         return NewExamples(self.x.iloc[:most], None if self.y is None else self.y[:most], self.named.iloc[:most])
 
 
-def save_estimator(model: Model, path: Path, training: Examples, group: str | None) -> None:
+def save_estimator(
+    model: Model, path: Path, training: Examples, group: str | None, dropped: Sequence[str] | None
+) -> None:
     """Write an estimator, with the names of its targets and the sources of its training points."""
     sources = None if training.sources is None else training.sources[model.training_index_].tolist()
-    model.__dict__[_TOLD] = {"targets": training.targets, "group": group, "sources": sources}
+    model.__dict__[_TOLD] = {"targets": training.targets, "group": group, "sources": sources,
+                            "dropped": list(dropped or ())}
     joblib.dump(model, path)
 
 
@@ -82,7 +85,8 @@ def load_estimator(options: argparse.Namespace) -> Estimator:
         kind = f"a {type(found).__name__}"
         got = f"{kind} without a fit" if hasattr(found, "get_params") else kind
         raise ntkl.DataError("a model.joblib that ntk-laplace fit wrote", f"{got} in {path}", _AGAIN)
-    return Estimator(found, **{"group": None, "sources": None, **vars(found).get(_TOLD, {"targets": _names(found)})})
+    told = vars(found).get(_TOLD, {"targets": _names(found)})
+    return Estimator(found, **{"group": None, "sources": None, "dropped": [], **told})
 
 
 def _names(model: Model) -> list[str]:
@@ -104,12 +108,15 @@ class Estimator:
         The column of the sources, which is no input.
     sources : list or None
         The source of each training point.
+    dropped : list of str
+        Other columns that are no inputs.
     """
 
     model: Model
     targets: list[str]
     group: str | None
     sources: list[Any] | None
+    dropped: list[str]
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -156,7 +163,7 @@ class Estimator:
         if self.features is None:
             raise self._another("the table", path)
         frame = read_table(path, what)
-        ignored = [self.group] if self.group is not None and self.group not in self.features else []
+        ignored = [name for name in (self.group, *self.dropped) if name is not None and name not in self.features]
         frame = frame.drop(columns=ignored, errors="ignore")
         columns = input_columns(frame, path, self.targets, self.features)
         x = pandas.DataFrame(numbers(frame, path, columns), columns=columns)

@@ -26,8 +26,10 @@ from ntk_laplace.tools.cli.tables import (
     read_table,
     require_64_bits,
     require_columns,
+    require_no_dropped,
     source_labels,
     target_classes,
+    without_dropped,
 )
 
 __all__ = ["Examples", "array_rows", "read_examples", "table_labels"]
@@ -96,8 +98,12 @@ def read_examples(options: argparse.Namespace) -> Examples:
         If it cannot be read as such.
     """
     path: Path = options.data
-    read = _images if path.is_dir() else _table if is_table(path) else _arrays
-    found = read(path, options.target, options.task, options.source)
+    if is_table(path):
+        found = _table(path, options.target, options.task, options.source, options.drop)
+    else:
+        require_no_dropped(path, options.drop)
+        read = _images if path.is_dir() else _arrays
+        found = read(path, options.target, options.task, options.source)
     if len(found.y) < _FEWEST:
         raise ntkl.DataError(f"at least {_FEWEST} rows", f"{len(found.y)} in {path}", "Add rows.")
     if found.classes:
@@ -118,12 +124,15 @@ def _require_classes(found: Examples, path: Path) -> None:
                              "target.")
 
 
-def _table(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
+def _table(
+    path: Path, target: Sequence[str] | None, task: str | None, group: str | None, dropped: Sequence[str] | None
+) -> Examples:
     frame = read_table(path, "the data")
     targets, sources = require_columns(frame, path, target), None
     if group is not None:
         sources = np.array(source_labels(frame, path, group, targets), dtype=object)
         frame = frame.drop(columns=group)
+    frame = without_dropped(frame, path, dropped, targets)
     names = input_columns(frame, path, targets, None)
     x = pandas.DataFrame(numbers(frame, path, names), columns=names)
     named = pandas.DataFrame({"row": range(len(frame))})

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     explained = estimator_page(model, few.x, few.y, training.x.iloc[index], new.targets, new.shape, sources)
     options.out.mkdir(parents=True, exist_ok=True)
     predictions.to_csv(table, index=False)
-    save_estimator(model, saved, training, options.source)
+    save_estimator(model, saved, training, options.source, options.drop)
     explained.write(page)
     if sources is not None:
         print(f"\n{in_words(model, sources)}")

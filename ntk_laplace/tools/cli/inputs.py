@@ -25,8 +25,10 @@ from ntk_laplace.tools.cli.tables import (
     numbers,
     read_table,
     require_columns,
+    require_no_dropped,
     source_labels,
     target_classes,
+    without_dropped,
 )
 
 __all__ = ["Files"]
@@ -49,6 +51,8 @@ class Files:
         Columns of a table's targets.
     group : str, optional
         The column, or the array, of the sources of the training data; in no file it is an input.
+    dropped : sequence of str, optional
+        Other columns of a table that are no inputs.
 
     Attributes
     ----------
@@ -64,13 +68,13 @@ class Files:
 
     def __init__(
         self, dtype: torch.dtype, likelihood: Likelihood, targets: str | None = None,
-        columns: Sequence[str] | None = None, group: str | None = None,
+        columns: Sequence[str] | None = None, group: str | None = None, dropped: Sequence[str] | None = None,
     ) -> None:
         self.dtype, self.likelihood, self.targets, self.columns = dtype, likelihood, targets, columns
         self.features: list[str] | None = None
         self.classes: list[str] | None = None
         self.names: list[str] | None = None
-        self.group = group
+        self.group, self.dropped = group, dropped
         self.sources: list[Any] | None = None
         self._images: ImageFolder | None = None
 
@@ -88,10 +92,12 @@ class Files:
                 raise DataError("a likelihood of classes, for a folder of images", type(self.likelihood).__name__,
                                 "Pass --likelihood categorical, or save arrays in an .npz file.")
             require_no_sources(path, self.group)
+            require_no_dropped(path, self.dropped)
             found = read_images(path)
             self.classes, self._images = found.classes, replace(found, x=found.x[:1])
             return self._tensors(found)
         if not is_table(path):
+            require_no_dropped(path, self.dropped)
             self.sources = None if self.group is None else load_sources(path, self.group)
             return load_data(path, self.dtype, self.targets, what, self.group)
         frame = self._frame(path, what)
@@ -99,6 +105,7 @@ class Files:
             self.sources = source_labels(frame, path, self.group, self.columns)
             frame = frame.drop(columns=self.group)
         columns = require_columns(frame, path, self.columns)
+        frame = without_dropped(frame, path, self.dropped, columns)
         self.features = input_columns(frame, path, columns, None)
         self.classes = columns if len(columns) > 1 else None
         if self.likelihood.classifies and len(columns) == 1 and named_classes(frame[columns[0]]):
@@ -131,7 +138,8 @@ class Files:
         if not is_table(path):
             return (load_data if labeled else load_inputs)(path, self.dtype, self.targets, what, self.group)
         frame = self._frame(path, what)
-        frame = frame if self.group is None else frame.drop(columns=self.group, errors="ignore")
+        frame = frame.drop(columns=[*(self.dropped or ()), *([] if self.group is None else [self.group])],
+                           errors="ignore")
         if labeled:
             require_columns(frame, path, self.columns)
         return self._pair(frame, path)

@@ -65,7 +65,7 @@ def bring(options: argparse.Namespace) -> Model:
     network = load_network(*options.network)
     load_weights(network.to(dtype=dtype), options.checkpoint)
     likelihood = build_likelihood(options)
-    files = Files(dtype, likelihood, options.targets, options.target, options.source)
+    files = Files(dtype, likelihood, options.targets, options.target, options.source, options.drop)
     x, y = files.training(options.data)
     check_forward(network, x, options.output)
     network.to(_device(options.device, dtype))

@@ -10,6 +10,7 @@ from ntk_laplace.tools.cli.likelihood import add_likelihood_options, positive
 from ntk_laplace.tools.cli.tables import TABLES
 
 __all__ = [
+    "DROP",
     "FACTORY",
     "GROUP",
     "TARGET",
@@ -37,6 +38,10 @@ TARGET: dict[str, Any] = {  # of the option --target
     "action": "append", "metavar": "COLUMN",
     "help": "the column of the targets in a table; all other columns are inputs; repeat it for several targets",
 }
+DROP: dict[str, Any] = {  # of the option --drop
+    "action": "append", "metavar": "COLUMN",
+    "help": "a column of a table that is no input, such as the number of the row; repeat it for several",
+}
 GROUP: dict[str, Any] = {  # of the option --group; dest, because `group` is that of the processes
     "dest": "source", "metavar": "COLUMN",
     "help": "the column, or the array, that names the source of each training example, such as its file, annotator or "
@@ -46,8 +51,8 @@ GROUP: dict[str, Any] = {  # of the option --group; dest, because `group` is tha
 
 _NEEDED = ("checkpoint", "data", "likelihood")  # with a Python file
 _OF_A_FILE = (  # what a model.joblib has itself
-    *_NEEDED, "target", "targets", "source", "output", "noise", "likelihood_option", "precision", "groups", "curvature",
-    "float32", "device", "structure", "held_out", "retrain", "classes", "features",
+    *_NEEDED, "target", "targets", "source", "drop", "output", "noise", "likelihood_option", "precision", "groups",
+    "curvature", "float32", "device", "structure", "held_out", "retrain", "classes", "features",
 )
 
 
@@ -77,6 +82,7 @@ def add_model_options(parser: argparse.ArgumentParser, estimators: bool = True) 
                        f"FILE.pt), a table ({TABLES}), or a folder with one folder of images for each class")
     model.add_argument("--target", **TARGET)
     model.add_argument("--group", **GROUP)
+    model.add_argument("--drop", **DROP)
     model.add_argument("--output", type=output, metavar="NAME",
                        help="which of the outputs, by name or position, if the network returns several")
     model.add_argument("--targets", metavar="NAME",

@@ -23,7 +23,7 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
 
 __all__ = ["TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table", "require_64_bits",
-    "require_columns", "require_sources", "source_labels", "target_classes"]
+    "require_columns", "require_no_dropped", "require_sources", "source_labels", "target_classes", "without_dropped"]
 
 TABLES = ".csv, .parquet, .feather or .arrow"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
@@ -306,6 +306,35 @@ def _require_names(column: pandas.Series, path: Path) -> None:
         row, kind = wrong[0], f"a value of type {type(column.iloc[wrong[0]]).__name__}"
     raise DataError(f"names or numbers in column {column.name!r} of {path}", f"{kind}{_row(row)}",
                     "Make it text or a number, or name another target.")
+
+
+def without_dropped(
+    frame: pandas.DataFrame, path: Path, dropped: Sequence[str] | None, targets: Sequence[str] | None
+) -> pandas.DataFrame:
+    """The table without columns that are no inputs.
+
+    Raises
+    ------
+    DataError
+        If the table has no such column, or it is one of the targets.
+    """
+    others = [column for column in frame.columns if column not in (targets or ())]
+    for name in dropped or ():
+        if name not in others:
+            raise DataError(f"--drop COLUMN, one of {first_few(others)} in {path}", f"--drop {name}",
+                            "Name a column that is no target.")
+    return frame.drop(columns=list(dropped or ()))
+
+
+def require_no_dropped(path: Path, dropped: Sequence[str] | None) -> None:
+    """Refuse columns to leave out of a file without columns.
+
+    Raises
+    ------
+    DataError
+    """
+    if dropped:
+        raise DataError("a table, for --drop COLUMN", f"{path}", "Leave --drop out.")
 
 
 def source_labels(frame: pandas.DataFrame, path: Path, name: str, targets: Sequence[str] | None) -> list[Any]:
