@@ -521,7 +521,7 @@ def test_columns_that_are_no_inputs(folder: Path, capsys: pytest.CaptureFixture)
     assert found[0].equals(found[2]) and found[1].equals(found[3])
     capsys.readouterr()
     refused(["fit", "t.csv", "--target", "price", "--drop", "rows", *QUICK],
-            "--drop COLUMN, one of 'height', 'width', 'row' and 1 more in t.csv; got --drop rows. Name a column", capsys)
+            "--drop COLUMN, one of 'height', 'width', 'row' and 1 more in t.csv; got --drop rows. Name a", capsys)
     with pytest.raises(SystemExit):
         cli.main(["predict", "out/model.joblib", "--inputs", "t.csv", "--drop", "row"])
     words = "a Python file for --drop; got out/model.joblib, which has its own. Leave --drop out."

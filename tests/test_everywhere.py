@@ -351,6 +351,11 @@ def test_other_verbs(tmp_path: Path) -> None:
     assert "output 2 at position (1, 0) by" in named.to_dataframe()["meaning"][0]
     words = full.explain(x[:1], 2, place, by="probability").to_dataframe()["meaning"][0]
     assert "the probability of class 2 at position (1, 0) by" in words
+    for row in named.to_dataframe().to_dict("records"):
+        assert row["target"] == int(posterior.targets[row["training_index"], 1, 0])  # the label there
+    figure = named.plot(x[:1], images(len(posterior.targets)))
+    assert figure.axes[0].get_title() == "input 0\noutput 2\nat position (1, 0)"
+    assert [line.get_xydata().tolist() for line in figure.axes[0].lines] == [[[0.0, 1.0]]]  # column, row
     for wrong in ((1, 0), (*SHAPE, 0), (0, 0, 3), (0, 0, -1), "102"):
         with refused(ntkl.DataError, "an output as its position and number, below", "", "network's outputs"):
             posterior.explain(x[:1], 2, wrong)

@@ -92,7 +92,11 @@ def _image_rows(ranked: Ranked, images: tuple[Tensor, Tensor]) -> Figure:
     figure = Figure(figsize=(1.15 * columns + 0.6, 1.75 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for i in range(rows):
-        _show(axes[i, 0], images[0][i], f"input {i}\noutput {int(ranked.output[i])}", "black")
+        words = ranked.quantity.place_words(i, "\n")
+        _show(axes[i, 0], images[0][i], f"input {i}\noutput {words}", "black")
+        *position, _ = ranked.quantity.place(i)
+        if ranked.quantity.likelihood.positions == images[0][i].shape[:2]:
+            axes[i, 0].plot(*reversed(position), "s", mfc="none", mec=VERMILION, ms=5)
         column = 1
         for side in sides:
             for entry in ranked.entries(i, side, shown):

@@ -194,7 +194,7 @@ class Explanation(Ranked):
 
     def _entries(self, i: int, side: str, k: int | None) -> list[Entry]:
         chosen = self.supporting(k) if side == "for" else self.opposing(k)
-        return [self._entry(j, float(self.effect[i, j]), self._more(i, j)) for j in chosen[i].tolist()]
+        return [self._entry(i, j, float(self.effect[i, j]), self._more(i, j)) for j in chosen[i].tolist()]
 
     def _more(self, i: int, j: int) -> dict[str, float]:
         return {

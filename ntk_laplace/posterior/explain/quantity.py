@@ -91,9 +91,21 @@ class Quantity:
             of_classes = self.likelihood.at_position().event_shape(2) == ()
             one = "the probability of class {0}" if of_classes else "probability {0}"
             words = f"the variance of {one}" if self.by in SPREADS else one
-        *position, number = _place(self.likelihood.positions or Size(), int(self.output[i]), self.num_values)
-        where = f" at position {position[0] if len(position) == 1 else tuple(position)}" if position else ""
-        return words.format(f"{number}{where}")
+        return words.format(self.place_words(i))
+
+    def place_words(self, i: int, separator: str = " ") -> str:
+        """Number of the output of input i, and its position."""
+        *position, number = self.place(i)
+        where = f"at position {position[0] if len(position) == 1 else tuple(position)}"
+        return f"{number}{separator}{where}" if position else f"{number}"
+
+    def shown_target(self, i: int, target: Tensor) -> Tensor:
+        """What a training point's target is at the position of input i's output."""
+        return target[tuple(self.place(i)[:-1])]
+
+    def place(self, i: int) -> list[int]:
+        """Position and number of the output of input i; the number alone, if there are no positions."""
+        return _place(self.likelihood.positions or Size(), int(self.output[i]), self.num_values)
 
     def meaning(self, i: int, effect: float) -> str:
         """The meaning of the effect's sign in words."""

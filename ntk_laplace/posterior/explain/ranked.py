@@ -158,8 +158,8 @@ class Ranked:
                         **own,
                     }
 
-    def _entry(self, j: int, effect: float, more: dict[str, float] | None = None) -> Entry:
-        target = self.targets[j]
+    def _entry(self, i: int, j: int, effect: float, more: dict[str, float] | None = None) -> Entry:
+        target = self.quantity.shown_target(i, self.targets[j])
         value = target.item() if target.numel() == 1 else target.tolist()
         return Entry(j, value, effect, -self.quantity.good * effect, float(self.leverage[j]), bool(self.flagged[j]),
                      more or {})

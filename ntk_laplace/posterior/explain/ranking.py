@@ -110,7 +110,7 @@ class Ranking(Ranked):
 
     def _entries(self, i: int, side: str, k: int | None) -> list[Entry]:
         pairs = zip(self.indices[side][i].tolist(), self.effects[side][i].tolist(), strict=True)
-        return [self._entry(j, effect) for j, effect in list(pairs)[: self._kept(k)]]
+        return [self._entry(i, j, effect) for j, effect in list(pairs)[: self._kept(k)]]
 
     def contributed(self) -> Tensor:
         """Sum of all contributions, (n, C)."""
