@@ -515,6 +515,10 @@ def test_refusals() -> None:
             plain.subset_output(outputs)  # type: ignore[arg-type]
     x, y = data(1)
     Model = ntkl.botorch.LaplaceModel
+    for name, kind in (("input_transform", "InputTransform"), ("outcome_transform", "OutcomeTransform")):
+        for call in (lambda wrong: Model.fit("mlp", x, y, **wrong), lambda wrong: Model(plain.laplace, **wrong)):
+            with refused(ntkl.UnsupportedError, f"{name} as a botorch {kind}, or None", "a function", "Normalize"):
+                call({name: lambda values: values})
     with refused(ntkl.UnsupportedError, "Gaussian likelihood", "Linear", "laplace"):
         Model(nn.Linear(2, 1))
     with refused(ntkl.UnsupportedError, "Gaussian likelihood", "Bernoulli", "Gaussian"):

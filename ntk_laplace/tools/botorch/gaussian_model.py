@@ -20,7 +20,21 @@ from torch import Size, Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 
-__all__ = ["GaussianModel"]
+__all__ = ["GaussianModel", "require_transforms"]
+
+
+def require_transforms(input_transform: object, outcome_transform: object) -> None:
+    """Refuse what is no transform of BoTorch.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    for name, given, kind in (("input_transform", input_transform, InputTransform),
+                              ("outcome_transform", outcome_transform, OutcomeTransform)):
+        if not (given is None or isinstance(given, kind)):
+            raise UnsupportedError(f"{name} as a botorch {kind.__name__}, or None", f"a {type(given).__name__}",
+                                   "Pass for instance Normalize(d) for inputs, Standardize(m) for outcomes.")
 
 
 class GaussianModel(Model, FantasizeMixin):
@@ -46,6 +60,7 @@ class GaussianModel(Model, FantasizeMixin):
         outcome_transform: OutcomeTransform | None,
     ) -> None:
         super().__init__()
+        require_transforms(input_transform, outcome_transform)
         if input_transform is not None:
             self.input_transform = input_transform
         if outcome_transform is not None:

@@ -22,6 +22,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import laplace
 from ntk_laplace.structures import Settings
 from ntk_laplace.tools.botorch.fourier import FourierNetwork
+from ntk_laplace.tools.botorch.gaussian_model import require_transforms
 from ntk_laplace.tools.botorch.optimizers import gauss_newton, lbfgs
 from ntk_laplace.tools.estimators.networks import network_of
 
@@ -54,7 +55,10 @@ def transformed(
     ------
     DataError
         If the shapes do not fit each other, or a number is not finite.
+    UnsupportedError
+        If a transform is none.
     """
+    require_transforms(input_transform, outcome_transform)
     for name, values in (("train_X", train_X), ("train_Y", train_Y), ("train_Yvar", train_Yvar)):
         fits = isinstance(values, Tensor) and values.ndim == 2 and len(values) == len(train_X) > 0
         if not (fits or (name == "train_Yvar" and values is None)):
