@@ -492,3 +492,17 @@ def test_weights_of_batches_that_are_cut_anew() -> None:
     assert torch.equal(batches.weights, w) and torch.equal(some.weights, w[keep]) and some.read == int(keep.sum())
     assert sum(len(y) for _, y in both) == n + 2 == both.read
     assert torch.equal(both.weights, torch.cat([w, torch.ones(2)]))
+
+
+@pytest.mark.parametrize("batch_size", [8, 16])
+def test_targets_may_be_a_column_of_a_table(batch_size: int) -> None:
+    """The last batch has one target, at any stride."""
+    table = torch.randint(0, 3, (17, 4), generator=torch.Generator().manual_seed(0))
+    x, y = table[:, :3].double(), table[:, 3]
+    network = nn.Linear(3, 3).double()
+    settings = ntkl.Settings(batch_size=batch_size)
+    strided, plain = (ntkl.laplace(network, (x, own), ntkl.Categorical(), structure="full", settings=settings)
+                      for own in (y, y.clone()))
+    assert torch.equal(strided.log_marginal_likelihood(), plain.log_marginal_likelihood())
+    more = [one.condition((x[3:4], y[3:4])).log_marginal_likelihood() for one in (strided, plain)]
+    assert torch.equal(*more)

@@ -432,12 +432,14 @@ def test_function_space_tells_of_digits_that_it_has_lost() -> None:
     x = torch.randn(40, 3).double() * torch.tensor([2e4, 50.0, 1.0]) + torch.tensor([5e4, 2000.0, 0.0])
     data, new = (x, x[:, :1] / 1e4 + 0.1 * torch.randn(40, 1)), x[:4]
     network = torch.nn.Linear(3, 1).double()
-    posterior, exact = (ntkl.laplace(network, data, ntkl.Gaussian(0.01), ntkl.GaussianPrior(0.01), structure)
-                        for structure in ("gp", "full"))
+    posterior, iterative, exact = (ntkl.laplace(network, data, ntkl.Gaussian(0.01), ntkl.GaussianPrior(0.01), structure)
+                                   for structure in ("gp", "iterative", "full"))
     for ask in (lambda p: p.latent_moments(new)[1].flatten(), lambda p: p.latent(new).covariance_matrix.diagonal()):
-        with pytest.warns(ntkl.NTKLaplaceWarning, match="few correct digits in function space.* scaled to unit"):
+        with pytest.warns(ntkl.NTKLaplaceWarning, match="few correct digits: .* scaled to unit"):
             found = ask(posterior)
         assert 1e-3 < relative_error(found, ask(exact)) < 0.2
+        with pytest.warns(ntkl.NTKLaplaceWarning, match="few correct digits"):
+            ask(iterative)
     with pytest.raises(ntkl.NonFiniteError, match="finite variances of f; got a kernel that overflows"):
         posterior.latent_moments(1e160 * new)
     scaled = (x - x.mean(0)) / x.std(0)

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances, tell_lost_digits
-from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
+from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, tell_lost_digits
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, read_once
 from ntk_laplace.model.priors import GaussianPrior

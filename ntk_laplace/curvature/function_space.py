@@ -12,21 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
-from ntk_laplace.errors import NonFiniteError, warn
+from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, tell_lost_digits
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.contractions import read_once
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigenvalues
-from ntk_laplace.runtime.lower_triangle import LowerTriangle, more_digits
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess, collective_property
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["FunctionSpacePrecision", "prior_variances", "tell_lost_digits"]
-
-_DIGITS = 0.01  # relative error of a variance, above which a warning is issued
+__all__ = ["FunctionSpacePrecision", "prior_variances"]
 
 
 class FunctionSpacePrecision(PosteriorPrecision):
@@ -242,23 +239,6 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def training_covariance_blocks(self) -> Tensor:
         """V at the training points, (N, C, C)."""
         return self.covariance_blocks(self.rows)
-
-
-def tell_lost_digits(before: Tensor, variances: Tensor) -> None:
-    """Warn where variances V = K** - ... are so much smaller than K**, `before`, that rounding of K** is 1 % of them.
-
-    Raises
-    ------
-    NonFiniteError
-        If a variance is not finite.
-    """
-    lost = ~(_DIGITS * variances >= torch.finfo(variances.dtype).eps * before)
-    if not bool(lost.any()):
-        return
-    if not bool(torch.isfinite(variances).all()):
-        raise NonFiniteError("finite variances of f", "a kernel that overflows", more_digits(variances.dtype))
-    warn('the covariances of f have few correct digits in function space: the prior variances are too large beside '
-         f"them. {more_digits(variances.dtype)}")
 
 
 def prior_variances(prior: GaussianPrior, shapes: Iterable[str]) -> dict[str, Tensor]:

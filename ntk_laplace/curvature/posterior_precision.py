@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.log_det_terms import LogDetTerm, Spectrum
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import NonFiniteError, UnsupportedError, warn
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import conjugate_gradients
 from ntk_laplace.runtime.linalg import log_det_curve
+from ntk_laplace.runtime.lower_triangle import more_digits
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import available_memory
 
-__all__ = ["CrossCovariance", "PosteriorPrecision", "checked_form", "group_numbers"]
+__all__ = ["CrossCovariance", "PosteriorPrecision", "checked_form", "group_numbers", "tell_lost_digits"]
+
+_DIGITS = 0.01  # relative error of a variance, above which a warning is issued
 
 
 @dataclass(frozen=True)
@@ -319,3 +322,20 @@ def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> Ten
         group = prior.group_of(name)
         found.append(group if isinstance(group, Tensor) else torch.full((shape.numel(),), group))
     return torch.cat(found)
+
+
+def tell_lost_digits(before: Tensor, variances: Tensor) -> None:
+    """Warn where variances V = K** - ... are so much smaller than K**, `before`, that rounding of K** is 1 % of them.
+
+    Raises
+    ------
+    NonFiniteError
+        If a variance is not finite.
+    """
+    lost = ~(_DIGITS * variances >= torch.finfo(variances.dtype).eps * before)
+    if not bool(lost.any()):
+        return
+    if not bool(torch.isfinite(variances).all()):
+        raise NonFiniteError("finite variances of f", "a kernel that overflows", more_digits(variances.dtype))
+    warn('the covariances of f have few correct digits: the prior variances are too large beside '
+         f"them. {more_digits(variances.dtype)}")

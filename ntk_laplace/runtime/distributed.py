@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ntk_laplace.errors import ProcessLostError, UnsupportedError
+from ntk_laplace.errors import ProcessLostError, UnsupportedError, is_number
 from ntk_laplace.runtime.reduction import Reducer
 
 __all__ = ["ProcessGroupReducer", "process_group"]
@@ -92,7 +92,7 @@ class ProcessGroupReducer(Reducer):
 
 
 @contextlib.contextmanager
-def process_group(timeout: float = 1800.0) -> Iterator[Any]:
+def process_group(timeout: float | timedelta = 1800.0) -> Iterator[Any]:
     """The group of the processes that torchrun started; None in a script that runs alone.
 
     ``with ntk_laplace.process_group() as group: ... Settings(process_group=group)`` runs alone, on one machine and on
@@ -101,7 +101,7 @@ def process_group(timeout: float = 1800.0) -> Iterator[Any]:
 
     Parameters
     ----------
-    timeout : float
+    timeout : float or timedelta
         Seconds that a process waits for the others in one operation. A process that dies is noticed at once; this is
         for one that stops without dying, and must be longer than the slowest share of a pass over the data.
 
@@ -109,6 +109,9 @@ def process_group(timeout: float = 1800.0) -> Iterator[Any]:
     ------
     torch.distributed.ProcessGroup or None
     """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not is_number(seconds, above=0):
+        raise UnsupportedError("a positive timeout in seconds, or as a timedelta", repr(timeout), "Leave it out.")
     if dist.is_available() and dist.is_initialized():
         yield dist.group.WORLD
         return
@@ -118,7 +121,7 @@ def process_group(timeout: float = 1800.0) -> Iterator[Any]:
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=seconds))
     dist.all_reduce(torch.zeros(1))  # a process that left at once would close connections that others still make
     yield dist.group.WORLD
     dist.destroy_process_group()  # not after an error: it could wait for a process that died

@@ -53,6 +53,7 @@ __all__ = ["variational"]
 
 _POINTS = 256  # of f for each example, LGVA
 _EVALUATIONS = 20  # of the ELBO in a run, by default
+_ROUNDING = 0.01  # of the relative rounding: rows of that weight are dropped, whatever the tolerance
 
 
 def variational(
@@ -139,7 +140,8 @@ def variational(
         natural gradient's ĝ - P0(μ - μ0), which contains the noise of the samples.
     row_tolerance : float
         In function space, rows whose weight Π(1-γ) since their step is at most this are dropped. H then lacks at most
-        this times the largest Ĝ in norm; ``VariationalFit.dropped`` says how much. None is dropped by default.
+        this times the largest Ĝ in norm; ``VariationalFit.dropped`` says how much. By default only rows are dropped
+        whose weight is below rounding.
     elbo_every : int, optional
         Steps between two estimates of both ELBOs for the history; by default a twentieth of the steps, 0 for none.
     elbo_samples : int
@@ -208,7 +210,8 @@ def variational(
         examples = Examples(model, batches, batch_size)
         c = model.network.num_outputs
         rows = examples.per_step * model.likelihood.rank(c) * method.rows_per_example
-        form = representation(structure, rows, model.network.num_parameters, row_tolerance)
+        forgotten = max(float(row_tolerance), _ROUNDING * torch.finfo(model.jacobian_pass.dtype).eps)
+        form = representation(structure, rows, model.network.num_parameters, forgotten)
         if isinstance(given, Posterior):
             require_same_network(given, model)
         p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
@@ -217,7 +220,7 @@ def variational(
                        model.settings.memory_budget)
         iteration: Iteration
         if relinearize:
-            kept, with_start = step_sizes.kept(steps, row_tolerance)
+            kept, with_start = step_sizes.kept(steps, forgotten)
             first = 0 if isinstance(given, float) else examples.num_examples * model.likelihood.rank(c)
             form.require_memory(model, examples, rows, rows * kept + with_start * first)
             # a state to resume from takes the place of any start
@@ -302,7 +305,7 @@ def _require_numbers(
     if tolerance is not None:
         _positive("tolerance", tolerance, "tolerance=1e-6")
     if not is_number(row_tolerance) or not 0 <= row_tolerance < 1:
-        raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep all rows.")
+        raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep the rows.")
     require_whole("elbo_samples", elbo_samples, 4, "Leave it out for 50.")
     if elbo_every is None:
         return max(1, count // _EVALUATIONS), checked

@@ -375,7 +375,9 @@ def _checksum(values: Tensor | None, before: int) -> int:
     """Running checksum of the values, independent of how they are split into batches."""
     if values is None:
         return before
-    return crc32(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, before)
+    # a copy: one number with any stride counts as contiguous, and is no view of bytes
+    flat = values.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return crc32(flat.unsqueeze(-1).view(torch.uint8).numpy().tobytes(), before)
 
 
 def _empty() -> DataError:
