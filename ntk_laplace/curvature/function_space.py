@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, tell_lost_digits
+from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, less_
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.contractions import read_once
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
@@ -217,24 +217,18 @@ class FunctionSpacePrecision(PosteriorPrecision):
         k, n = rows.num_cotangents, rows.num_examples
         if not len(self.factor):
             return blocks  # nothing is known: the prior's
-        before = blocks.diagonal(dim1=1, dim2=2).clone()
         step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * rows.dtype.itemsize))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             half = self.factor.solve_lower_(self.cross(rows.subset(part))).view(len(self.factor), -1, k)
-            half = half.permute(1, 2, 0)  # (m, K, N R)
-            blocks[part] -= half @ half.mT
-        tell_lost_digits(before, blocks.diagonal(dim1=1, dim2=2))
+            less_(blocks[part], half.permute(1, 2, 0))  # (m, K, N R)
         return blocks
 
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
         joint = gram(rows, None, self.variances)
         half = self.factor.solve_lower_(self.cross(rows))
-        before = joint.diagonal().clone()
-        joint.addmm_(half.T, half, alpha=-1.0)
-        tell_lost_digits(before, joint.diagonal())
-        return joint
+        return less_(joint.unsqueeze(0), half.T.unsqueeze(0)).squeeze(0)
 
     def training_covariance_blocks(self) -> Tensor:
         """V at the training points, (N, C, C)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.function_space import prior_variances
-from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, tell_lost_digits
+from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, less_
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram
 from ntk_laplace.model.priors import GaussianPrior
@@ -190,16 +190,9 @@ class LowRankPrecision(LowRankBase):
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J P0⁻¹ Jᵀ - (JDᵀ)(JDᵀ)ᵀ, diagonal blocks (n, C, C)."""
         seen = rows.products(self.shapes.parts(self.directions)).transpose(0, 1)  # J Dᵀ, (n, K, r)
-        prior = diagonal_blocks(rows, self.variances)
-        found = prior - seen @ seen.mT
-        tell_lost_digits(*(one.diagonal(dim1=1, dim2=2) for one in (prior, found)))
-        return found
+        return less_(diagonal_blocks(rows, self.variances), seen)
 
     def covariance(self, rows: Jacobian) -> Tensor:
         """V, joint and interleaved, (nC, nC)."""
         seen = rows.products(self.shapes.parts(self.directions)).transpose(0, 1).flatten(0, 1)
-        joint = gram(rows, None, self.variances)
-        before = joint.diagonal().clone()
-        joint.addmm_(seen, seen.T, alpha=-1.0)
-        tell_lost_digits(before, joint.diagonal())
-        return joint
+        return less_(gram(rows, None, self.variances).unsqueeze(0), seen.unsqueeze(0)).squeeze(0)

@@ -22,7 +22,7 @@ from ntk_laplace.runtime.lower_triangle import more_digits
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import available_memory
 
-__all__ = ["CrossCovariance", "PosteriorPrecision", "checked_form", "group_numbers", "tell_lost_digits"]
+__all__ = ["CrossCovariance", "PosteriorPrecision", "checked_form", "group_numbers", "less_"]
 
 _DIGITS = 0.01  # relative error of a variance, above which a warning is issued
 
@@ -324,18 +324,22 @@ def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> Ten
     return torch.cat(found)
 
 
-def tell_lost_digits(before: Tensor, variances: Tensor) -> None:
-    """Warn where variances V = K** - ... are so much smaller than K**, `before`, that rounding of K** is 1 % of them.
+def less_(prior: Tensor, seen: Tensor) -> Tensor:
+    """Subtract what the data have determined, V = K** - Σ_r s_r s_rᵀ, in place: (n, C, C) and s (n, C, r).
+
+    Warns where V is so much smaller than K** that rounding of K** is 1 % of a variance.
 
     Raises
     ------
     NonFiniteError
         If a variance is not finite.
     """
-    lost = ~(_DIGITS * variances >= torch.finfo(variances.dtype).eps * before)
-    if not bool(lost.any()):
-        return
+    before = prior.diagonal(dim1=1, dim2=2).clone()
+    variances = prior.baddbmm_(seen, seen.mT, alpha=-1.0).diagonal(dim1=1, dim2=2)
+    if bool((_DIGITS * variances >= torch.finfo(prior.dtype).eps * before).all()):
+        return prior
     if not bool(torch.isfinite(variances).all()):
-        raise NonFiniteError("finite variances of f", "a kernel that overflows", more_digits(variances.dtype))
-    warn('the covariances of f have few correct digits: the prior variances are too large beside '
-         f"them. {more_digits(variances.dtype)}")
+        raise NonFiniteError("finite variances of f", "a kernel that overflows", more_digits(prior.dtype))
+    warn("the covariances of f have few correct digits: the prior variances are too large beside them. "
+         f"{more_digits(prior.dtype)}")
+    return prior

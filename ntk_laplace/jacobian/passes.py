@@ -139,10 +139,9 @@ class JacobianPass:
     ) -> int:
         """Number of examples like those of `x` in one batch of a pass with a root of so many columns, or without."""
         edges = self._prepared(x)
+        root = tuning.ROOT_COPIES * self.network.num_outputs * (cotangents or 0) * self.dtype.itemsize
         if cotangents is None:
-            own = 1 if self.last_layer(x) else self.network.num_outputs
-            return _examples_at_once(edges, own, fused_layers, self.network.device)
-        root = tuning.ROOT_COPIES * self.network.num_outputs * cotangents * self.dtype.itemsize
+            cotangents = 1 if self.last_layer(x) else self.network.num_outputs
         return _examples_at_once(edges, cotangents, fused_layers, self.network.device, root)
 
     def last_layer(self, x: Inputs, fused_layers: FusedLayers | None = None) -> bool:

@@ -124,10 +124,9 @@ class SingleRemovals:
 
     def __init__(self, fitted: FittedModel) -> None:
         self._space, self._parts = fitted.function_space, ResidualParts.of(fitted)
-        self._columns = OutsideColumns(self._space, self._parts) if len(self._parts.places) else None
+        self._columns = OutsideColumns(self._space, self._parts)
         amplified = self._parts.inside.clone()
-        if self._columns is not None:
-            amplified[self._parts.places] += self._columns.own()
+        amplified[self._parts.places] += self._columns.own()
         # [B⁻¹]_ii⁻¹ (ρ_i + D_ii)
         self._amplified = torch.linalg.solve(self._space.inverse_blocks, amplified.unsqueeze(-1)).squeeze(-1)
 
@@ -143,8 +142,7 @@ class SingleRemovals:
         to_train = space.cross(test).T  # K_xS, (n*K, N*R)
         through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
         moved = -torch.einsum("xcnr,nr->xnc", through, self._amplified)
-        if self._columns is not None:
-            moved[:, self._parts.places] -= self._columns.seen(test, to_train)
+        moved[:, self._parts.places] -= self._columns.seen(test, to_train)
         return moved, _widened(space.inverse_blocks, through)
 
 

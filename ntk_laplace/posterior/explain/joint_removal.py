@@ -29,7 +29,7 @@ class JointRemoval:
 
     def __init__(self, fitted: FittedModel) -> None:
         self._space, self._parts = fitted.function_space, ResidualParts.of(fitted)
-        self._columns = OutsideColumns(self._space, self._parts) if len(self._parts.places) else None
+        self._columns = OutsideColumns(self._space, self._parts)
 
     def effects(self, test: Jacobian, groups: Sequence[Tensor]) -> Tensor:
         """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, (n, C).
@@ -47,18 +47,16 @@ class JointRemoval:
         space, parts = self._space, self._parts
         n, r = space.weighted.num_examples, space.weighted.num_cotangents
         to_train = space.cross(test).T  # K_xS
-        seen = None if self._columns is None else self._columns.seen(test, to_train)
+        seen = self._columns.seen(test, to_train)
         to_train = to_train.reshape(test.num_examples, -1, n * r)
         changes = []
         for i, group in enumerate(groups):
             places = (group[:, None] * r + torch.arange(r, device=group.device)).flatten()
-            amplified, change = parts.inside[group], torch.zeros_like(test.f[i])
-            if self._columns is not None and seen is not None:
-                here = torch.isin(parts.places, group)
-                amplified = amplified + self._columns.solved[group][:, :, here].sum(2)
-                change -= seen[i, here].sum(0)
+            outside = torch.isin(parts.places, group)
+            amplified = parts.inside[group] + self._columns.solved[group][:, :, outside].sum(2)  # ρ_G + D_G
             columns = space.inverse[:, places]
-            changes.append(change - to_train[i] @ (columns @ torch.linalg.solve(columns[places], amplified.flatten())))
+            inside = to_train[i] @ (columns @ torch.linalg.solve(columns[places], amplified.flatten()))
+            changes.append(-(seen[i, outside].sum(0) + inside))
         return torch.stack(changes)
 
 
