@@ -12,7 +12,10 @@ import ntk_laplace as ntkl
 from networks.case import Lambda
 from ntk_laplace.curvature import FactorEigen, diagonal_block
 from ntk_laplace.curvature.inf import chosen_rank
+from ntk_laplace.curvature.parameter_blocks import SummedRows, find_parameter_blocks
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
+from ntk_laplace.jacobian import JacobianPass, Outer
+from ntk_laplace.model.network import Network
 from ntk_laplace.runtime.meter import PeakMemory
 from pairwise import pairwise
 from reference import jacobian, relative_error
@@ -452,3 +455,36 @@ def test_a_block_with_one_precision_per_entry_is_recorded() -> None:
     wanted = torch.linalg.solve(a @ a.T + precision.flatten().diag(), v.flatten(1).T).T.view_as(v)
     for one in (record, older):
         assert relative_error(SpectralBlock.from_record(one).solve(v), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("network", ["deep_mlp", "cnn_groups", "shared_positions"])
+@pytest.mark.parametrize("panel", [1, 2**20])
+def test_rows_that_are_summed_turn_as_factors_do(network: str, panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a layer that a batch uses in another operation too have no factors, and the bases of the fit."""
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.WRITTEN_BYTES", panel)
+    case = problem(network)
+    rows = JacobianPass(Network(case.network), torch.float64, keep_factors=True).rows(case.x)
+    prior = ntkl.GaussianPrior(1.0)
+    prior.bind({name: p.shape for name, p in case.network.named_parameters()})
+    generator, seen = torch.Generator().manual_seed(0), 0
+    for block in find_parameter_blocks(rows, prior, "kronecker"):
+        factored = block.rows(rows)
+        if not isinstance(factored, Outer):
+            continue
+        seen += 1
+        summed = SummedRows(block, rows.f, rows.num_cotangents, tuple(
+            one for one in rows.blocks if set(one.names) & set(block.names)))
+        g, o, i = block.entries
+        left, right = (torch.randn(g, width, max(1, width - 1), dtype=torch.float64, generator=generator)
+                       for width in (o, i))
+        for sides in ((left, right), (left, None), (None, right), (None, None)):
+            one, other = (own.rotated(*sides) for own in (summed, factored))
+            assert one.entries == other.entries
+            assert relative_error(one.written(slice(None)), other.written(slice(None))) < 1e-12
+            assert relative_error(one.squares(), other.squares()) < 1e-12
+            vectors = torch.randn(2, *one.entries, dtype=torch.float64, generator=generator)
+            assert relative_error(one.products(vectors), other.products(vectors)) < 1e-12
+            assert relative_error(one.inner(vectors[0].square()), other.inner(vectors[0].square())) < 1e-12
+        again = summed.rotated(left, None).rotated(None, right)
+        assert relative_error(again.written(slice(None)), factored.rotated(left, right).written(slice(None))) < 1e-12
+    assert seen
