@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ import ntk_laplace as ntkl
 from exact_cases import TURNS, fit, ids, trained, truth
 from ntk_laplace.plotting.style import png
 from ntk_laplace.posterior.explain import JointRemoval
+from ntk_laplace.posterior.explain.algebra import SingleRemovals
 from reference import jacobian, outputs, relative_error
 from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
@@ -143,6 +146,31 @@ def test_residuals_outside_the_range_of_a_root(curvature: str) -> None:
     for i, group in enumerate(groups):
         change = here.remove(group.tolist()).outputs(new[i : i + 1]) - here.outputs(new[i : i + 1])
         assert relative_error(joint[i : i + 1], change) < 1e-9
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_residual_outside_the_range_of_a_root(name: str) -> None:
+    """Of layers of every kind: joint removals of single points are their single removals."""
+    case = problem(name)
+    y = targets(LIKELIHOODS["gaussian"], case)
+    posterior = ntkl.laplace(case.network, (case.x, y), LIKELIHOODS["gaussian"].build(), ntkl.GaussianPrior(1.0))
+    _require_one_change(posterior, case.x_new)
+
+
+def test_no_residual_outside_where_rows_of_positions_are_written_out() -> None:
+    torch.manual_seed(0)
+    convolutional = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Flatten(),
+                                  nn.Linear(128, 10)).double()
+    x, y = torch.randn(40, 1, 8, 8).double(), torch.arange(40) % 10
+    _require_one_change(ntkl.laplace(convolutional, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(1.0)), x[:3] + 0.1)
+
+
+def _require_one_change(posterior: ntkl.Posterior, new: Any) -> None:
+    rows, n = posterior.jacobian(new), posterior.num_examples
+    single, joint = SingleRemovals(posterior.fitted), JointRemoval(posterior.fitted)
+    chosen = [torch.tensor([i % n]) for i in range(rows.num_examples)]
+    found = single.effects(rows)[0][range(len(chosen)), torch.cat(chosen)]
+    assert relative_error(joint.effects(rows, chosen), found) < 1e-9
 
 
 def test_signs_and_order_match_the_text():

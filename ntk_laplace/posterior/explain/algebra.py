@@ -54,8 +54,10 @@ class Decomposition:
 
 def _cross(space: FunctionSpacePrecision, left: Jacobian, right: Jacobian) -> Tensor:
     """Prior kernel between two sets of rows, (n1, K1, n2, K2)."""
-    flat = cross_gram(left, right, space.variances)
-    return flat.view(left.num_examples, left.num_cotangents, right.num_examples, right.num_cotangents)
+    shape = left.num_examples, left.num_cotangents, right.num_examples, right.num_cotangents
+    if 0 in shape:
+        return left.f.new_zeros(shape)  # layouts of tiles are those of at least one example
+    return cross_gram(left, right, space.variances).view(shape)
 
 
 def contributions(space: FunctionSpacePrecision, test: Jacobian, residual: Tensor, centered: Tensor) -> Decomposition:
