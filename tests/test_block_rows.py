@@ -38,6 +38,8 @@ def test_the_factor_solves_and_columns_of_the_inverse(ranks: int) -> None:
         rows.cholesky_()
         close(rows.whole(), lower, rtol=1e-12, atol=1e-12)
         close(rows.log_det(), torch.logdet(whole), rtol=1e-12, atol=0)
+        rounding = (whole.diagonal() / lower.diagonal().square()).sum() * torch.finfo(whole.dtype).eps
+        assert rows.pivot_rounding() == pytest.approx(float(rounding), rel=1e-12)
         own = right[:, reducer.rank :: ranks].clone()
         close(rows.solve(own.clone()), torch.linalg.solve(lower, own), rtol=1e-11, atol=1e-11)
         close(rows.solve_transposed(own.clone()), torch.linalg.solve(lower.T, own), rtol=1e-11, atol=1e-11)

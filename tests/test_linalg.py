@@ -52,6 +52,22 @@ def test_cholesky_reads_and_writes_the_lower_triangle(block):
 
 @stored
 @pytest.mark.parametrize("block", BLOCKS)
+def test_rounding_of_a_matrix_in_its_log_determinant(store, block):
+    """Σ A_ii/L_ii², and in single precision the error that it foretells."""
+    matrix = positive()
+    factor = torch.linalg.cholesky(matrix)
+    expected = torch.finfo(torch.float64).eps * (matrix.diagonal() / factor.diagonal().square()).sum()
+    assert relative_error(expected.new_tensor(store(matrix, block).cholesky_().pivot_rounding()), expected) < 1e-13
+    root = torch.randn(11, 6, generator=torch.Generator().manual_seed(1)).double()  # five eigenvalues of 1
+    for scale in (1.0, 10.0, 100.0):
+        matrix = scale**2 * root @ root.T + torch.eye(11).double()
+        rounded = store(matrix.float(), block).cholesky_()
+        error = abs(rounded.log_det().double() - torch.logdet(matrix))
+        assert 0.01 < error / rounded.pivot_rounding() < 3
+
+
+@stored
+@pytest.mark.parametrize("block", BLOCKS)
 def test_factorization_and_solves_by_panels(store, block, monkeypatch):
     matrix, right = positive(), torch.randn(11, 3, dtype=torch.float64)
     monkeypatch.setattr(tuning, "SOLVE_ROWS", 4)

@@ -426,6 +426,27 @@ def test_a_setting_for_all_operations_is_no_exception() -> None:
         cudnn.allow_tf32 = True
 
 
+@pytest.mark.parametrize("structure, count", [("gp", 200), ("full", 20)])
+def test_an_evidence_that_rounding_moves_says_by_how_much(structure: str, count: int) -> None:
+    """Each exact structure where its matrix has eigenvalues that the data do not move, beside the other one."""
+    torch.manual_seed(0)
+    x = 30 * torch.randn(count, 5).double()
+    network = nn.Sequential(nn.Linear(5, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    found = {}
+    for precision in (1.0, 1e-11):
+        for name in ("gp", "full"):
+            prior = ntkl.GaussianPrior(precision)
+            found[name] = ntkl.laplace(network, (x, x[:, :1].sin()), ntkl.Gaussian(0.01), prior, name)
+        rounded, exact = found[structure], found["full" if structure == "gp" else "gp"]
+        expected = 0.5 * rounded.posterior_precision.log_det_rounding
+        for ask in (rounded.evidence, rounded.log_marginal_likelihood):
+            told = pytest.warns(ntkl.NTKLaplaceWarning, match=f"about {expected:.2g} nats")
+            with told if precision < 1 else nullcontext():
+                value = float(ask())
+        error = abs(value - float(exact.evidence()))
+        assert 0.05 < error / expected < 20 if precision < 1 else error < 1e-8
+
+
 def test_function_space_tells_of_digits_that_it_has_lost() -> None:
     """Columns of 1e4 and a vague prior: K** is 1e11 beside variances of 1e-3, and weight space keeps its digits."""
     torch.manual_seed(0)

@@ -98,6 +98,7 @@ def main() -> None:
     arguments.add_argument("--methods", default="ntk_laplace,SingleTaskGP,Sobol")
     arguments.add_argument("--problems", default=",".join(PROBLEMS))
     arguments.add_argument("--seeds", type=int, default=10)
+    arguments.add_argument("--first", type=int, default=0, help="the first seed")
     arguments.add_argument("--steps", type=int, default=40)
     arguments.add_argument("--epochs", type=int, default=1000, help="of laplace-bayesopt, whose default this is")
     arguments.add_argument("--ours", type=json.loads, default={}, help="JSON: more arguments of fit")
@@ -109,7 +110,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     warnings.simplefilter("ignore")  # of optimizers that stop early, and of laplace-torch
     names, methods = options.problems.split(","), options.methods.split(",")
-    for seed in range(options.seeds):  # a run that is interrupted has all methods of the first seeds
+    seeds = range(options.first, options.first + options.seeds)
+    for seed in seeds:  # a run that is interrupted has all methods of the first seeds
         for name in names:
             for method in methods:
                 given = [str(options.small), str(options.steps), method == "ntk_laplace" and json.dumps(options.ours),
@@ -122,7 +124,7 @@ def main() -> None:
     for name, panel in zip(names, axes, strict=True):
         runs: dict[str, dict[int, Any]] = {}
         for method in METHODS:
-            files = {seed: options.out / f"{name} {method} {seed}.json" for seed in range(options.seeds)}
+            files = {seed: options.out / f"{name} {method} {seed}.json" for seed in seeds}
             runs[method] = {seed: json.loads(p.read_text())["result"] for seed, p in files.items() if p.exists()}
         runs = {method: found for method, found in runs.items() if found}
         for method, found in runs.items():

@@ -98,6 +98,11 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         """log det B."""
         return self.matrix.log_det()
 
+    @collective_property
+    def log_det_rounding(self) -> float:
+        """Of B, from the pivots of its factorization."""
+        return self.matrix.pivot_rounding()
+
     def _column_squares(self, matrix: Tensor) -> Tensor:
         """Squared norms of the columns of L⁻¹M, for M (N*R, m): (m,), each process its own."""
 

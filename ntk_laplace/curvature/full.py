@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -69,6 +70,11 @@ class FullPrecision(PosteriorPrecision):
     def log_det(self) -> Tensor:
         """log det B = log det H - log det P0."""
         return cholesky_log_det(self.factor) - self._log_det_prior
+
+    @cached_property
+    def log_det_rounding(self) -> float:
+        """Of H, from the pivots of its factorization."""
+        return LowerTriangle.of(self.factor).pivot_rounding()
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,)."""

@@ -81,6 +81,11 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """log det B."""
         return self.factor.log_det()
 
+    @cached_property
+    def log_det_rounding(self) -> float:
+        """Of B, from the pivots of its factorization."""
+        return self.factor.pivot_rounding()
+
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
         if self._num_groups == 1:

@@ -146,6 +146,11 @@ class PosteriorPrecision(ABC):
 
     # --- evidence
 
+    @cached_property
+    def log_det_rounding(self) -> float:
+        """About how far rounding moves `log_det`; 0 where that is not known."""
+        return 0.0
+
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,), from solves with unit vectors."""
         p = self.num_parameters

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import LogDetTerm
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_flags
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_flags, warn
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory, maximize
+from ntk_laplace.runtime.lower_triangle import more_digits
 from ntk_laplace.structures import bounds, evidence
 from ntk_laplace.structures.bounds import EvidenceBound
 from ntk_laplace.structures.evidence import Evidence
 
 __all__ = ["EvidenceVerbs"]
+
+_ROUNDING = 0.05  # nats, above which a warning is issued
 
 
 class EvidenceVerbs(Fitted):
@@ -63,10 +66,16 @@ class EvidenceVerbs(Fitted):
         Returns
         -------
         Evidence
-            Its terms are tensors (), differentiable like the value.
+            Its terms are tensors (), differentiable like the value. A warning says where rounding of the posterior
+            precision moves it by more than 0.05 nats.
         """
         require_flags(correction=correction)
-        return evidence.evidence(self._fitted, correction)
+        found = evidence.evidence(self._fitted, correction)
+        rounding = 0.5 * self.posterior_precision.log_det_rounding
+        if rounding > _ROUNDING:
+            warn(f"rounding moves the evidence by about {rounding:.2g} nats: the prior variances of f are too large "
+                 f"beside the noise. {more_digits(self.dtype)}")
+        return found
 
     def evidence_bound(
         self, examples: int | None = None, parameters: str | None = None, outputs: str = "all", *,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.runtime.linalg import solve_lower
-from ntk_laplace.runtime.lower_triangle import more_digits
+from ntk_laplace.runtime.lower_triangle import more_digits, pivot_rounding
 from ntk_laplace.runtime.reduction import Reducer
 
 __all__ = ["BlockRows"]
@@ -96,6 +96,13 @@ class BlockRows:
         for i, row in self.rows.items():
             total += 2.0 * row[:, self.bounds[i] :].diagonal().log().sum()
         return self.reducer.sum(total)
+
+    def pivot_rounding(self) -> float:
+        """As `LowerTriangle.pivot_rounding`, on all processes."""
+        total = self._like.new_zeros((), dtype=torch.float64)
+        for i, row in self.rows.items():
+            total += pivot_rounding(row, self.bounds[i])
+        return float(self.reducer.sum(total)) * torch.finfo(self._like.dtype).eps
 
     def sweep(self, reverse: bool = False, first: int = 0) -> Iterator[tuple[int, Tensor]]:
         """The block rows from number `first` on, one after the other on every process: their numbers and rows.

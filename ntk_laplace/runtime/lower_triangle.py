@@ -131,6 +131,11 @@ class LowerTriangle:
         """Log determinant of ``L Lᵀ``: twice the sum of the logs of L's diagonal."""
         return 2.0 * torch.stack([part.log().sum() for part in self.diagonal()]).sum()
 
+    def pivot_rounding(self) -> float:
+        """About how far rounding of A moves `log_det`, as `pivot_rounding`."""
+        parts = ((panel, panel.shape[1] - panel.shape[0]) for panel in self.panels)
+        return float(sum(pivot_rounding(*part) for part in parts)) * torch.finfo(self.like.dtype).eps
+
     def solve_lower_(self, right: Tensor, transpose: bool = False, shift: float = 0.0) -> Tensor:
         """``L⁻¹ right``, or ``L⁻ᵀ right`` with `transpose`, in place of `right` (n, k); of L + shift I for a `shift`.
 
@@ -229,10 +234,23 @@ def _cut(n: int, height: int) -> list[slice]:
     return [slice(start, min(start + height, n)) for start in range(0, max(1, n), height)]
 
 
+def pivot_rounding(rows: Tensor, start: int) -> Tensor:
+    """Σ_i A_ii/L_ii² over these rows of L, the last len(rows) of whose columns are their own, from column `start`.
+
+    Times the floating type's eps it tells how far rounding moves log det A. A pivot L_ii² is A_ii less the squares of
+    the row's other entries, so rounding of A_ii is a relative error A_ii/L_ii² times as large in it.
+    """
+    own = rows[:, start:]
+    before = torch.linalg.vector_norm(rows[:, :start], dim=1, dtype=torch.float64)
+    whole = before.square() + torch.linalg.vector_norm(own.tril(), dim=1, dtype=torch.float64).square()
+    return (whole / own.diagonal().double().square()).sum()
+
+
 def more_digits(dtype: torch.dtype) -> str:
     """Remedy where rounding in this floating type hides the result."""
     double = "" if dtype == torch.float64 else "dtype=torch.float64, "
-    return f'Use {double}inputs scaled to unit variance, a larger prior precision, or structure="full".'
+    other = 'another exact structure ("gp", "full")'
+    return f"Use {double}inputs scaled to unit variance, a larger prior precision, or {other}."
 
 
 def require_definite(info: Tensor, before: int, n: int, dtype: torch.dtype) -> None:
