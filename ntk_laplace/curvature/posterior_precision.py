@@ -22,7 +22,7 @@ from ntk_laplace.runtime.lower_triangle import more_digits
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import available_memory
 
-__all__ = ["CrossCovariance", "PosteriorPrecision", "checked_form", "group_numbers", "less_"]
+__all__ = ["CrossCovariance", "PosteriorPrecision", "checked_form", "group_numbers", "less_", "require_finite"]
 
 _DIGITS = 0.01  # relative error of a variance, above which a warning is issued
 
@@ -329,6 +329,20 @@ def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> Ten
     return torch.cat(found)
 
 
+def require_finite(variances: Tensor) -> Tensor:
+    """The variances of f, if they are finite.
+
+    Raises
+    ------
+    NonFiniteError
+        If one is not.
+    """
+    if bool(torch.isfinite(variances).all()):
+        return variances
+    raise NonFiniteError("finite variances of f", f"numbers that overflow in {variances.dtype}",
+                         "Give inputs in the units of the training data, scaled to unit variance.")
+
+
 def less_(prior: Tensor, seen: Tensor) -> Tensor:
     """Subtract what the data have determined, V = K** - Σ_r s_r s_rᵀ, in place: (n, C, C) and s (n, C, r).
 
@@ -343,8 +357,7 @@ def less_(prior: Tensor, seen: Tensor) -> Tensor:
     variances = prior.baddbmm_(seen, seen.mT, alpha=-1.0).diagonal(dim1=1, dim2=2)
     if bool((_DIGITS * variances >= torch.finfo(prior.dtype).eps * before).all()):
         return prior
-    if not bool(torch.isfinite(variances).all()):
-        raise NonFiniteError("finite variances of f", "a kernel that overflows", more_digits(prior.dtype))
+    require_finite(variances)
     warn("the covariances of f have few correct digits: the prior variances are too large beside them. "
          f"{more_digits(prior.dtype)}")
     return prior

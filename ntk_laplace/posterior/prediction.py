@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision, prior_variances
-from ntk_laplace.curvature.posterior_precision import checked_form
+from ntk_laplace.curvature.posterior_precision import checked_form, require_finite
 from ntk_laplace.errors import UnsupportedError, is_choice, require_flags, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import gram
@@ -94,7 +94,7 @@ class PredictionVerbs(Fitted):
             return MultitaskMultivariateNormal(f, DenseLinearOperator(0.5 * (joint + joint.mT)), interleaved=True)
         step, rows = self._step(mean), self._jointly(x)
         # a lazy covariance: torch would factorize a dense one immediately, and V may be singular
-        covariance = DenseLinearOperator(self.posterior_precision.covariance(rows))
+        covariance = DenseLinearOperator(self._covariance(rows))
         return MultitaskMultivariateNormal(_moved(rows, step), covariance, interleaved=True)
 
     def latent_moments(
@@ -224,7 +224,7 @@ class PredictionVerbs(Fitted):
             return self._weights(count, generator)
         rows = self._jointly(x)
         self._require_draws(count, rows.f.numel(), "outputs")
-        root = symmetric_root(self.posterior_precision.covariance(rows))
+        root = symmetric_root(self._covariance(rows))
         noise = torch.randn(root.shape[0], count, dtype=root.dtype, device=root.device, generator=generator)
         return rows.f + (root @ noise).T.reshape(count, *rows.f.shape)
 
@@ -248,6 +248,7 @@ class PredictionVerbs(Fitted):
         for rows in chunks.rows(3 * self.num_outputs * (own or self.num_outputs) * self.dtype.itemsize):
             precision = self.posterior_precision
             blocks = _by_position(precision, rows, positions) if positions else precision.covariance_blocks(rows)
+            require_finite(blocks.diagonal(dim1=-2, dim2=-1))
             found = _moved(rows, step), blocks
             del rows  # before the next are computed
             yield found
@@ -256,9 +257,15 @@ class PredictionVerbs(Fitted):
         """Mean (m, C) and variances (m, C) of f at each chunk."""
         step, many = self._step(mean), self.posterior_precision.many_variances
         for rows in chunks.rows(3 * self.num_outputs ** (1 if many else 2) * self.dtype.itemsize):
-            found = _moved(rows, step), self.posterior_precision.variances_of_outputs(rows)
+            found = _moved(rows, step), require_finite(self.posterior_precision.variances_of_outputs(rows))
             del rows  # before the next are computed
             yield found
+
+    def _covariance(self, rows: Jacobian) -> Tensor:
+        """V, joint over the rows, (nC, nC)."""
+        joint = self.posterior_precision.covariance(rows)
+        require_finite(joint.diagonal())
+        return joint
 
     def _jointly(self, x: InputData) -> Jacobian:
         """Rows of J at all inputs, if their joint covariance fits in memory."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ntk_laplace.curvature.posterior_precision import require_finite
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.posterior.explain import bytes_of_each
 from ntk_laplace.posterior.explain.algebra import SingleRemovals, removal_terms
@@ -51,7 +52,7 @@ class WithoutEach:
         for test in chunks if self._stored else self._grouped(chunks):
             with torch.no_grad():
                 moved, widened = self._removals.effects(test) if self._removals else self._from_data(test)
-                own = self._fitted.precision.covariance_blocks(test).diagonal(dim1=1, dim2=2)
+                own = require_finite(self._fitted.precision.variances_of_outputs(test))
                 tile = test.f, moved.add_(test.f.unsqueeze(1)), widened.add_(own.unsqueeze(1))
             del test, moved, widened  # before the rows of the next chunk are computed
             yield tile
