@@ -110,6 +110,60 @@ def test_what_is_measured_is_that_of_the_dense_matrices(structure: str) -> None:
     assert measured.exact == (structure in ("gp", "full"))
 
 
+@pytest.mark.parametrize("structure, added", [("gp", "missing"), ("full", "weightless"), ("kfac", "both")])
+def test_points_that_do_not_count_change_no_diagnostic(structure: str, added: str) -> None:
+    """Without a target, or with a weight of zero: decrement and error of the score are per point that counts."""
+    network, x, y = problem()
+    missing = {"missing": 200, "weightless": 0, "both": 100}[added]
+    more = torch.cat([x, torch.randn(200, 3, generator=torch.Generator().manual_seed(1)).double()])
+    labels = torch.cat([y, torch.full((missing,), -100), torch.zeros(200 - missing, dtype=torch.long)])
+    weights = torch.cat([torch.ones(60 + missing), torch.zeros(200 - missing)]).double()
+    found = []
+    for data in ((x, y), (more, labels, weights)):
+        posterior = ntkl.laplace(network, data, ntkl.Categorical(), ntkl.GaussianPrior(20.0), structure)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+            left = posterior.leave_one_out(points=None if structure != "kfac" else range(6))  # one group
+            score = posterior.loo_log_density(points=range(6))
+        measured = left.reliability
+        found.append([float(score), left.standard_error, measured.decrement, measured.prior_ratio,
+                      measured.high_leverage, measured.effective_share, float(left.counts.sum())])
+    assert found[1] == pytest.approx(found[0], rel=1e-8)
+
+
+def test_weights_and_tempered_likelihoods_are_repeated_points_in_each_diagnostic() -> None:
+    torch.manual_seed(0)
+    x, network = torch.randn(10, 2).double(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    y = x.sin() + 0.1 * torch.randn(10, 2)
+    y[0, 1] = torch.nan
+    noise = ntkl.Gaussian(0.05, missing="nan")
+    data = {"tempered": (x, y), "weights": (x, y, torch.full((10,), 3.0).double()), "repeated": (x.repeat(3, 1),
+            y.repeat(3, 1))}
+    found = {}
+    for name, given in data.items():
+        likelihood = ntkl.Tempered(noise, 3.0) if name == "tempered" else noise
+        posterior = ntkl.laplace(network, given, likelihood, ntkl.GaussianPrior(0.1))
+        found[name] = quietly(posterior).reliability, float(posterior.effective_parameters().sum())
+    for measured, used in found.values():
+        assert measured.effective_share == pytest.approx(used / (3 * 19), rel=1e-9)
+        assert measured.decrement == pytest.approx(found["repeated"][0].decrement, rel=1e-9)
+
+
+def test_the_error_of_a_score_weights_the_points() -> None:
+    """By the jackknife: the weighted mean without each point."""
+    _, x, y = problem()
+    weights = torch.rand(60, generator=torch.Generator().manual_seed(3)).double()
+    weights[::3] = 0.0
+    network = problem()[0]
+    found = quietly(ntkl.laplace(network, (x, y, weights), ntkl.Categorical(), ntkl.GaussianPrior(1.0)))
+    one = quietly(ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(1.0)))
+    assert one.standard_error == pytest.approx(float(one.log_density.std() / 60**0.5), rel=1e-10)
+    w, d = weights[weights > 0], found.log_density[weights > 0]
+    means = torch.stack([(w @ d - a * b) / (w.sum() - a) for a, b in zip(w, d, strict=True)])
+    jackknife = ((len(w) - 1) / len(w) * (means - means.mean()).square().sum()).sqrt()
+    assert found.standard_error == pytest.approx(float(jackknife), rel=0.1)
+
+
 @pytest.mark.slow
 def test_moved_hyperparameters_cause_a_warning() -> None:
     posterior = moved()

@@ -38,11 +38,12 @@ class TwoWells(nn.Module):
         return x * self.theta + (1 - x) * (self.theta.square() - 1)
 
 
-def two_wells(pull: float) -> ntkl.Posterior:
+def two_wells(pull: float, weight: float = 1.0) -> ntkl.Posterior:
     """At θ = 0.894, a minimum of ½ Σ(y - f)² for five points (0, 0) and the points (1, pull) and (1, -pull)."""
     x = torch.tensor([0.0] * 5 + [1.0, 1.0]).double().unsqueeze(1)
     y = torch.tensor([0.0] * 5 + [pull, -pull]).double().unsqueeze(1)
-    return ntkl.laplace(TwoWells(), (x, y), ntkl.Gaussian(1.0), ntkl.GaussianPrior(1e-12))
+    likelihood = ntkl.Gaussian(1.0) if weight == 1 else ntkl.Tempered(ntkl.Gaussian(1.0), weight)
+    return ntkl.laplace(TwoWells(), (x, y), likelihood, ntkl.GaussianPrior(1e-12 * weight))
 
 
 @pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
@@ -96,8 +97,9 @@ def test_a_minimum_that_leaves_with_its_point_does_not_come_back() -> None:
     left = float(found.f[0, 0] + found.moving[0, 0])
     assert left < -1 and 10 * left**3 - 9 * left + 4 == pytest.approx(0.0, abs=1e-6)
     assert bool(two_wells(0.5).rerank(right, 7).comes_back.all())
-    what_ifs = two_wells(4.0).what_ifs([[5], [6], [0, 1]])
-    assert what_ifs.comes_back().tolist() == [False, True, True]
+    for weight in (1.0, 1e-3, 1e3):  # the same minima
+        what_ifs = two_wells(4.0, weight).what_ifs([[5], [6], [0, 1]])
+        assert what_ifs.comes_back().tolist() == [False, True, True]
     assert two_wells(4.0).what_ifs([[5]], linearization="fixed").comes_back().tolist() == [True]
 
 
@@ -127,6 +129,8 @@ def test_refusals(tmp_path: Path) -> None:
         posterior.rerank(NEW, 0)
     with refused(ntkl.DataError, "0 to 8", "9", ""):
         posterior.rerank(NEW, 2, groups=[[9]])
+    with refused(ntkl.DataError, "left in every group", "none in group 1", "fewer"):
+        posterior.rerank(NEW, 2, groups=[[0], range(9)])
     vars(posterior.fitted.settings)["memory_budget"] = 10  # the class is frozen
     with refused(ntkl.MemoryBudgetError, "networks", "need of", "fewer candidates"):
         posterior.rerank(NEW, 2)

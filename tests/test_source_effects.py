@@ -117,6 +117,9 @@ def test_labels_of_every_kind_say_the_same() -> None:
     assert posterior.source_effects(x_new, dates).names[0].startswith("2023-12-01")
     mixed = posterior.source_effects(x_new, [1 if label == "a" else label for label in SOURCES])
     assert mixed.names == ("1", "b", "c") and torch.equal(mixed.effect, want.effect)
+    equal = iter([1, 1.0, True] * 3)  # equal in Python: one source
+    alike = posterior.source_effects(x_new, [next(equal) if label == "a" else label for label in SOURCES])
+    assert alike.names == ("1", "b", "c") and torch.equal(alike.effect, want.effect)
 
 
 class Halves(nn.Module):
@@ -222,6 +225,7 @@ def test_what_makes_no_sense() -> None:
         ([["a"]] * 9, "names or numbers of sources", r"\['a'\]", "one label for each"),
         ([*SOURCES[:7], None, "a"], "a source for each training point", "none for point 7", "unknown"),
         (pandas.Series([*range(3), float("nan"), float("nan"), *range(4)]), "a source for each", "3 and 1 more", "own"),
+        ([1, "1", *SOURCES[2:]], "labels that differ in print", "print as 1, of different types", "one type"),
         (["x"] * 9, "at least two sources", "'x' for all of 9", "others must remain"),
         (list(range(9)), "sources of several training points", "each of 9", "removal_effects"),
     ):

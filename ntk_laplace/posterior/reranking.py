@@ -15,7 +15,7 @@ from ntk_laplace.posterior.explain.quantity import Output, quantity_of, require_
 from ntk_laplace.posterior.explain.ranked import counted, strongest
 from ntk_laplace.posterior.explain.reranking import Reranking
 from ntk_laplace.posterior.explanation import ExplanationVerbs
-from ntk_laplace.posterior.what_ifs import WhatIfsVerbs
+from ntk_laplace.posterior.what_ifs import WhatIfsVerbs, changed_weights
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.what_if import Indices, positions
 
@@ -88,9 +88,11 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         indices = strongest(linear.abs(), min(counted(candidates, count), count))
         points = indices.unique()  # of all inputs
         self._require_outputs(len(linear), len(points) + len(chosen))
-        found = self.what_ifs(self._without([*points.unsqueeze(1), *chosen]))
+        weights = self._without(points.unsqueeze(1), chosen)
+        found = self.what_ifs(weights)
         back, f, after = found.comes_back()[1:], *_split(found.outputs(x))
-        fixed = self.what_ifs(self._without(chosen), linearization="fixed").outputs(x) if chosen else None
+        joint_weights = torch.cat([weights[:1], weights[1 + len(points) :]])
+        fixed = self.what_ifs(joint_weights, linearization="fixed").outputs(x) if chosen else None
         quantity = quantity_of(self._fitted.model.likelihood, f, by, output, y)
         moving, joint = quantity.change(f, after).split([len(points), len(chosen)], 1)
         slot = torch.searchsorted(points, indices.contiguous())
@@ -107,13 +109,11 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
             targets=self._points().targets, guarantees=_GUARANTEES,
         )
 
-    def _without(self, groups: Sequence[Tensor]) -> Tensor:
-        """Example weights (1 + G, N): first all points, then without each group."""
+    def _without(self, points: Tensor, groups: Sequence[Tensor]) -> Tensor:
+        """Example weights (1 + m + G, N): first all points, then without each of m, then without each group."""
         counts = self._points().counts
-        weights = counts.repeat(1 + len(groups), 1)
-        for row, group in zip(weights[1:], groups, strict=True):
-            row[group.to(row.device)] = 0.0
-        return weights
+        found = [counts[None], changed_weights(points, counts)]
+        return torch.cat([*found, changed_weights(groups, counts)] if groups else found)
 
     def _require_outputs(self, inputs: int, networks: int) -> None:
         require_memory(3 * networks * inputs * self.num_outputs * self.dtype.itemsize, self.network.device,

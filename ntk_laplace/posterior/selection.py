@@ -146,7 +146,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         ----------
         points, seed : optional
             As in `leave_one_out`: the sum over these points, scaled to all. Any structure supports it;
-            ``leave_one_out(points).standard_error`` times N is its standard error, N w under `Tempered`.
+            ``leave_one_out(points).standard_error`` times N is its standard error, N w under `Tempered`, with N the
+            sum of the example weights; points without any target are not counted.
 
         Returns
         -------
@@ -164,11 +165,11 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             score, found = leave_one_out_score(self._fitted)
         else:
             found = self._some_left_out(points, seed)
-            counts = self._fitted.points.counts
-            own = counts[found.index]
-            if not bool((own > 0).any()):
-                raise DataError("points that count, for a score", "weights that are all zero", "Leave out others.")
-            score = (own * found.log_density).sum() * (self.likelihood.weight * counts.sum() / own.sum())
+            total = self._fitted.points.total(self.likelihood)
+            if not bool((found.counts > 0).any()):
+                raise DataError("points that count, for a score", "none with a target and a positive weight",
+                                "Leave out others.")
+            score = found.counts @ found.log_density * (self.likelihood.weight * total / found.counts.sum())
         self._warn_of(found)
         return score
 

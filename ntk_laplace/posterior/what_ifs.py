@@ -16,7 +16,7 @@ from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.what_if import WhatIfVerbs, is_moving
 from ntk_laplace.structures.what_if import Groups, Indices, positions, tell_unreached
 
-__all__ = ["CrossValidation", "WhatIfs", "WhatIfsVerbs"]
+__all__ = ["CrossValidation", "WhatIfs", "WhatIfsVerbs", "changed_weights"]
 
 
 class WhatIfs:
@@ -178,7 +178,7 @@ class WhatIfsVerbs(WhatIfVerbs):
         moving = is_moving(linearization, None)
         counts = self._points().counts.to(self._fitted.theta)
         with torch.inference_mode(False):
-            found = Groups.of(self._fitted, _weights(groups, counts), moving)
+            found = Groups.of(self._fitted, changed_weights(groups, counts), moving)
         tell_unreached(found.converged, found.falling, found.steps)
         return WhatIfs(self, found, partial(self._at_optimum, found))
 
@@ -220,13 +220,11 @@ class WhatIfsVerbs(WhatIfVerbs):
                 own = ((numbers >= some.start) & (numbers < some.stop)).nonzero().squeeze(1)
                 f[own] = outputs[numbers[own] - some.start, own]
                 density[own] = found._groups.log_prob_of(outputs)[numbers[own] - some.start, own]
-        points = self._points()
-        present = points.present(self.likelihood)
-        counts = points.counts if present is None else points.counts * present
+        counts = self._points().observed_counts(self.likelihood)
         return CrossValidation(f, density, names[numbers.cpu()], found.converged, counts)
 
 
-def _weights(groups: Sequence[Indices] | Tensor, counts: Tensor) -> Tensor:
+def changed_weights(groups: Sequence[Indices] | Tensor, counts: Tensor) -> Tensor:
     """Example weights of each change, (G, N).
 
     Raises

@@ -128,10 +128,20 @@ class TrainingPoints:
         observed = likelihood.observed(self.targets)
         return None if observed is None else observed.reshape(len(self.f), -1).any(1)
 
+    def observed_counts(self, likelihood: Likelihood) -> Tensor:
+        """How often each point counts in the log likelihood, (N,): its weight, 0 where it has no target."""
+        present = self.present(likelihood)
+        return self.counts if present is None else self.counts * present
+
+    def observed_outputs(self, likelihood: Likelihood) -> float:
+        """Number of outputs in the log likelihood: Σ w_n C, less those whose targets are missing."""
+        observed = likelihood.observed(self.targets)
+        each = self.counts if observed is None else self.counts * observed.reshape(len(self.f), -1).to(self.f).mean(1)
+        return float(each.sum()) * self.num_outputs
+
     def total(self, likelihood: Likelihood) -> float:
         """Number of examples in the log likelihood: Σ w_n over those with a target."""
-        present = self.present(likelihood)
-        return float((self.counts if present is None else self.counts * present).sum())
+        return float(self.observed_counts(likelihood).sum())
 
     def require_consistent(self, likelihood: Likelihood) -> None:
         """Refuse a likelihood whose methods contradict each other at the first points.

@@ -54,8 +54,7 @@ class LeftOut:
         cls, points: TrainingPoints, likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool = False
     ) -> LeftOut:
         """Moments beside the points' targets and weights, 0 without a target."""
-        present = points.present(likelihood)
-        weights = points.counts if present is None else points.counts * present
+        weights = points.observed_counts(likelihood)
         targets = points.targets.squeeze(-1) if scalar and points.targets.ndim == 2 else points.targets
         return cls(mean, covariance, targets, weights, scalar)
 

@@ -51,7 +51,7 @@ class LinearLeaveOneOut:
             self._z = ((error + fitted.jvp(from_prior)).unsqueeze(1) @ root).squeeze(1)  # (N, R)
             self._values, self._vectors = _decomposed(fitted, root)  # k (r,), U (N, R, r)
             kept = torch.ones_like(error) if observed is None else observed.reshape(error.shape).to(error)
-            present = points.counts * (kept.sum(1) > 0)
+            present = points.observed_counts(likelihood)
             self._share = present / present.sum()
             often = points.counts * likelihood.weight
             self._often = torch.where(present > 0, often, 1.0)

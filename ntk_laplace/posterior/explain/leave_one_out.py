@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -69,6 +70,8 @@ class LeaveOneOut:
         Training targets.
     index : Tensor, (N,)
         Numbers of the training points, ascending.
+    counts : Tensor, (N,)
+        How often each point counts: its weight, 0 where it has no target.
     guarantees : tuple of str
         What is exact, and what is not.
     reliability : Reliability
@@ -86,6 +89,7 @@ class LeaveOneOut:
     importance: Tensor
     targets: Tensor
     index: Tensor
+    counts: Tensor
     guarantees: tuple[str, ...]
     reliability: Reliability
 
@@ -117,8 +121,13 @@ class LeaveOneOut:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean of `log_density` as that of all training points, nats a point; NaN for a single point."""
-        return float(self.log_density.std() / len(self.log_density) ** 0.5)
+        """Of the mean of `log_density`, weighted by `counts`, as that of all training points, nats a point.
+
+        NaN where a single point counts.
+        """
+        share, count = self.counts / self.counts.sum(), int((self.counts > 0).sum())
+        apart = share * (self.log_density - share @ self.log_density)
+        return float(apart.norm()) * (count / (count - 1)) ** 0.5 if count > 1 else math.nan
 
     def ranked(self, by: str = "suspicion", k: int | None = None) -> Tensor:
         """Training points sorted by a column, largest first, (k,): "suspicion" lists likely label errors.
@@ -175,7 +184,7 @@ def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
     fitted.require_laplace("leave-one-out")
     everything = torch.arange(fitted.num_examples, device=fitted.points.f.device)
     found = _kept(fitted) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, everything)
-    measured = reliability(fitted, found.leverage)
+    measured = reliability(fitted, everything, found.leverage)
     return _predicted(fitted, everything, found, measured, _EXACT if fitted.exact else _OTHER, samples)
 
 
@@ -214,10 +223,10 @@ def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> L
         raise DataError("one or more training points to leave out", "none", "Pass for example points=100.")
     if not fitted.exact:
         found, left = conditioned(fitted, index)
-        measured = reliability(fitted, found.leverage, left)
+        measured = reliability(fitted, index, found.leverage, left)
         return _predicted(fitted, index, found, measured, _REFITTED, samples)
     found = _kept(fitted).at(index) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, index)
-    return _predicted(fitted, index, found, reliability(fitted, found.leverage), _EXACT, samples)
+    return _predicted(fitted, index, found, reliability(fitted, index, found.leverage), _EXACT, samples)
 
 
 def _predicted(
@@ -248,7 +257,8 @@ def _predicted(
                        f"{measured.decrement:.2g} nats a point from the optimum, by the Newton decrement, and the "
                        "remaining gradient is kept fixed",)
     return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
-                       found.used, found.information, importance, points.targets, index, guarantees, measured)
+                       found.used, found.information, importance, points.targets, index,
+                       points.observed_counts(counted), guarantees, measured)
 
 
 def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:

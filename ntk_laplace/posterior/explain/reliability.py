@@ -35,13 +35,14 @@ class Reliability:
     Attributes
     ----------
     decrement : float
-        ½ gᵀH⁻¹g/N, nats per point: the gain of one more Newton step, with g the gradient of the negative log joint.
+        ½ gᵀH⁻¹g/N, nats per point: the gain of one more Newton step, with g the gradient of the negative log joint and
+        N the sum of the example weights, times w under `Tempered`; points without any target are not counted.
         Zero at the optimum. Leave-one-out keeps g fixed, so part of the effect of a point's label remains.
     prior_ratio : float
         ρ = Σ_g δ_g‖θ_g-μ0‖²/Σ_g γ_g, 1 at MacKay's fixed point. Far below 1 the prior hardly determines the weights,
         and one Newton step without a point overshoots.
     high_leverage : float
-        Fraction of the points with a leverage above 0.9.
+        Fraction of the points that count with a leverage above 0.9.
     largest_leverage : float
         Below 1 for an exact curvature.
     precision_spread : float
@@ -51,7 +52,7 @@ class Reliability:
     exact : bool
         Whether the curvature is exact for the linearized model.
     effective_share : float
-        γ/NC, effective parameters per training output.
+        γ/NC, effective parameters per training output that is observed, N as above.
     additive : bool
         Whether the likelihood is Gaussian noise.
     refitted : bool
@@ -137,20 +138,24 @@ class Reliability:
         return "" if self.trusted else f"leave-one-out is not to be trusted here: {'; '.join(self.reasons)}; {todo}"
 
 
-def reliability(fitted: FittedModel, leverage: Tensor, unfinished: float | None = None) -> Reliability:
-    """Compute the diagnostics; `leverage` are the points' leverages (N,), `unfinished` as in `Reliability`."""
+def reliability(
+    fitted: FittedModel, index: Tensor, leverage: Tensor, unfinished: float | None = None
+) -> Reliability:
+    """Compute the diagnostics; `leverage` (m,) is that of the points `index`, `unfinished` is as in `Reliability`."""
+    points, likelihood = fitted.points, fitted.likelihood
+    counting = points.observed_counts(likelihood)[index] > 0
     prior, precision = fitted.prior, fitted.precision
     with torch.inference_mode(False), torch.no_grad():
         by_group = prior.precision.flatten().double()
         energy = float((by_group * prior.group_distances(fitted.theta).double()).sum())
         used = max(float(precision.information_gained()), torch.finfo(torch.float64).tiny)
-    ratio, additive = energy / used, fitted.likelihood.additive_noise(fitted.points.f) is not None
+    ratio, additive = energy / used, likelihood.additive_noise(points.f) is not None
     return Reliability(
         decrement=newton_decrement(fitted), prior_ratio=ratio,
-        high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
+        high_leverage=float((leverage > HIGH_LEVERAGE).sum()) / max(1, int(counting.sum())),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
         moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
-        effective_share=used / (float(fitted.points.counts.sum()) * fitted.points.num_outputs),
+        effective_share=used / (likelihood.weight * points.observed_outputs(likelihood)),
         additive=additive, refitted=fitted.model.refitted,
         linear=ratio < LEAST_RATIO and additive and fitted.exact and _linear(fitted),
     )
@@ -161,7 +166,7 @@ def newton_decrement(fitted: FittedModel) -> float:
     with torch.inference_mode(False), torch.no_grad():
         gradient = fitted.joint_gradient()
         decrement = 0.5 * float(gradient @ fitted.precision.solve(gradient))
-    return decrement / (fitted.likelihood.weight * float(fitted.points.counts.sum()))
+    return decrement / (fitted.likelihood.weight * fitted.points.total(fitted.likelihood))
 
 
 def _linear(fitted: FittedModel) -> bool:

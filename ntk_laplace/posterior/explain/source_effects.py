@@ -172,8 +172,8 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
     Raises
     ------
     DataError
-        If they are not one label for each training point, a label is missing, all points are of one source, or each
-        point is a source of its own.
+        If they are not one label for each training point, a label is missing, two labels differ in type alone, all
+        points are of one source, or each point is a source of its own.
     """
     import pandas
 
@@ -189,9 +189,13 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
         ordered = sorted(values)
     except TypeError:  # of several types
         ordered = sorted(values, key=str)
-    names = list(dict.fromkeys(map(str, ordered)))
-    place = {name: number for number, name in enumerate(names)}
-    number = torch.tensor([place[str(label)] for label in labels], device=counts.device)
+    place = {label: number for number, label in enumerate(ordered)}  # equal labels, 1 and 1.0, are one source
+    names = [str(label) for label in ordered]
+    alike = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if alike is not None:
+        raise DataError("labels that differ in print", f"several that print as {alike}, of different types",
+                        "Convert the labels to one type.")
+    number = torch.tensor([place[label] for label in labels], device=counts.device)
     _check(names, number, counts)
     return tuple(names), number
 

@@ -89,8 +89,8 @@ class Groups:
         """Whether each optimum leads back to the trained network if the change is undone, (G,).
 
         The descent goes from the optimum of the change to one of the unchanged data. It is the trained network's if
-        the log likelihood of every training point is as before, to .01 nats and the rounding of the optimum: minima
-        that differ by a symmetry of the weights are one network.
+        the log likelihood of every training point, counted once, is as before, to .01 nats and the rounding of the
+        optimum: minima that differ by a symmetry of the weights are one network.
 
         Parameters
         ----------
@@ -106,10 +106,11 @@ class Groups:
         reached = _minima(model, each, self._objective, unchanged, start, "points put back").at
         eps = max(torch.finfo(dtype).eps for dtype in (reached.dtype, model.network.precision))
         with torch.no_grad():
-            home = likelihood.log_prob(likelihood.outputs(reached[:1]))
+            home = self.log_prob_of(likelihood.outputs(reached[:1]))
             # an optimum is known to where a step gains eps |F|, a log likelihood to its square root
-            tolerance = _SAME + (20 * eps * (1.0 + float(home.abs().sum()))) ** 0.5
-            found = [(likelihood.log_prob(likelihood.outputs(some)) - home).abs().amax(1) <= tolerance
+            rounding = eps * (1.0 / model.likelihood.weight + float(home.abs().sum()))
+            tolerance = _SAME + (20 * rounding) ** 0.5
+            found = [(self.log_prob_of(likelihood.outputs(some)) - home).abs().amax(1) <= tolerance
                      for some in reached[1:].split(self._each)]
         return torch.cat(found)
 
