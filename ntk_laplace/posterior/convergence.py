@@ -81,7 +81,8 @@ def converged(
                 descent.anneal(tuning.ANNEALING_STEPS, tuning.MINIBATCH)
     finally:
         descent.settle()
-    if decrement > max(tolerance, descent.rounding / data.num_examples):  # no step can gain what rounding hides
+    hidden = descent.rounding / (fitted.likelihood.weight * fitted.points.total(fitted.likelihood))
+    if decrement > max(tolerance, hidden):  # no step can gain what rounding hides
         _report(descent, decrement, tolerance, remedy)
     return fitted
 
