@@ -70,6 +70,25 @@ def test_each_process_has_its_own_data() -> None:
     compared(on_ranks(2, run), answers(fit()))
 
 
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+def test_new_points_follow_all_old_ones_where_the_network_moves(structure: str) -> None:
+    """Processes read their old and new share in turn; outputs, rows and targets are in the order of the numbers."""
+    new = inputs(N + 7)[N:], parts("classes")[0][:7]
+
+    def run(own: slice, added: slice, **settings: Any) -> dict[str, Tensor]:
+        posterior = fit(structure, part=own, **settings).condition(take_all(new, added))
+        moved = posterior.remove([0, N + 1], linearization="moving")
+        found = {"theta": moved.network.theta, "f": moved.f, "evidence": moved.log_marginal_likelihood().detach(),
+                 "outputs": moved.latent_moments(inputs(3))[0]}
+        if structure == "full":  # "gp" needs the inputs of one share for both parts
+            found["Gauss-Newton"] = posterior.remove([0, N + 1]).relinearize().network.theta
+        return found
+
+    cut, added = shares(N, 2), shares(7, 2)
+    found = on_ranks(2, lambda reducer: run(cut[reducer.rank], added[reducer.rank], reducer=reducer, sharded=True))
+    compared(found, run(slice(None), slice(None)))
+
+
 @pytest.mark.slow
 def test_folds_weights_and_noise_per_point_have_global_numbers() -> None:
     noise = torch.linspace(0.2, 0.6, N).double()

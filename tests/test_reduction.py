@@ -133,6 +133,48 @@ def test_a_condition_takes_each_process_s_share(structure: str) -> None:
     require_same(found, run(SingleProcess(), slice(None), slice(None)))
 
 
+@pytest.mark.parametrize("structure", ["full", "iterative", "kfac"])
+def test_one_process_saves_what_all_have_changed(structure: str, tmp_path: Path) -> None:
+    """Sums of changed points are there before one process needs them alone."""
+    new = inputs(20)[N:], labels(20)[N:]
+
+    def changed(reducer: Reducer) -> dict[str, Any]:
+        posterior = ntkl.laplace(small(), (inputs(), labels()), ntkl.Categorical(), structure=structure,
+                                 settings=ntkl.Settings(reducer=reducer))
+        found = {"condition": posterior.condition(new), "subset": posterior.subset(range(0, N, 2))}
+        for name, one in found.items() if reducer.rank == 0 and reducer.world_size > 1 else ():
+            one.save(tmp_path / f"{name}.pt")
+        return found
+
+    on_ranks(2, changed)
+    for name, one in changed(SingleProcess()).items():
+        value = float(ntkl.load(tmp_path / f"{name}.pt", small()).log_marginal_likelihood())
+        assert value == pytest.approx(float(one.log_marginal_likelihood()), rel=1e-9)
+
+
+def test_a_compressed_posterior_counts_each_point_once() -> None:
+    def small_one(posterior: Any) -> dict[str, Tensor]:
+        found = posterior.compress(26)
+        return {"log det": found.log_det().detach(), "variance": found.latent_moments(inputs(4))[1]}
+
+    compare((inputs(), labels()), 3, ntkl.Categorical, small_one, structure="gp")
+
+
+def test_an_input_at_many_positions_that_one_process_predicts() -> None:
+    """Other processes have none of the one input's rows."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)).double()
+    x, y = torch.randn(13, 2, 2, 3).double(), torch.randint(3, (13, 2, 3))
+
+    def run(reducer: Reducer) -> dict[str, Tensor]:
+        posterior = ntkl.laplace(network, (x, y), ntkl.Everywhere(ntkl.Categorical()), structure="gp",
+                                 settings=ntkl.Settings(reducer=reducer))
+        joint = posterior.latent(x[:1])
+        return {"covariance": joint.covariance_matrix, "blocks": posterior.latent_moments(x[:1])[1]}
+
+    require_same(on_ranks(2, run), run(SingleProcess()))
+
+
 @pytest.mark.parametrize("structure", ["gp", "full", "iterative"])
 def test_reweighted_points_have_global_indices(structure: str) -> None:
     def reweighted(posterior: Any) -> dict[str, Tensor]:

@@ -56,16 +56,18 @@ class CompressionVerbs(Fitted):
             raise UnsupportedError("an exact structure to compress", f"structure={self.structure!r}",
                                    'Fit with structure="iterative", "gp" or "full".')
         with torch.no_grad():
-            root = fitted.points.root(fitted.curvature_type, fitted.likelihood)
+            root, reducer = fitted.points.root(fitted.curvature_type, fitted.likelihood), fitted.settings.reducer
+            first, last = (fitted.num_examples * edge // reducer.world_size
+                           for edge in (reducer.rank, reducer.rank + 1))
 
             def rows(_: str) -> Iterator[tuple[Jacobian, Tensor]]:
-                seen = 0
-                for part in fitted.rows_at(torch.arange(fitted.num_examples)):
+                seen = first
+                for part in fitted.rows_at(torch.arange(first, last)):
                     yield part, root[seen : seen + part.num_examples]
                     seen += part.num_examples
 
-            curvature = CurvatureProducts(fitted.model, rows, lambda values: values, fitted.num_examples,
-                                          root.shape[2], lambda values: values)
+            curvature = CurvatureProducts(fitted.model, rows, lambda values: values[first:last], fitted.num_examples,
+                                          root.shape[2], reducer.concat)
             found = fitted.derived(compressed(spec, fitted.structure, curvature))
             cost = 0.5 * float(self.posterior_precision.log_det() - found.precision.log_det())
             some = torch.linspace(0, fitted.num_examples - 1, min(tuning.MEASURED_POINTS, fitted.num_examples)).long()

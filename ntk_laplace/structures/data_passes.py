@@ -21,6 +21,7 @@ from ntk_laplace.structures.points import TrainingPoints, present_values, unmove
 __all__ = [
     "ModelSignature",
     "collected",
+    "collected_jacobian",
     "collected_points",
     "common_factor",
     "digest",
@@ -71,6 +72,16 @@ def collected(model: LinearizedModel, batches: Source, rows: Tensor) -> Tensor:
     numbers = reducer.concat(batches.numbers(reducer)[0])
     rows = reducer.concat(rows).to(model.network.device)
     return rows[numbers.argsort().to(rows.device)]
+
+
+def collected_jacobian(model: LinearizedModel, batches: Source, rows: Jacobian) -> Jacobian:
+    """Rows of J of all examples, from the rows of those that this process reads."""
+    reducer = model.settings.reducer
+    if reducer.world_size == 1:
+        return rows
+    numbers = reducer.concat(batches.numbers(reducer)[0])
+    parts = [part.to(rows.dtype, rows.f.device) for part in reducer.gather(rows)]
+    return Jacobian.concatenate(parts).subset(numbers.argsort().to(rows.f.device))
 
 
 def collected_points(

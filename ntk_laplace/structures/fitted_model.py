@@ -233,7 +233,10 @@ class FittedModel:
 
     def derived(self, structure: Structure, model: LinearizedModel | None = None) -> FittedModel:
         """Another structure, with a likelihood and a prior of its own."""
-        return FittedModel((self.model if model is None else model).copied(), structure)
+        found = FittedModel((self.model if model is None else model).copied(), structure)
+        if self.settings.reducer.world_size > 1 and not structure.spec.keeps_jacobian:
+            found.precision  # noqa: B018 - while all processes are here: one of them may save it alone
+        return found
 
     def subset(self, index: Tensor) -> FittedModel:
         """Fitted to some of the training points, ascending."""

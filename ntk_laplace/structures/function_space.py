@@ -21,7 +21,7 @@ from ntk_laplace.model.data import Joined, Missing, RowBuffer, Source
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import format_bytes
-from ntk_laplace.structures.data_passes import collected_points, read_batches, selected
+from ntk_laplace.structures.data_passes import collected_jacobian, collected_points, read_batches, selected
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.last_layer import by_output, forecast_by_output, precision_by_output
 from ntk_laplace.structures.model import LinearizedModel
@@ -66,7 +66,7 @@ class FunctionSpace(StructureSpec):
         rows, whole = Jacobian.concatenate(parts), len(parts) == 1 and reducer.world_size == 1
         parts.clear()
         _, every, weights = collected_points(model, source, rows.f, targets.rows)
-        rows = Jacobian.concatenate([part.to(rows.dtype, rows.f.device) for part in reducer.gather(rows)])
+        rows = collected_jacobian(model, source, rows)
         points = TrainingPoints.checked(model.likelihood, model.outputs(rows), every, weights)
         if not whole:  # one batch of all examples was checked when it was read
             _require_memory(Problem(model, rows.num_examples, rows, reducer.world_size), held=True)

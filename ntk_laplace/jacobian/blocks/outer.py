@@ -358,7 +358,8 @@ def _position_product(left: Tensor, right: Tensor) -> Tensor:
     left = left.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t)
     # read both operands contiguously: transposing a small result is cheaper
     rows = (right.mT @ left.mT).mT.contiguous() if few else left @ right
-    rows = rows.view(n, g, k, -1).transpose(1, 2).reshape(n, k, -1)
+    i = right.shape[-1]
+    rows = rows.view(n, g, k, o * i).transpose(1, 2).reshape(n, k, g * o * i)  # n may be 0
     return rows.transpose(0, 1)
 
 

@@ -17,7 +17,7 @@ from ntk_laplace.model.data import InputData, Source, fill_buffer
 from ntk_laplace.model.network import Network
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
-from ntk_laplace.structures.data_passes import shown
+from ntk_laplace.structures.data_passes import collected, shown
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.what_if.moving import fitted_at, moving_model
 
@@ -137,4 +137,4 @@ def _outputs(model: LinearizedModel, source: Source, theta: Tensor) -> Tensor:
     """Outputs of the network at θ, (N, C)."""
     network: Network = model.network
     found = fill_buffer((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
-    return model.settings.reducer.concat(found.rows.to(model.jacobian_pass.dtype))
+    return collected(model, source, found.rows.to(model.jacobian_pass.dtype))
