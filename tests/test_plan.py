@@ -171,6 +171,43 @@ def test_auto_takes_the_larger_matrix_if_only_that_fits() -> None:
 # --- formulas
 
 
+class Steps(nn.Module):
+    """One layer used several times, with a frozen one and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.layer = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.layer(self.frozen(x) * self.scale))
+        return x
+
+
+@pytest.mark.parametrize("name", ["mlp", "steps", "convolution"])
+def test_the_graph_of_a_forward_pass_is_what_torch_saves(name: str) -> None:
+    """By torch's hooks on a batch, without weights and buffers."""
+    torch.manual_seed(0)
+    layers = {"mlp": lambda: nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)), "steps": Steps,
+              "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(),
+                                                   nn.Flatten(), nn.Linear(24, 3))}
+    network, x = layers[name]().double(), torch.randn(40, 8).double()
+    saved, own = {}, {t.untyped_storage().data_ptr() for t in (*network.parameters(), *network.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = network(x.clone().requires_grad_())
+    posterior = ntkl.laplace(network, (x, out.detach()), ntkl.Gaussian(0.1), structure="diag", settings=QUIET)
+    found = posterior.fitted.model.jacobian_pass.graph_bytes
+    assert found == pytest.approx(sum(saved.values()) / 40, rel=0.1)
+
+
 def test_shares_of_processes() -> None:
     network, data = problem(mlp, 200)
     built_in = [name for name, spec in ntkl.structures.REGISTERED.items() if spec.__module__.startswith("ntk_laplace")]
@@ -184,7 +221,11 @@ def test_shares_of_processes() -> None:
     gp = shared["gp"]
     assert gp.memory is not None and gp.shared_memory is not None
     # B is dealt to the processes, and each reads its share of the batches; rows and S are on all of them
-    assert gp.memory - gp.shared_memory == pytest.approx(0.75 * (gp.stored["B"] + gp.stored["rows of J"]), rel=1e-2)
+    posterior = ntkl.laplace(network, data, ntkl.Categorical(), structure="diag", settings=QUIET)
+    graph = 200 * posterior.fitted.model.jacobian_pass.graph_bytes
+    assert graph > 0
+    dealt = gp.stored["B"] + gp.stored["rows of J"] + graph
+    assert gp.memory - gp.shared_memory == pytest.approx(0.75 * dealt, rel=1e-2)
     assert "each of 4" in str(shared) and "each of" not in str(alone)
 
 

@@ -63,6 +63,32 @@ def sure(scale: float, *widths: int) -> nn.Sequential:
     return network
 
 
+class Recurrent(nn.Module):
+    """A GRU over the rows of an image: each weight has eight uses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cells, self.last = nn.GRU(8, width, batch_first=True), nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classes of images (n, 64)."""
+        return self.last(self.cells(x.unflatten(1, (8, 8)))[0][:, -1])
+
+
+class Attention(nn.Module):
+    """Two layers of a transformer over the rows of an image."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True)
+        self.first, self.layers = nn.Linear(8, width), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classes of images (n, 64)."""
+        return self.last(self.layers(self.first(x.unflatten(1, (8, 8)))).mean(1))
+
+
 NETWORKS = {
     "MLP 64-128-128-10": lambda: mlp(64, 128, 128, CLASSES),
     "MLP 64-256-256-10": lambda: mlp(64, 256, 256, CLASSES),
@@ -75,6 +101,8 @@ NETWORKS = {
     "CNN 8": lambda: conv(8),
     "CNN 64": lambda: conv(64),
     "CNN 200": lambda: conv(200),
+    "GRU 96": lambda: Recurrent(96),
+    "transformer 64": lambda: Attention(64),
 }
 CASES = [  # structure, network, N
     ("gp", "MLP 64-128-128-10", 600),
@@ -98,6 +126,7 @@ CASES = [  # structure, network, N
     ("inf", "CNN 200", 200),
     ("diag", "MLP 64-2000-2000-10", 400),
     ("diag", "MLP 64-3000-1000-10", 400),
+    *((name, network, 600) for network in ("GRU 96", "transformer 64") for name in ("kfac", "ekfac", "diag")),
 ]
 SMALL = [(name, "CNN 8", 20) for name in ("gp", "full", "iterative", "nystrom", "kfac", "ekfac", "inf", "diag")]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ _VIEWS = {
     "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "Unbind", "Alias", "Clone", "Narrow",
     "ToCopy",
 }
+_SAVED: dict[type, tuple[str, ...]] = {}  # of each class of nodes that was asked for
 _DIGIT = 256  # positions are sent through a view in base 256, which is exact in every floating dtype
 
 
@@ -110,9 +113,34 @@ class Graph:
         """Shape of a node's first output."""
         return output_shape(self.nodes[number], 0)
 
+    def saved_bytes(self, apart: Iterable[Tensor]) -> int:
+        """Bytes of the tensors that the nodes have saved for backward, without those that share memory with `apart`."""
+        storages = {tensor.untyped_storage().data_ptr(): 0 for tensor in apart}
+        for node in self.nodes:
+            for saved in chain.from_iterable(_saved(node, name) for name in _saved_names(node)):
+                storage = saved.untyped_storage()
+                storages.setdefault(storage.data_ptr(), storage.nbytes())
+        return sum(storages.values())
+
     def signature(self) -> tuple:
         """Key of the graph: a plan made on one batch applies to batches with the same signature."""
         return tuple((node.name(), len(self.consumers[i])) for i, node in enumerate(self.nodes))
+
+
+def _saved_names(node: Any) -> tuple[str, ...]:
+    """Attributes that hold what a node has saved."""
+    kind = type(node)
+    if kind not in _SAVED:
+        _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
+    return _SAVED[kind]
+
+
+def _saved(node: Any, name: str) -> Iterator[Tensor]:
+    """Tensors of one such attribute."""
+    found = getattr(node, name)
+    for saved in found if isinstance(found, (tuple, list)) else [found]:
+        if isinstance(saved, Tensor) and saved.layout == torch.strided:
+            yield saved
 
 
 def pull_back(node: Any, output: int, parameter: Tensor, rows: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,9 +19,9 @@ from ntk_laplace.jacobian.blocks import Block, Outer
 from ntk_laplace.jacobian.fallback import Fallback
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums, side_by_side
 from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
-from ntk_laplace.jacobian.graph import Graph
+from ntk_laplace.jacobian.graph import Graph, rows_dtype
 from ntk_laplace.jacobian.jacobian import Jacobian
-from ntk_laplace.jacobian.plan import Plan
+from ntk_laplace.jacobian.plan import Plan, UsePlan
 from ntk_laplace.jacobian.search import Search, make_plan
 from ntk_laplace.jacobian.storage import apart_from, compacted
 from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
@@ -71,14 +72,25 @@ class JacobianPass:
         self._plans: dict[tuple, Plan] = {}
         self._fallbacks: dict[tuple[str, ...], Fallback] = {}
         self._edges: list[_Edge] | None = None
+        self._graph_bytes = 0
 
     def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
         """The same pass, with its plans, for a copy of the network, or for rows in another floating type."""
         other = JacobianPass(network, dtype, self.keep_factors)
         other._plans = self._plans
         if network.device == self.network.device and network.dtype == self.network.dtype:
-            other._edges = self._edges
+            other._edges, other._graph_bytes = self._edges, self._graph_bytes
         return other
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Floating type in which the passes compute rows, before they are converted to `dtype`."""
+        return rows_dtype(self.network.parameters)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that a forward pass keeps of each example for the backward passes; 0 before a plan is made."""
+        return self._graph_bytes
 
     def rows(
         self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0,
@@ -184,6 +196,10 @@ class JacobianPass:
             kept, plain = kept_whole(extractions), {use.step.consumer: use.name for use in plan.uses if use.plain}
             element = torch.promote_types(out.dtype, graph.dtype).itemsize
             sizes = {n: graph.shape(n).numel() * element // len(out) for n in edges(extractions)}
+            own = chain(self.network.module.parameters(), self.network.module.buffers())
+            self._graph_bytes = graph.saved_bytes(own) // len(out)
+            for number in kept & _joined(plan.uses):
+                sizes[number] *= 2  # with the copy that joins them
         self._edges = [_Edge(max(1, size), number in kept, plain.get(number), plan.partners.get(plain.get(number, "")),
                              number == 0 and number in kept and graph.shape(0) == out.shape)
                        for number, size in sizes.items()]
@@ -233,11 +249,13 @@ class JacobianPass:
                 cotangents = root.movedim(-1, 0).to(out)
                 # each cotangent starts one pass and must be a contiguous matrix, transposed or not
                 cotangents = cotangents if cotangents.mT.is_contiguous() else cotangents.contiguous()
+            f = out.detach().to(self.dtype, copy=True)
             if not out.requires_grad:
-                return Jacobian((), len(cotangents), n, out.detach().to(self.dtype))
+                return Jacobian((), len(cotangents), n, f)
             blocks = self._blocks(Batch(network, self._parameters, x, out, cotangents, offset), fused_layers)
-        of_dtype = (block.to(self.dtype) for block in blocks) if self.keep_factors else side_by_side(blocks, self.dtype)
-        return Jacobian(tuple(of_dtype), len(cotangents), n, out.detach().to(self.dtype, copy=True))
+        del out  # and the graph
+        of_dtype = _converted(blocks, self.dtype) if self.keep_factors else side_by_side(blocks, self.dtype)
+        return Jacobian(tuple(of_dtype), len(cotangents), n, f)
 
     def _summed(
         self, x: Inputs, root: RootFunction, part: slice, offset: int, fused_layers: FusedLayers, theta: Tensor | None
@@ -334,6 +352,18 @@ def _examples_at_once(
     held = [edge.held(cotangents, fused_layers) for edge in edges]
     room, each = (buffer_bytes(size, device) for size in (tuning.WORKING_SET_BYTES, tuning.GRADIENT_BYTES))
     return max(1, min(room // max(1, sum(held) + root), each // max(held, default=1)))
+
+
+def _converted(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
+    """Blocks in another floating type; the list is emptied, so that no block is there twice for long."""
+    while blocks:
+        yield blocks.pop(0).to(dtype)
+
+
+def _joined(uses: Sequence[UsePlan]) -> set[int]:
+    """Nodes whose output gradients belong to parameters with several uses."""
+    counts = Counter(use.name for use in uses)
+    return {use.step.consumer for use in uses if counts[use.name] > 1}
 
 
 def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:

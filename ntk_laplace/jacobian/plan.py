@@ -129,10 +129,10 @@ class Plan:
 
 def joined(blocks: Iterable[Block]) -> list[Block]:
     """Blocks of several uses of one parameter, with blocks of the same kind joined."""
-    found: dict[tuple, Block] = {}
+    found: dict[tuple, list[Block]] = {}
     for block in blocks:
-        found[block.kind] = found[block.kind].joined(block) if block.kind in found else block
-    return list(found.values())
+        found.setdefault(block.kind, []).append(block)
+    return [first.joined(others) if others else first for first, *others in found.values()]
 
 
 def _extraction(use: UsePlan, graph: Graph, n: int) -> Extraction:

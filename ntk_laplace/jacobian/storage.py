@@ -26,7 +26,7 @@ def compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
             if not isinstance(small, Dense):
                 kept.append(small)
             elif small.weight in written:
-                written[small.weight] = small.joined(written[small.weight])
+                written[small.weight] = small.joined([written[small.weight]])
             else:
                 written[small.weight] = small
     return [*kept, *written.values()]

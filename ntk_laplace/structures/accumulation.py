@@ -217,6 +217,7 @@ class Accumulation:
                 else:
                     summary.add_factors(rows, self.spec.sharing, products, own, self.spec.factor_rank)
             self.f.append(rows.f)
+            del rows  # before the next are computed
         self.targets.append(targets)
         if weights is not None:
             self.weights.append(weights)
@@ -281,6 +282,7 @@ class Accumulation:
             for summary, eigenbasis in zip(self.summaries, self.eigenbases, strict=True):
                 if summary.block.kind == "kronecker":
                     summary.add_second_moments(rows, eigenbasis.basis, self.spec.squares)
+            del rows  # before the next are computed
 
     def _rows(
         self, model: LinearizedModel, roots: Roots, x: Inputs, targets: Tensor, seen: int, counts: Tensor | None,

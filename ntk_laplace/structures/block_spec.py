@@ -144,9 +144,11 @@ class BlockSpec(StructureSpec):
         for block in blocks:
             g, o, i = block.entries
             rows = block.rows(problem.sample)
+            t = rows.b.shape[-2] if isinstance(rows, Factored) else 1
             if isinstance(rows, SummedRows):
                 panel = max(panel, rows.copies * r * block.size * problem.element)
-            t = rows.b.shape[-2] if isinstance(rows, Factored) else 1
+            elif t > 1 and (self.second_pass or block.kind == "diagonal"):
+                panel = max(panel, r * block.size * problem.element)
             if block.kind == "kronecker":
                 o2, i2 = (width * self._kept(width, g) for width in (o, i))
                 o2 = 0 if block.table else o2

@@ -117,8 +117,17 @@ class Problem:
         return total
 
     def batch_bytes(self, most: int, each: int = 0) -> int:
-        """Bytes of the rows of a batch, and of `each` more per example: at most `most`, and at least one example's."""
-        return min(self.row_bytes(self.share) + self.share * each, max(most, self.row_bytes(1) + each))
+        """Bytes of a batch: its rows, `each` more per example, and the graph of its forward pass.
+
+        Without the graph at most `most`, in the floating type of the network's rows, and at least one example's. Rows
+        of another type than the algebra's are there twice while they are converted.
+        """
+        wide = self.element / self.model.jacobian_pass.row_dtype.itemsize
+        one = self.row_bytes(2) - self.row_bytes(1) + each
+        count = min(self.share, max(1, int(most * wide // max(1, one))))
+        rows = self.row_bytes(count) + count * each
+        converted = 0 if wide == 1.0 else int(rows / wide)
+        return rows + converted + count * self.model.jacobian_pass.graph_bytes
 
 
 def _linear(rows: Jacobian, n: int) -> int:

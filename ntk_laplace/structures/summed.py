@@ -121,6 +121,7 @@ class SummedStructure(StreamedStructure):
                                    f"{sums!r}"[:80], "Create them with model.theta.new_zeros(...).")
         for rows in read_rows(model, self.data, root, max_batch(model, root.shape[2]), "curvature"):
             self.spec.add(sums, rows, model)
+            del rows  # before the next are computed
         model.settings.reducer.sum_(*sums.values())
         return sums
 

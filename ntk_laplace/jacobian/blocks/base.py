@@ -188,8 +188,8 @@ class Block(LayerRows):
         yield from steps(n, k * sum(self.sizes().values()) * self.values.element_size(), self.values.device)
 
     @abstractmethod
-    def joined(self, other: Self) -> Self:
-        """Rows of two uses of the same parameters; both blocks have the same `kind`."""
+    def joined(self, others: Sequence[Self]) -> Self:
+        """Rows of several uses of the same parameters; all blocks have the same `kind`."""
 
     @abstractmethod
     def concatenated(self, parts: Sequence[Self]) -> Self:

@@ -118,8 +118,11 @@ class Dense(Block):
         total = weights.flatten(0, 1).T @ rows.flatten(0, 1)
         return {name: total[:, start:stop] for name, start, stop in self.spans}
 
-    def joined(self, other: Dense) -> Dense:
-        return replace(self, rows=self.rows + other.rows)
+    def joined(self, others: Sequence[Dense]) -> Dense:
+        rows = self.rows.clone()
+        for other in others:
+            rows += other.rows
+        return replace(self, rows=rows)
 
     def concatenated(self, parts: Sequence[Dense]) -> Dense:
         return replace(self, rows=torch.cat([part.rows for part in parts]))

@@ -93,9 +93,9 @@ class Lookup(Factored):
         tables = [self.vjp(cotangents[..., place])[self.weight] for place in range(cotangents.shape[2])]
         return {self.weight: torch.stack(tables)}
 
-    def joined(self, other: Lookup) -> Lookup:
-        b, tokens = torch.cat([self.b, other.b], 2), torch.cat([self.tokens, other.tokens], 1)
-        return replace(self, b=b, tokens=tokens)
+    def joined(self, others: Sequence[Lookup]) -> Lookup:
+        uses = [self, *others]
+        return replace(self, b=torch.cat([one.b for one in uses], 2), tokens=torch.cat([one.tokens for one in uses], 1))
 
     def concatenated(self, parts: Sequence[Lookup]) -> Lookup:
         tokens = cat_positions([part.tokens for part in parts], 0, 1)

@@ -210,8 +210,9 @@ class Outer(Factored):
         t, o = self.b.shape[3:]
         return steps(self.shape[1], vectors * t * o * self.b.element_size(), self.b.device)
 
-    def joined(self, other: Outer) -> Outer:
-        b, a = torch.cat([self.full_b(), other.full_b()], 3), torch.cat([self.a, other.a], 2)
+    def joined(self, others: Sequence[Outer]) -> Outer:
+        uses = [self, *others]
+        b, a = torch.cat([one.full_b() for one in uses], 3), torch.cat([one.a for one in uses], 2)
         return replace(self, b=b, a=a, constant=False)
 
     def concatenated(self, parts: Sequence[Outer]) -> Outer:
