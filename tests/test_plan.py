@@ -208,6 +208,26 @@ def test_the_graph_of_a_forward_pass_is_what_torch_saves(name: str) -> None:
     assert found == pytest.approx(sum(saved.values()) / 40, rel=0.1)
 
 
+@pytest.mark.parametrize("structure", ["kfac", "diag", "full"])
+def test_batches_keep_within_the_budget(structure: str) -> None:
+    """Half of it: output gradients, rows in the algebra's type, and the graph; the numbers are the same."""
+    network, data = problem(mlp, 200)
+    found = {}
+    for budget in (None, 2**20, 2**16):
+        settings = replace(QUIET, memory_budget=budget)
+        if budget != 2**16 or structure != "full":
+            found[budget] = ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, settings=settings)
+    values = {budget: float(one.log_marginal_likelihood()) for budget, one in found.items()}
+    assert max(values.values()) - min(values.values()) < 1e-9 * abs(values[None])
+    counts = {budget: one.fitted.model.jacobian_pass.examples_at_once(data[0]) for budget, one in found.items()}
+    for budget, count in counts.items():
+        if budget is not None:
+            own = found[budget].fitted.model.jacobian_pass
+            gradients = sum(layer.out_features for layer in network if isinstance(layer, nn.Linear)) * 8
+            each = 2 * gradients * found[budget].num_outputs + own.graph_bytes
+            assert 1 <= count < counts[None] and count * each <= budget / 2 < 1.01 * (count + 1) * each
+
+
 def test_shares_of_processes() -> None:
     network, data = problem(mlp, 200)
     built_in = [name for name, spec in ntkl.structures.REGISTERED.items() if spec.__module__.startswith("ntk_laplace")]

@@ -63,10 +63,14 @@ class JacobianPass:
     keep_factors : bool
         Keep every layer's inputs and output gradients, for Kronecker factors. By default rows are written out where
         this makes a Gram matrix cheaper.
+    budget : int, optional
+        Bytes, of which a batch takes at most half.
     """
 
-    def __init__(self, network: Network, dtype: torch.dtype, keep_factors: bool = False) -> None:
-        self.network, self.dtype, self.keep_factors = network, dtype, keep_factors
+    def __init__(
+        self, network: Network, dtype: torch.dtype, keep_factors: bool = False, budget: int | None = None
+    ) -> None:
+        self.network, self.dtype, self.keep_factors, self.budget = network, dtype, keep_factors, budget
         # skip parameters with zero elements
         self._parameters = {name: p for name, p in network.parameters.items() if p.numel()}
         self._plans: dict[tuple, Plan] = {}
@@ -76,7 +80,7 @@ class JacobianPass:
 
     def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
         """The same pass, with its plans, for a copy of the network, or for rows in another floating type."""
-        other = JacobianPass(network, dtype, self.keep_factors)
+        other = JacobianPass(network, dtype, self.keep_factors, self.budget)
         other._plans = self._plans
         if network.device == self.network.device and network.dtype == self.network.dtype:
             other._edges, other._graph_bytes = self._edges, self._graph_bytes
@@ -86,6 +90,16 @@ class JacobianPass:
     def row_dtype(self) -> torch.dtype:
         """Floating type in which the passes compute rows, before they are converted to `dtype`."""
         return rows_dtype(self.network.parameters)
+
+    def within_budget(self, count: int, each: int) -> int:
+        """At most `count` examples of a batch, each of which keeps so many bytes of output gradients, and its graph.
+
+        They are there a second time, as rows of `dtype`.
+        """
+        if self.budget is None:
+            return count
+        wide = self.dtype.itemsize / self.row_dtype.itemsize
+        return max(1, min(count, int(self.budget // 2 // ((1.0 + wide) * each + self._graph_bytes + 1))))
 
     @property
     def graph_bytes(self) -> int:
@@ -154,7 +168,8 @@ class JacobianPass:
         root = tuning.ROOT_COPIES * self.network.num_outputs * (cotangents or 0) * self.dtype.itemsize
         if cotangents is None:
             cotangents = 1 if self.last_layer(x) else self.network.num_outputs
-        return _examples_at_once(edges, cotangents, fused_layers, self.network.device, root)
+        each, count = _batch(edges, cotangents, fused_layers, self.network.device, root)
+        return self.within_budget(count, each)
 
     def last_layer(self, x: Inputs, fused_layers: FusedLayers | None = None) -> bool:
         """Whether the rows are those of one last layer, whose output gradients are the cotangents.
@@ -172,7 +187,8 @@ class JacobianPass:
         """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
         if self._edges is None:
             return None
-        return tuning.FORWARD_FACTOR * _examples_at_once(self._edges, 1, NO_FUSED_LAYERS, self.network.device)
+        each, count = _batch(self._edges, 1, NO_FUSED_LAYERS, self.network.device)
+        return tuning.FORWARD_FACTOR * self.within_budget(count, each)
 
     def prepare(self, x: Inputs) -> None:
         """Probe the network and plan its rows on a few examples; later calls return at once.
@@ -346,12 +362,14 @@ class _Edge:
         return self.size * cotangents if self.kept and self.plain not in fused_layers.weights else self.size
 
 
-def _examples_at_once(
+def _batch(
     edges: list[_Edge], cotangents: int, fused_layers: FusedLayers, device: torch.device, root: int = 0
-) -> int:
+) -> tuple[int, int]:
+    """Bytes that a batch keeps of each example, and how many examples it has."""
     held = [edge.held(cotangents, fused_layers) for edge in edges]
     room, each = (buffer_bytes(size, device) for size in (tuning.WORKING_SET_BYTES, tuning.GRADIENT_BYTES))
-    return max(1, min(room // max(1, sum(held) + root), each // max(held, default=1)))
+    own = sum(held) + root
+    return own, max(1, min(room // max(1, own), each // max(held, default=1)))
 
 
 def _converted(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:

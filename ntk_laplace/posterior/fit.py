@@ -202,7 +202,7 @@ def linearized(
         module.to(frozen.device)  # hyperparameters are on the network's device
     batches = settings.own(Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets))
     frozen.caller.positions = positions_of(likelihood, batches)
-    jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec.factored_rows)
+    jacobian_pass = JacobianPass(frozen, dtype, spec.factored_rows, settings.memory_budget)
     return LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings), batches
 
 

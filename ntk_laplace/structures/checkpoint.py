@@ -122,7 +122,7 @@ def restored_model(
     prior = GaussianPrior.from_record(saved["prior"], frozen.shapes)
     for module in (prior, own):
         module.to(frozen.device)
-    jacobian_pass = JacobianPass(frozen, saved["dtype"], keep_factors=spec.factored_rows)
+    jacobian_pass = JacobianPass(frozen, saved["dtype"], spec.factored_rows, settings.memory_budget)
     root = saved["root"]  # the keys of version 1 of the format
     curvature_type = CurvatureType(root["curvature"], root["samples"], root["seed"])
     model = LinearizedModel(frozen, own, prior, curvature_type, jacobian_pass, settings,

@@ -124,7 +124,8 @@ class Problem:
         """
         wide = self.element / self.model.jacobian_pass.row_dtype.itemsize
         one = self.row_bytes(2) - self.row_bytes(1) + each
-        count = min(self.share, max(1, int(most * wide // max(1, one))))
+        count = self.model.jacobian_pass.within_budget(max(1, int(most * wide // max(1, one))), int(one / wide))
+        count = min(self.share, count)
         rows = self.row_bytes(count) + count * each
         converted = 0 if wide == 1.0 else int(rows / wide)
         return rows + converted + count * self.model.jacobian_pass.graph_bytes

@@ -35,7 +35,7 @@ class Settings:
         a loader are merged up to this number, by default at most 5,000 examples and 32 MiB, unless merging would
         change the network's outputs.
     memory_budget : int, optional
-        Bytes the fit may use; by default the free memory of the device.
+        Bytes the fit may use; by default the free memory of the device. A batch takes at most half of it.
     progress : bool, optional
         Show a progress bar; by default if stderr is a terminal.
     checkpoint : path, optional

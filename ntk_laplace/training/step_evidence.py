@@ -125,7 +125,8 @@ class SubsetEvidence:
         ------
         MemoryBudgetError
         """
-        plain = replace(model, jacobian_pass=JacobianPass(model.network, model.jacobian_pass.dtype))
+        plain = replace(model, jacobian_pass=JacobianPass(model.network, model.jacobian_pass.dtype,
+                                                                   budget=model.settings.memory_budget))
         try:
             Auto(None).require_memory(Problem(plain, self.examples, plain.jacobian_pass.rows(x)))
         except MemoryBudgetError as error:

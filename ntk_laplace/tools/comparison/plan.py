@@ -294,7 +294,8 @@ class _Probe:
 
     def _of(self, factored: bool) -> tuple[Problem, Work]:
         if factored not in self._problems:
-            own = JacobianPass(self.model.network, self.model.jacobian_pass.dtype, factored)
+            given = self.model.jacobian_pass
+            own = JacobianPass(given.network, given.dtype, factored, given.budget)
             rows, each = _timed(lambda: own.rows(self._x), self.model)
             few = rows.subset(slice(0, self._few)).weighted(self._root[: self._few])
             problem = Problem(replace(self.model, jacobian_pass=own), self._count, rows, 1, self._spectrum(few),
