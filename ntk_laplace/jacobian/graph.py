@@ -115,7 +115,7 @@ class Graph:
 
     def saved_bytes(self, apart: Iterable[Tensor]) -> int:
         """Bytes of the tensors that the nodes have saved for backward, without those that share memory with `apart`."""
-        storages = {tensor.untyped_storage().data_ptr(): 0 for tensor in apart}
+        storages = {tensor.untyped_storage().data_ptr(): 0 for tensor in apart if tensor.layout == torch.strided}
         for node in self.nodes:
             for saved in chain.from_iterable(_saved(node, name) for name in _saved_names(node)):
                 storage = saved.untyped_storage()

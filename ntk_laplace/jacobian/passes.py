@@ -132,8 +132,15 @@ class JacobianPass:
         NonFiniteError
             If an output or a row is NaN or infinite, with the index of the example.
         """
-        parts = [apart_from(rows, x) for rows in self.batches(x, root, batch_size, offset, theta=theta)]
-        return Jacobian.concatenate(parts)
+        return Jacobian.concatenate(list(self.parts(x, root, batch_size, offset, theta)))
+
+    def parts(
+        self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0,
+        theta: Tensor | None = None,
+    ) -> Iterator[Jacobian]:
+        """As `rows`, one batch at a time."""
+        for rows in self.batches(x, root, batch_size, offset, theta=theta):
+            yield apart_from(rows, x)
 
     def batches(
         self, x: Inputs, root: Tensor | RootFunction | None, batch_size: int | None, offset: int = 0,

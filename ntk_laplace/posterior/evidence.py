@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import LogDetTerm
+from ntk_laplace.curvature import LogDetTerm, PosteriorPrecision
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_flags, warn
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory, maximize
@@ -17,7 +17,7 @@ from ntk_laplace.structures import bounds, evidence
 from ntk_laplace.structures.bounds import EvidenceBound
 from ntk_laplace.structures.evidence import Evidence
 
-__all__ = ["EvidenceVerbs"]
+__all__ = ["EvidenceVerbs", "tell_rounding"]
 
 _ROUNDING = 0.05  # nats, above which a warning is issued
 
@@ -53,7 +53,7 @@ class EvidenceVerbs(Fitted):
             In nats, summed over the data; differentiable (once) in ``prior.log_precision`` and in the likelihood's
             hyperparameters. ``float(value)`` is its value.
         """
-        return self.evidence(correction).value
+        return self._evidence(correction).value  # without warnings: searches call it at every step
 
     def evidence(self, correction: bool = False) -> Evidence:
         """Laplace-GGN evidence with its terms ([I21] Eq. 3, 8).
@@ -69,13 +69,13 @@ class EvidenceVerbs(Fitted):
             Its terms are tensors (), differentiable like the value. A warning says where rounding of the posterior
             precision moves it by more than 0.05 nats.
         """
-        require_flags(correction=correction)
-        found = evidence.evidence(self._fitted, correction)
-        rounding = 0.5 * self.posterior_precision.log_det_rounding
-        if rounding > _ROUNDING:
-            warn(f"rounding moves the evidence by about {rounding:.2g} nats: the prior variances of f are too large "
-                 f"beside the noise. {more_digits(self.dtype)}")
+        found = self._evidence(correction)
+        tell_rounding(self.posterior_precision)
         return found
+
+    def _evidence(self, correction: bool) -> Evidence:
+        require_flags(correction=correction)
+        return evidence.evidence(self._fitted, correction)
 
     def evidence_bound(
         self, examples: int | None = None, parameters: str | None = None, outputs: str = "all", *,
@@ -226,3 +226,11 @@ class EvidenceVerbs(Fitted):
         For structure "iterative" an estimate without a standard error: that of a low rank, and of draws for the rest.
         """
         return self.posterior_precision.effective_parameters()
+
+
+def tell_rounding(precision: PosteriorPrecision) -> None:
+    """Warn where rounding moves the evidence."""
+    rounding = 0.5 * precision.log_det_rounding
+    if rounding > _ROUNDING:
+        warn(f"rounding moves the evidence by about {rounding:.2g} nats: the prior variances of f are too large beside "
+             f"the noise. {more_digits(precision.prior_precision.dtype)}")

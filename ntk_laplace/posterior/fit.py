@@ -20,6 +20,7 @@ from ntk_laplace.model.likelihoods import Likelihood, positions_of
 from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.evidence import tell_rounding
 from ntk_laplace.structures import (
     Auto,
     FittedModel,
@@ -104,8 +105,10 @@ def laplace(
     """
     with torch.inference_mode(False):  # hyperparameters must be trainable later
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
-    return fit_with(network, data, *own, structure, curvature, parameters=parameters, dtype=dtype, settings=settings,
-                    output=output, targets=targets)
+    posterior = fit_with(network, data, *own, structure, curvature, parameters=parameters, dtype=dtype,
+                         settings=settings, output=output, targets=targets)
+    tell_rounding(posterior.posterior_precision)
+    return posterior
 
 
 def gaussian_posterior(

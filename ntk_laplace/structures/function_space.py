@@ -51,18 +51,19 @@ class FunctionSpace(StructureSpec):
         Raises
         ------
         MemoryBudgetError
-            After the first batch, if the rows of all points and B do not fit in memory.
+            After the first rows, if the rows of all points and B do not fit in memory.
         """
         parts: list[Jacobian] = []
         reducer = model.settings.reducer
         total = source.length if reducer.world_size == 1 else source.numbers(reducer)[1]
         targets, count = RowBuffer(source.length or 0), 0
         for x, y in read_batches(model, source, "Jacobians"):
-            parts.append(model.jacobian_pass.rows(x, batch_size=model.settings.batch_size, offset=count))
+            for part in model.jacobian_pass.parts(x, batch_size=model.settings.batch_size, offset=count):
+                if not parts:
+                    _require_memory(Problem(model, total or len(y), part, reducer.world_size))
+                parts.append(part)
             targets.append(y)
-            count += parts[-1].num_examples
-            if len(parts) == 1:
-                _require_memory(Problem(model, total or count, parts[0], reducer.world_size))
+            count += len(y)
         rows, whole = Jacobian.concatenate(parts), len(parts) == 1 and reducer.world_size == 1
         parts.clear()
         _, every, weights = collected_points(model, source, rows.f, targets.rows)
