@@ -230,7 +230,7 @@ def test_one_pass_and_one_factorization(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(owner, name, wrapped)
 
     counted(LowerTriangle, "cholesky_", "factorized", len)
-    counted(JacobianPass, "rows", "rows", lambda self, x, *rest: len(x))
+    counted(JacobianPass, "parts", "rows", lambda self, x, *rest: len(x))
     gp = build("linear_model", "categorical", "tensor")
     counted(torch.linalg, "cholesky_ex", "cholesky", len)  # what GPyTorch would call
     case = problem("linear_model")
