@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -191,8 +192,8 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
         ordered = sorted(values, key=str)
     place = {label: number for number, label in enumerate(ordered)}  # equal labels, 1 and 1.0, are one source
     names = [str(label) for label in ordered]
-    alike = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    if alike is not None:
+    alike, count = Counter(names).most_common(1)[0]
+    if count > 1:
         raise DataError("labels that differ in print", f"several that print as {alike}, of different types",
                         "Convert the labels to one type.")
     number = torch.tensor([place[label] for label in labels], device=counts.device)
