@@ -185,27 +185,74 @@ class Steps(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("name", ["mlp", "steps", "convolution"])
+@pytest.mark.parametrize("name", ["mlp", "steps", "convolution", "normed"])
 def test_the_graph_of_a_forward_pass_is_what_torch_saves(name: str) -> None:
     """By torch's hooks on a batch, without weights and buffers."""
     torch.manual_seed(0)
     layers = {"mlp": lambda: nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)), "steps": Steps,
               "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(),
-                                                   nn.Flatten(), nn.Linear(24, 3))}
+                                                   nn.Flatten(), nn.Linear(24, 3)),
+              "normed": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 30)), nn.Tanh(),
+                                              nn.Linear(30, 3))}  # converted weights do not grow with the examples
     network, x = layers[name]().double(), torch.randn(40, 8).double()
-    saved, own = {}, {t.untyped_storage().data_ptr() for t in (*network.parameters(), *network.buffers())}
+    own = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *network.buffers())}
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def saved_bytes(few: Tensor) -> int:
+        saved = {}
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = network(x.clone().requires_grad_())
-    posterior = ntkl.laplace(network, (x, out.detach()), ntkl.Gaussian(0.1), structure="diag", settings=QUIET)
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = network(few.clone().requires_grad_())
+            return sum(saved.values()) * bool(out.requires_grad)
+
+    posterior = ntkl.laplace(network, (x, network(x).detach()), ntkl.Gaussian(0.1), structure="diag", settings=QUIET)
     found = posterior.fitted.model.jacobian_pass.graph_bytes
-    assert found == pytest.approx(sum(saved.values()) / 40, rel=0.1)
+    assert found == pytest.approx((saved_bytes(x) - saved_bytes(x[:20])) / 20, rel=0.01)
+
+
+class _Doubled(torch.autograd.Function):
+    """Saves a constant that backward never reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, constant: Tensor) -> Tensor:
+        ctx.save_for_backward(constant)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return 2 * gradient, None
+
+
+class Changed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        constant = torch.ones(3)
+        out = _Doubled.apply(self.layer(x), constant)
+        constant.add_(1.0)
+        return out
+
+
+def test_what_a_graph_has_saved_may_have_changed_since() -> None:
+    """It is only a size: nothing that backward does not read is refused."""
+    torch.manual_seed(0)
+    network, x = Changed(), torch.randn(20, 8).double()
+    plain = copy.deepcopy(network.layer)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(2.0)
+    values = []
+    for one, precision in ((network, 4.0), (plain, 1.0)):  # f = 2Wx: twice the rows at a quarter of the variance
+        prior = ntkl.GaussianPrior(precision)
+        values.append(float(ntkl.laplace(one, (x, x[:, :2]), ntkl.Gaussian(0.1), prior, settings=QUIET).log_det()))
+    assert values[0] == pytest.approx(values[1], rel=1e-10)
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diag", "full"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -114,13 +115,16 @@ class Graph:
         return output_shape(self.nodes[number], 0)
 
     def saved_bytes(self, apart: Iterable[Tensor]) -> int:
-        """Bytes of the tensors that the nodes have saved for backward, without those that share memory with `apart`."""
-        storages = {tensor.untyped_storage().data_ptr(): 0 for tensor in apart if tensor.layout == torch.strided}
+        """Bytes of the tensors that the nodes have saved for backward, without those that share memory with `apart`.
+
+        Tensors without readable memory, of a subclass or changed in place since, are not counted.
+        """
+        counted = dict.fromkeys(storage for tensor in apart for storage, _ in _storage(tensor))
+        sizes: dict[int, int] = {}
         for node in self.nodes:
             for saved in chain.from_iterable(_saved(node, name) for name in _saved_names(node)):
-                storage = saved.untyped_storage()
-                storages.setdefault(storage.data_ptr(), storage.nbytes())
-        return sum(storages.values())
+                sizes |= {storage: size for storage, size in _storage(saved) if storage not in counted}
+        return sum(sizes.values())
 
     def signature(self) -> tuple:
         """Key of the graph: a plan made on one batch applies to batches with the same signature."""
@@ -137,10 +141,19 @@ def _saved_names(node: Any) -> tuple[str, ...]:
 
 def _saved(node: Any, name: str) -> Iterator[Tensor]:
     """Tensors of one such attribute."""
-    found = getattr(node, name)
-    for saved in found if isinstance(found, (tuple, list)) else [found]:
-        if isinstance(saved, Tensor) and saved.layout == torch.strided:
-            yield saved
+    try:
+        found = getattr(node, name)
+    except RuntimeError:  # changed in place since: backward never reads it
+        return
+    several = found if isinstance(found, (tuple, list)) else [found]
+    yield from (saved for saved in several if isinstance(saved, Tensor))
+
+
+def _storage(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Address and bytes of a tensor's memory, if it has one piece that can be read."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        storage = tensor.untyped_storage()
+        yield storage.data_ptr(), storage.nbytes()
 
 
 def pull_back(node: Any, output: int, parameter: Tensor, rows: Tensor) -> Tensor:

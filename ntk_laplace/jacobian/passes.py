@@ -219,8 +219,10 @@ class JacobianPass:
             kept, plain = kept_whole(extractions), {use.step.consumer: use.name for use in plan.uses if use.plain}
             element = torch.promote_types(out.dtype, graph.dtype).itemsize
             sizes = {n: graph.shape(n).numel() * element // len(out) for n in edges(extractions)}
-            own = chain(self.network.module.parameters(), self.network.module.buffers())
-            self._graph_bytes = graph.saved_bytes(own) // len(out)
+            own = [*self.network.module.parameters(), *self.network.module.buffers()]
+            other, m = self._another(x, len(out))  # converted weights, for instance, do not grow with the examples
+            grown = other.saved_bytes(own) - graph.saved_bytes(own)
+            self._graph_bytes = max(0, grown // (m - len(out)))
             for number in kept & _joined(plan.uses):
                 sizes[number] *= 2  # with the copy that joins them
         self._edges = [_Edge(max(1, size), number in kept, plain.get(number), plan.partners.get(plain.get(number, "")),
