@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Protocol, cast
@@ -15,13 +14,14 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, warn
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
+from ntk_laplace.jacobian.batch_size import Edge, batch_size, joined_nodes
 from ntk_laplace.jacobian.blocks import Block, Outer
 from ntk_laplace.jacobian.fallback import Fallback
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums, side_by_side
 from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
 from ntk_laplace.jacobian.graph import Graph, rows_dtype
 from ntk_laplace.jacobian.jacobian import Jacobian
-from ntk_laplace.jacobian.plan import Plan, UsePlan
+from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.jacobian.search import Search, make_plan
 from ntk_laplace.jacobian.storage import apart_from, compacted
 from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
@@ -29,7 +29,6 @@ from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.model.network import Network, outside_autocast, probe
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.random_state import preserved_rng
-from ntk_laplace.runtime.resources import buffer_bytes
 
 __all__ = ["JacobianPass", "RootFunction", "passing"]
 
@@ -75,7 +74,7 @@ class JacobianPass:
         self._parameters = {name: p for name, p in network.parameters.items() if p.numel()}
         self._plans: dict[tuple, Plan] = {}
         self._fallbacks: dict[tuple[str, ...], Fallback] = {}
-        self._edges: list[_Edge] | None = None
+        self._edges: list[Edge] | None = None
         self._graph_bytes = 0
 
     def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
@@ -87,9 +86,9 @@ class JacobianPass:
         return other
 
     @property
-    def row_dtype(self) -> torch.dtype:
-        """Floating type in which the passes compute rows, before they are converted to `dtype`."""
-        return rows_dtype(self.network.parameters)
+    def widening(self) -> float:
+        """Size of a number of `dtype` over that of the floating type in which the passes compute rows."""
+        return self.dtype.itemsize / rows_dtype(self.network.parameters).itemsize
 
     def within_budget(self, count: int, each: int) -> int:
         """At most `count` examples of a batch, each of which keeps so many bytes of output gradients, and its graph.
@@ -98,8 +97,8 @@ class JacobianPass:
         """
         if self.budget is None:
             return count
-        wide = self.dtype.itemsize / self.row_dtype.itemsize
-        return max(1, min(count, int(self.budget // 2 // ((1.0 + wide) * each + self._graph_bytes + 1))))
+        whole = (1.0 + self.widening) * each + self._graph_bytes
+        return max(1, min(count, int(self.budget / 2 / max(1.0, whole))))
 
     @property
     def graph_bytes(self) -> int:
@@ -175,7 +174,7 @@ class JacobianPass:
         root = tuning.ROOT_COPIES * self.network.num_outputs * (cotangents or 0) * self.dtype.itemsize
         if cotangents is None:
             cotangents = 1 if self.last_layer(x) else self.network.num_outputs
-        each, count = _batch(edges, cotangents, fused_layers, self.network.device, root)
+        each, count = batch_size(edges, cotangents, fused_layers, self.network.device, root)
         return self.within_budget(count, each)
 
     def last_layer(self, x: Inputs, fused_layers: FusedLayers | None = None) -> bool:
@@ -194,7 +193,7 @@ class JacobianPass:
         """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
         if self._edges is None:
             return None
-        each, count = _batch(self._edges, 1, NO_FUSED_LAYERS, self.network.device)
+        each, count = batch_size(self._edges, 1, NO_FUSED_LAYERS, self.network.device)
         return tuning.FORWARD_FACTOR * self.within_budget(count, each)
 
     def prepare(self, x: Inputs) -> None:
@@ -207,7 +206,7 @@ class JacobianPass:
         """
         self._prepared(x)
 
-    def _prepared(self, x: Inputs) -> list[_Edge]:
+    def _prepared(self, x: Inputs) -> list[Edge]:
         if self._edges is not None:
             return self._edges
         with passing(self.network):
@@ -223,9 +222,9 @@ class JacobianPass:
             other, m = self._another(x, len(out))  # converted weights, for instance, do not grow with the examples
             grown = other.saved_bytes(own) - graph.saved_bytes(own)
             self._graph_bytes = max(0, grown // (m - len(out)))
-            for number in kept & _joined(plan.uses):
+            for number in kept & joined_nodes(plan.uses):
                 sizes[number] *= 2  # with the copy that joins them
-        self._edges = [_Edge(max(1, size), number in kept, plain.get(number), plan.partners.get(plain.get(number, "")),
+        self._edges = [Edge(max(1, size), number in kept, plain.get(number), plan.partners.get(plain.get(number, "")),
                              number == 0 and number in kept and graph.shape(0) == out.shape)
                        for number, size in sizes.items()]
         return self._edges
@@ -342,55 +341,10 @@ class JacobianPass:
         return Gradients(graph, extractions, batch.cotangents, self.keep_factors, accumulation).collect(batch.out)
 
 
-@dataclass(frozen=True)
-class _Edge:
-    """A node whose output gradient is read.
-
-    Attributes
-    ----------
-    size : int
-        Bytes per example and cotangent.
-    kept : bool
-        Whether the gradients of all cotangents are stored.
-    plain : str or None
-        Weight whose output gradients can be fused.
-    bias : str or None
-        The bias that goes with that weight.
-    last : bool
-        Whether the node's output is the network's.
-    """
-
-    size: int
-    kept: bool
-    plain: str | None
-    bias: str | None
-    last: bool
-
-    def held(self, cotangents: int, fused_layers: FusedLayers) -> int:
-        """Bytes stored per example."""
-        return self.size * cotangents if self.kept and self.plain not in fused_layers.weights else self.size
-
-
-def _batch(
-    edges: list[_Edge], cotangents: int, fused_layers: FusedLayers, device: torch.device, root: int = 0
-) -> tuple[int, int]:
-    """Bytes that a batch keeps of each example, and how many examples it has."""
-    held = [edge.held(cotangents, fused_layers) for edge in edges]
-    room, each = (buffer_bytes(size, device) for size in (tuning.WORKING_SET_BYTES, tuning.GRADIENT_BYTES))
-    own = sum(held) + root
-    return own, max(1, min(room // max(1, own), each // max(held, default=1)))
-
-
 def _converted(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
     """Blocks in another floating type; the list is emptied, so that no block is there twice for long."""
     while blocks:
         yield blocks.pop(0).to(dtype)
-
-
-def _joined(uses: Sequence[UsePlan]) -> set[int]:
-    """Nodes whose output gradients belong to parameters with several uses."""
-    counts = Counter(use.name for use in uses)
-    return {use.step.consumer for use in uses if counts[use.name] > 1}
 
 
 def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:

@@ -122,7 +122,7 @@ class Problem:
         Without the graph at most `most`, in the floating type of the network's rows, and at least one example's. Rows
         of another type than the algebra's are there twice while they are converted.
         """
-        wide = self.element / self.model.jacobian_pass.row_dtype.itemsize
+        wide = self.model.jacobian_pass.widening
         one = self.row_bytes(2) - self.row_bytes(1) + each
         count = self.model.jacobian_pass.within_budget(max(1, int(most * wide // max(1, one))), int(one / wide))
         count = min(self.share, count)

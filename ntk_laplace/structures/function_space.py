@@ -58,10 +58,11 @@ class FunctionSpace(StructureSpec):
         total = source.length if reducer.world_size == 1 else source.numbers(reducer)[1]
         targets, count = RowBuffer(source.length or 0), 0
         for x, y in read_batches(model, source, "Jacobians"):
-            for part in model.jacobian_pass.parts(x, batch_size=model.settings.batch_size, offset=count):
-                if not parts:
-                    _require_memory(Problem(model, total or len(y), part, reducer.world_size))
-                parts.append(part)
+            found = model.jacobian_pass.parts(x, batch_size=model.settings.batch_size, offset=count)
+            if not parts:
+                parts.append(next(found))
+                _require_memory(Problem(model, total or len(y), parts[0], reducer.world_size))
+            parts.extend(found)
             targets.append(y)
             count += len(y)
         rows, whole = Jacobian.concatenate(parts), len(parts) == 1 and reducer.world_size == 1

@@ -143,7 +143,7 @@ def reliability(
 ) -> Reliability:
     """Compute the diagnostics; `leverage` (m,) is that of the points `index`, `unfinished` is as in `Reliability`."""
     points, likelihood = fitted.points, fitted.likelihood
-    counting = points.observed_counts(likelihood)[index] > 0
+    counting = int((points.observed_counts(likelihood)[index] > 0).sum())
     prior, precision = fitted.prior, fitted.precision
     with torch.inference_mode(False), torch.no_grad():
         by_group = prior.precision.flatten().double()
@@ -152,7 +152,7 @@ def reliability(
     ratio, additive = energy / used, likelihood.additive_noise(points.f) is not None
     return Reliability(
         decrement=newton_decrement(fitted), prior_ratio=ratio,
-        high_leverage=float((leverage > HIGH_LEVERAGE).sum()) / max(1, int(counting.sum())),
+        high_leverage=float((leverage > HIGH_LEVERAGE).sum()) / max(1, counting),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
         moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
         effective_share=used / (likelihood.weight * points.observed_outputs(likelihood)),
