@@ -215,6 +215,21 @@ def test_the_graph_of_a_forward_pass_is_what_torch_saves(name: str) -> None:
     assert found == pytest.approx((saved_bytes(x) - saved_bytes(x[:20])) / 20, rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_batch_has_its_graph_and_rows_of_both_types_while_they_are_converted(dtype: torch.dtype) -> None:
+    network, (x, y) = problem(mlp, 30)
+    data = x.to(dtype), y
+    model = ntkl.laplace(network.to(dtype), data, ntkl.Categorical(), structure="diag", settings=QUIET).fitted.model
+    found = Problem(model, 30, model.jacobian_pass.rows(data[0]))
+    rows = found.row_bytes(30)
+    assert found.sample.dtype == torch.float64
+    copies = 1.5 if dtype == torch.float32 else 1.0  # half as many bytes in single precision
+    assert found.batch_bytes(2**30) == copies * rows + 30 * model.jacobian_pass.graph_bytes
+    one = found.row_bytes(2) - found.row_bytes(1)  # a limit is one in the network's type
+    limited = found.batch_bytes(10 * one // int(2 * copies - 1))
+    assert limited == int(copies * found.row_bytes(10)) + 10 * model.jacobian_pass.graph_bytes
+
+
 class _Doubled(torch.autograd.Function):
     """Saves a constant that backward never reads."""
 
