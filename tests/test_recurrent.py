@@ -96,7 +96,7 @@ class Sequence(nn.Module):
         return self.last(self.layer(x)[0][:, -1])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
 @pytest.mark.parametrize("scripted", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 5, 3))])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_torchscript_has_the_same_factors(layer, scripted):

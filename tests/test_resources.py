@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ntk_laplace as ntkl
-from ntk_laplace.jacobian import JacobianPass, passes
+from ntk_laplace.jacobian import JacobianPass, batch_size
 from ntk_laplace.model.network import Network
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import buffer_bytes
@@ -37,7 +37,7 @@ def test_batches_of_a_pass_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "WORKING_SET_BYTES", 8192)
     x, found = torch.randn(3, 8), []
     for sizes in (buffer_bytes, larger):
-        monkeypatch.setattr(passes, "buffer_bytes", sizes)
+        monkeypatch.setattr(batch_size, "buffer_bytes", sizes)
         network = Network(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)))
         found.append(JacobianPass(network, torch.float32).examples_at_once(x))
     assert found[0] > 1 and 4 * found[0] <= found[1] < 4 * (found[0] + 1) and asked == {torch.device("cpu")}

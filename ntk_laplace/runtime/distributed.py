@@ -82,7 +82,7 @@ class ProcessGroupReducer(Reducer):
         """Begin to overwrite a contiguous tensor by that of the rank `source`; the result waits for the end."""
         group: Any = dist.group.WORLD if self.group is None else self.group
         with _lost_processes():
-            work = dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True)
+            work: Any = dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True)
 
         def wait() -> None:
             with _lost_processes():

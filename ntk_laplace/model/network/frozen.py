@@ -175,7 +175,8 @@ class Network:
     @channels_last.setter
     def channels_last(self, chosen: bool) -> None:
         memory_format = torch.channels_last if chosen else torch.contiguous_format
-        self.module.to(memory_format=memory_format)  # type: ignore[call-overload]  # missing in torch's stubs
+        module: Any = self.module  # torch's stubs before 2.14 know no memory format
+        module.to(memory_format=memory_format)
         self._channels_last = chosen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Network:
