@@ -794,6 +794,9 @@ def test_a_problem_too_large_is_refused_before_it_is_allocated(monkeypatch):
     with refused(errors.MemoryBudgetError, r"1\.0 MiB", r"MiB|GiB", 'structure="full"'):
         fit(data=big, structure="gp")
     assert fit(data=big, structure="full").num_parameters == 43
+    # the matrices of "full", of 43 x 43 numbers, do not fit either and are not proposed
+    with refused(errors.MemoryBudgetError, "B of", "a predicted need", '^Fit with structure="kfac"'):
+        fit(data=big, structure="gp", settings=ntkl.Settings(memory_budget=20_000))
 
 
 def test_too_many_parameters_are_refused_before_they_are_allocated(monkeypatch):

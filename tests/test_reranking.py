@@ -129,7 +129,7 @@ def test_refusals(tmp_path: Path) -> None:
         posterior.rerank(NEW, 0)
     with refused(ntkl.DataError, "0 to 8", "9", ""):
         posterior.rerank(NEW, 2, groups=[[9]])
-    with refused(ntkl.DataError, "left in every group", "none in group 1", "fewer"):
+    with refused(ntkl.DataError, "that is left", "none in group 1", "fewer"):
         posterior.rerank(NEW, 2, groups=[[0], range(9)])
     vars(posterior.fitted.settings)["memory_budget"] = 10  # the class is frozen
     with refused(ntkl.MemoryBudgetError, "networks", "need of", "fewer candidates"):

@@ -155,7 +155,7 @@ def test_what_makes_no_sense():
     for groups, error, expected in (
         ([], ntkl.DataError, "at least one group"), (3, ntkl.DataError, "groups of training points"),
         ([[9]], ntkl.DataError, "from 0 to 8"), ([[1, 1]], ntkl.DataError, "once"),
-        ([list(range(9))], ntkl.DataError, "left in every group"),
+        ([list(range(9))], ntkl.DataError, "at least one training point with a target that is left"),
         (torch.zeros(2, 5, dtype=torch.bool), ntkl.DataError, "9 columns"),
         (torch.full((1, 9), -1.0), ntkl.HyperparameterError, "at least 0"),
     ):
@@ -172,3 +172,25 @@ def test_what_makes_no_sense():
                          settings=ntkl.Settings(memory_budget=2**20))
     with refused(ntkl.MemoryBudgetError, "the weights of 9,000 networks", "predicted need", "fewer groups"):
         small.what_ifs(torch.ones(9000, 9))
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_a_point_with_a_target_must_be_left(structure: str) -> None:
+    """Points without targets are no data: the prior alone would remain, which a fit refuses as well."""
+    y = labels().double().unsqueeze(1)
+    y[3:] = torch.nan
+    posterior = ntkl.laplace(network(outputs=1), (inputs(), y), ntkl.Gaussian(0.3, missing="nan"), structure=structure)
+    changes = (
+        lambda: posterior.remove([0, 1, 2]),
+        lambda: posterior.remove([0, 1, 2], linearization="moving"),
+        lambda: posterior.reweight([0, 1, 2], 0.0),
+        lambda: posterior.relabel([0, 1, 2], torch.full((3, 1), torch.nan)),
+        lambda: posterior.what_ifs([[0], [0, 1, 2]]),
+        lambda: posterior.cross_validate([0, 0, 0, *[1] * 6]),
+    )
+    for change in changes:
+        with refused(ntkl.DataError, "at least one training point with a target that is left", "none", "fewer points"):
+            change()
+    with refused(ntkl.DataError, "at least two sources", "'a' for all of 3 training points", "others must remain"):
+        posterior.source_effects(inputs()[:2], ["a"] * 3 + ["b"] * 6)
+    assert bool(posterior.remove([0, 1], linearization="moving").outputs(inputs()).isfinite().all())

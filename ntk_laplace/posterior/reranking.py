@@ -111,9 +111,9 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
 
     def _without(self, points: Tensor, groups: Sequence[Tensor]) -> Tensor:
         """Example weights (1 + m + G, N): first all points, then without each of m, then without each group."""
-        counts = self._points().counts
-        found = [counts[None], changed_weights(points, counts)]
-        return torch.cat([*found, changed_weights(groups, counts)] if groups else found)
+        counts, present = self._points().counts, self._points().present(self.likelihood)
+        found = [counts[None], changed_weights(points, counts, present)]
+        return torch.cat([*found, changed_weights(groups, counts, present)] if groups else found)
 
     def _require_outputs(self, inputs: int, networks: int) -> None:
         require_memory(3 * networks * inputs * self.num_outputs * self.dtype.itemsize, self.network.device,

@@ -77,8 +77,9 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
         >>> found.names, found.effect.shape
         (('anna', 'ben', 'carl'), torch.Size([3, 3]))
         """
-        counts = self._points().counts
-        names, number = numbered(sources, counts)
+        points = self._points()
+        counts = points.counts
+        names, number = numbered(sources, points.observed_counts(self.likelihood))
         self._check_variance(by, linearization)
         left = number == torch.arange(-1, len(names), device=number.device).unsqueeze(1)  # first nothing is left out
         found = self.what_ifs(counts * ~left, linearization=linearization)

@@ -22,6 +22,7 @@ from ntk_laplace.structures.what_if import (
     positions,
     relabeled,
     relinearized,
+    require_left,
     require_steps,
     reweighted,
     stepped,
@@ -74,7 +75,7 @@ class WhatIfVerbs(Fitted):
         Raises
         ------
         DataError
-            If an index is out of range or repeated, or no point remains.
+            If an index is out of range or repeated, or no point with a target is left.
         UnsupportedError
             If `steps` is not 1 for a structured posterior, or for a curvature other than the GGN.
         MemoryBudgetError
@@ -265,6 +266,7 @@ class WhatIfVerbs(Fitted):
              "posterior is unchanged; refit() goes to the optimum of the linearized model")
 
     def _changed(self, points: TrainingPoints, steps: int | None, linearization: str) -> Self:
+        require_left(points.counts, points.present(self.likelihood))
         if not is_moving(linearization, steps):
             return self._at_fixed(points, steps)
         with torch.inference_mode(False):

@@ -14,7 +14,7 @@ from ntk_laplace.errors import DataError, HyperparameterError, is_whole, require
 from ntk_laplace.model.data import InputData, as_tensor
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.what_if import WhatIfVerbs, is_moving
-from ntk_laplace.structures.what_if import Groups, Indices, positions, tell_unreached
+from ntk_laplace.structures.what_if import Groups, Indices, positions, require_left, tell_unreached
 
 __all__ = ["CrossValidation", "WhatIfs", "WhatIfsVerbs", "changed_weights"]
 
@@ -160,8 +160,8 @@ class WhatIfsVerbs(WhatIfVerbs):
         Raises
         ------
         DataError
-            If there is no group, an index is out of range or repeated, no point remains in one, or the data of the
-            fit cannot be read again.
+            If there is no group, an index is out of range or repeated, no point with a target is left in one, or the
+            data of the fit cannot be read again.
         HyperparameterError
             If a weight is negative or not finite.
         MemoryBudgetError
@@ -176,9 +176,10 @@ class WhatIfsVerbs(WhatIfVerbs):
         torch.Size([3, 4, 1])
         """
         moving = is_moving(linearization, None)
-        counts = self._points().counts.to(self._fitted.theta)
+        points = self._points()
+        weights = changed_weights(groups, points.counts.to(self._fitted.theta), points.present(self.likelihood))
         with torch.inference_mode(False):
-            found = Groups.of(self._fitted, changed_weights(groups, counts), moving)
+            found = Groups.of(self._fitted, weights, moving)
         tell_unreached(found.converged, found.falling, found.steps)
         return WhatIfs(self, found, partial(self._at_optimum, found))
 
@@ -224,8 +225,8 @@ class WhatIfsVerbs(WhatIfVerbs):
         return CrossValidation(f, density, names[numbers.cpu()], found.converged, counts)
 
 
-def changed_weights(groups: Sequence[Indices] | Tensor, counts: Tensor) -> Tensor:
-    """Example weights of each change, (G, N).
+def changed_weights(groups: Sequence[Indices] | Tensor, counts: Tensor, present: Tensor | None) -> Tensor:
+    """Example weights of each change, (G, N), from those of before, (N,); `present` as in `require_left`.
 
     Raises
     ------
@@ -254,10 +255,7 @@ def changed_weights(groups: Sequence[Indices] | Tensor, counts: Tensor) -> Tenso
     if not bool((torch.isfinite(found) & (found >= 0)).all()):
         raise HyperparameterError("finite weights of at least 0", f"{float(found.min()):g} to {float(found.max()):g}",
                                   "Pass 0 to remove a point, 1 to keep it.")
-    empty = (found > 0).any(1).logical_not().nonzero().squeeze(1)
-    if len(empty):
-        raise DataError("at least one training point that is left in every group", f"none in group {int(empty[0])}",
-                        "Remove fewer points.")
+    require_left(found, present)
     return found
 
 

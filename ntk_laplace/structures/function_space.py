@@ -22,7 +22,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures.data_passes import collected_jacobian, collected_points, read_batches, selected
-from ntk_laplace.structures.forecast import Forecast, Problem, Work
+from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.last_layer import by_output, forecast_by_output, precision_by_output
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
@@ -245,9 +245,9 @@ def _require_memory(problem: Problem, held: bool = False) -> None:
     n, c = problem.num_examples, problem.num_outputs
     what = (f"the last layer with one matrix for each of {c:,} outputs (N = {n:,})" if forecast.note else
             f"B of {size:,} x {size:,} (N = {n:,}, C = {c}; half of it is stored) and its rows")
+    fits = f'structure="full", which takes {format_bytes(full)} (P = {p:,}), with ' if full <= memory_of(model) else ""
     forecast.require(
         model, what,
-        f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
-        'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
-        "dtype=torch.float32.", forecast.stored["rows of J"] if held else 0,
+        f'Fit with {fits}structure="kfac", whose memory does not grow with N, or with curvature="ef", '
+        'parameters="last_layer", fewer points or dtype=torch.float32.', forecast.stored["rows of J"] if held else 0,
     )

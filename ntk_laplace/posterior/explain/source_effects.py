@@ -168,7 +168,7 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
     sources : sequence, array or Tensor
         N labels.
     counts : Tensor, (N,)
-        Example weights.
+        Example weights, 0 where there is no target.
 
     Raises
     ------
@@ -223,9 +223,10 @@ def _labels(sources: Sources, n: int) -> list[Any]:
 
 def _check(names: Sequence[str], number: Tensor, counts: Tensor) -> None:
     """Refuse sources without which no point remains, and sources of single points."""
-    n, own = len(counts), number[counts > 0].unique()
+    n, counting = len(counts), number[counts > 0]
+    own = counting.unique()
     if len(own) < 2:
-        raise DataError("at least two sources", f"{names[int(own[0])]!r} for all of {n:,} training points",
+        raise DataError("at least two sources", f"{names[int(own[0])]!r} for all of {len(counting):,} training points",
                         "Pass labels that tell parts of the data apart; without a source, others must remain.")
     if len(names) == n:
         raise DataError("sources of several training points", f"a label of its own for each of {n:,}",

@@ -2,7 +2,15 @@
 
 from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, ChangedPrecision
 from ntk_laplace.structures.what_if.changed_structure import ChangedStructure, rows_of
-from ntk_laplace.structures.what_if.changes import Indices, drawn, positions, relabeled, require_steps, reweighted
+from ntk_laplace.structures.what_if.changes import (
+    Indices,
+    drawn,
+    positions,
+    relabeled,
+    require_left,
+    require_steps,
+    reweighted,
+)
 from ntk_laplace.structures.what_if.groups import Groups
 from ntk_laplace.structures.what_if.moving import moved, tell_unreached
 from ntk_laplace.structures.what_if.newton import refitted
@@ -22,6 +30,7 @@ __all__ = [
     "refitted",
     "relabeled",
     "relinearized",
+    "require_left",
     "require_steps",
     "reweighted",
     "rows_of",

@@ -14,7 +14,7 @@ from ntk_laplace.model.data import as_tensor
 from ntk_laplace.structures import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["Indices", "drawn", "positions", "relabeled", "require_steps", "reweighted"]
+__all__ = ["Indices", "drawn", "positions", "relabeled", "require_left", "require_steps", "reweighted"]
 
 Indices = int | Sequence[int] | Tensor
 """Training points: their numbers from 0, or a mask of all of them."""
@@ -77,8 +77,6 @@ def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float)
     ------
     HyperparameterError
         If a weight is negative or not finite, or their number is not that of the indices.
-    DataError
-        If no point remains.
     """
     wrong = HyperparameterError(f"one finite weight of at least 0, or {len(indices)}", f"{weights!r}"[:80],
                                 "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")
@@ -91,8 +89,6 @@ def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float)
         raise wrong
     counts = points.counts.clone()
     counts[indices.to(counts.device)] = new
-    if not bool((counts > 0).any()):
-        raise DataError("at least one training point that is left", "none", "Remove fewer points.")
     return replace(points, weights=counts)
 
 
@@ -122,6 +118,26 @@ def relabeled(model: LinearizedModel, points: TrainingPoints, indices: Tensor, y
     targets = model.likelihood.in_form_of(points.targets, new).clone()
     targets[indices.to(targets.device)] = model.likelihood.in_form_of(new, targets).to(targets)
     return replace(points, targets=targets)
+
+
+def require_left(left: Tensor, present: Tensor | None) -> None:
+    """Refuse changes after which no training point with a target is left.
+
+    Parameters
+    ----------
+    left : Tensor, (N,) or (G, N)
+        Example weights after the change, or after each of several.
+    present : Tensor of bool, (N,), optional
+        Which points have a target; all by default.
+
+    Raises
+    ------
+    DataError
+    """
+    empty = ((left if present is None else left * present) > 0).any(-1).logical_not().reshape(-1).nonzero()
+    if len(empty):
+        which = "none" if left.ndim == 1 else f"none in group {int(empty[0])}"
+        raise DataError("at least one training point with a target that is left", which, "Change fewer points.")
 
 
 def _is_soft(new: Tensor, points: TrainingPoints) -> bool:
