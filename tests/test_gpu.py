@@ -43,6 +43,19 @@ WORK += [pytest.param(name, *CUDA.values, marks=CUDA.marks, id=f"{name}-cuda") f
 
 
 @pytest.mark.parametrize("structure", structure_names())
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_generator_of_the_cpu_serves_every_device(structure, device):
+    """The same draws of weights and of functions as on the CPU, up to rounding."""
+    case = fresh("deep_mlp")
+    data = case.x, targets(LIKELIHOODS["categorical"], case)
+    posterior = ntkl.laplace(case.network, data, ntkl.Categorical(), structure=structure)
+    for x in (None, case.x_new):
+        here = posterior.to("cpu").sample(4, x, generator=torch.Generator().manual_seed(1))
+        there = posterior.to(device).sample(4, x, generator=torch.Generator().manual_seed(1))
+        assert there.device.type == device and relative_error(there.cpu(), here) < 1e-5
+
+
+@pytest.mark.parametrize("structure", structure_names())
 @pytest.mark.parametrize(("network", "device"), WORK)
 def test_every_verb_of_every_structure(network, device, structure):
     """Answers on the device are those on the CPU, and what one refuses the other refuses."""

@@ -313,6 +313,15 @@ def test_more_probes_keep_the_earlier_ones() -> None:
     assert torch.equal(more.probed[:4], fewer.probed)
 
 
+def test_probes_do_not_depend_on_how_many_are_drawn_at_a_time() -> None:
+    own = classes(ntkl.Iterative(rank=10, probes=4)).posterior_precision
+    every = torch.cat(list(probing(own, 21, 1e-6).signs(0)))
+    assert every.shape == (21, own.num_parameters) and bool((every.abs() == 1).all())
+    for start in (1, 8, 20):
+        assert torch.equal(torch.cat(list(probing(own, 21, 1e-6).signs(start))), every[start:])
+    assert torch.equal(torch.cat(list(probing(own, 3, 1e-6).signs(0))), every[:3])
+
+
 @pytest.mark.slow
 def test_later_probes_take_fewer_steps_and_their_brackets_say_what_that_costs() -> None:
     own = classes(ntkl.Iterative(rank=5, probes=4)).posterior_precision
@@ -323,7 +332,7 @@ def test_later_probes_take_fewer_steps_and_their_brackets_say_what_that_costs() 
     assert bool((below[:8] <= exact[:8]).all()) and bool((exact[:8] <= above[:8]).all())
     shift = (0.5 * (below + above) - exact)[8:].mean()
     assert 0.0 < abs(float(shift)) < 0.5 * float((above - below)[8:].mean())
-    early = lanczos(loose.preconditioned, loose._signs(8), 1.0, loose.later_steps, lambda _: False).bracket(torch.log)
+    early = lanczos(loose.preconditioned, next(loose.signs(8)), 1.0, loose.later_steps, lambda _: False).bracket(torch.log)
     uncorrected = 0.5 * (early[0] + early[1]) - exact[8:16]
     assert abs(float(uncorrected.mean())) > 4 * abs(float(shift))
 

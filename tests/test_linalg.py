@@ -13,6 +13,7 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_full_preci
 from ntk_laplace.runtime.meter import PeakMemory
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.resources import available_memory, format_bytes, require_memory
+from ntk_laplace.runtime.sampling import normal
 from reference import relative_error
 
 BLOCKS = [1, 2, 5, 11, 12, 64]
@@ -152,6 +153,27 @@ def test_the_basis_of_a_null_space_depends_on_it_alone():
     full = vectors[..., 5:, 5:]
     assert torch.equal(linalg.with_unique_null_space(torch.ones(2, 4, dtype=torch.float64), full), full)
     assert linalg.with_unique_null_space(torch.zeros(3), torch.eye(3)).isfinite().all()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if before == torch.float32 else torch.float32)
+    try:
+        assert torch.equal(linalg.with_unique_null_space(values, vectors), found)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_normal_numbers_are_drawn_where_the_generator_is():
+    """A generator of the CPU serves tensors of any device, and gives the numbers that it gives on the CPU."""
+    def drawn(device: str) -> torch.Tensor:
+        like = torch.empty(0, dtype=torch.float64, device=device)
+        return normal((2, 3), like, torch.Generator().manual_seed(0))
+
+    expected = torch.randn(2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(drawn("cpu"), expected)
+    assert drawn("meta").device.type == "meta" and drawn("meta").dtype == torch.float64
+    torch.manual_seed(3)
+    free = normal((2, 3), expected, None)
+    torch.manual_seed(3)
+    assert torch.equal(free, torch.randn(2, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("unit", [1, 3, 50])

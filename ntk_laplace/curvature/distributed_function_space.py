@@ -22,6 +22,7 @@ from ntk_laplace.runtime.block_rows import BlockRows
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.reduction import Reducer, collective_property
 from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["DistributedFunctionSpacePrecision"]
 
@@ -148,9 +149,9 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule; the first process's random numbers."""
         like, shape = self.rows.f, (self.weighted.num_examples, self.weighted.num_cotangents)
-        white = partial(torch.randn, dtype=like.dtype, device=like.device, generator=generator)
-        draws = self.reducer.broadcast(white(count, self.num_parameters)) * self.prior_precision.rsqrt()
-        noise = white(count, shape[0] * shape[1]).view(count, *shape)  # as one process draws it
+        white = partial(normal, like=like, generator=generator)
+        draws = self.reducer.broadcast(white((count, self.num_parameters))) * self.prior_precision.rsqrt()
+        noise = white((count, shape[0] * shape[1])).view(count, *shape)  # as one process draws it
         return draws - self._seen_many(draws, self.reducer.broadcast(noise))
 
     def _seen_many(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from ntk_laplace.runtime.linalg import (
 )
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["FullPrecision", "accumulate_ggn"]
 
@@ -129,6 +130,5 @@ class FullPrecision(PosteriorPrecision):
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
-        noise = torch.randn(len(self.factor), count, dtype=self.factor.dtype, device=self.factor.device,
-                            generator=generator)
+        noise = normal((len(self.factor), count), self.factor, generator)
         return solve_lower(self.factor, noise, transpose=True).T

@@ -22,6 +22,7 @@ from ntk_laplace.runtime.linalg import symmetric_eigenvalues
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess, collective_property
 from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["FunctionSpacePrecision", "prior_variances"]
 
@@ -203,10 +204,10 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: u - P0⁻¹JᵀS B⁻¹(SᵀJ u + ε), u ~ N(0, P0⁻¹)."""
         rows = self.weighted
-        white = partial(torch.randn, dtype=rows.dtype, device=rows.f.device, generator=generator)
-        draws = white(count, self.num_parameters) * self.prior_precision.rsqrt()
+        white = partial(normal, like=rows.f, generator=generator)
+        draws = white((count, self.num_parameters)) * self.prior_precision.rsqrt()
         inner = rows.products(self.shapes.parts(draws)).transpose(0, 1)  # (N, R, count)
-        noisy = inner.flatten(0, 1) + white(count, inner.shape[0] * inner.shape[1]).T
+        noisy = inner.flatten(0, 1) + white((count, inner.shape[0] * inner.shape[1])).T
         solved = self.factor.solve(noisy).view(inner.shape)
         return draws - rows.transposed_products(solved.transpose(0, 1), self.shapes) / self.prior_precision
 

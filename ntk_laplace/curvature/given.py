@@ -18,6 +18,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.linalg import cholesky_log_det, solve_lower, solve_spd
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["BlockwisePrecision", "GivenPrecision"]
 
@@ -93,7 +94,7 @@ class BlockwisePrecision(PosteriorPrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
         like = self.prior_precision
-        noise = torch.randn(len(like), count, dtype=like.dtype, device=like.device, generator=generator)
+        noise = normal((len(like), count), like, generator)
         return self._by_block(noise.T, lambda own, v: v * own.rsqrt(), lambda factor, v: solve_lower(factor, v, True))
 
     def _by_block(

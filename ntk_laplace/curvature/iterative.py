@@ -22,12 +22,13 @@ from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, student, sufficient
 from ntk_laplace.curvature.remainder import Remainder
-from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch, growing, normal
+from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch, growing
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of
 from ntk_laplace.runtime.reduction import collective_property
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["IterativePrecision", "SketchLimits", "grown", "reaching"]
 
@@ -286,7 +287,7 @@ class IterativePrecision(PosteriorPrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P): H⁻¹(P0^½ε + JᵀSε') has the covariance H⁻¹(P0 + JᵀΛJ)H⁻¹."""
         generator = torch.Generator().manual_seed(self.seed) if generator is None else generator
-        white = normal(count, self.curvature.like, generator)
+        white = normal((count, self.num_parameters), self.curvature.like, generator)
         return self.solve(white * self.prior_precision.sqrt() + self.curvature.noise(count, generator))
 
     # --- covariance of f

@@ -33,6 +33,7 @@ from ntk_laplace.runtime.linalg import add_outer_lower_, cholesky_log_det, chole
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_definite
 from ntk_laplace.runtime.reduction import collective_property
 from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["LastLayerPrecision", "last_layer"]
 
@@ -282,9 +283,9 @@ class LastLayerPrecision(FunctionSpacePrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: H⁻¹(P0 u - JᵀS ε), u ~ N(0, P0⁻¹)."""
         rows, like = self.rows, self.rows.f
-        white = partial(torch.randn, dtype=like.dtype, device=like.device, generator=generator)
-        prior = white(count, self.num_parameters) * self.prior_precision.rsqrt()
-        noise = white(count, self.num_rows).view(count, rows.num_examples, -1)
+        white = partial(normal, like=like, generator=generator)
+        prior = white((count, self.num_parameters)) * self.prior_precision.rsqrt()
+        noise = white((count, self.num_rows)).view(count, rows.num_examples, -1)
         seen = like.new_zeros(count, *self._covariances.shape[:1], len(self._scale), dtype=torch.float64)
         inputs = self._inputs(rows)
         for part in self._examples(rows, self._columns):

@@ -15,6 +15,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.krylov import inner
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["LowRankBase", "LowRankPrecision", "prior_deviation"]
 
@@ -176,8 +177,7 @@ class LowRankPrecision(LowRankBase):
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
-        noise = torch.randn(count, self.num_parameters, dtype=self.factor.dtype, device=self.factor.device,
-                            generator=generator)
+        noise = normal((count, self.num_parameters), self.factor, generator)
         return self.whitened_half(noise) * self.deviation
 
     # --- covariance of f

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet, student, sufficient
-from ntk_laplace.curvature.sketch import normal
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["PosteriorDraws", "draws_suffice"]
 
@@ -67,7 +67,7 @@ class PosteriorDraws:
         curvature, generator = self._probing.curvature, torch.Generator()
         # apart from the draws of other estimates, with which these are weighed, and from those of other seeds
         generator.manual_seed((self._probing.seed + 1) * 2**32 % 2**62 + start)
-        white = normal(_BLOCK, curvature.like, generator)
+        white = normal((_BLOCK, len(curvature.like)), curvature.like, generator)
         return white + curvature.noise(_BLOCK, generator) * self._probing.base.deviation
 
     def outputs(self, rows: Jacobian, count: int) -> Tensor:

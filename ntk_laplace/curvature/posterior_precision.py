@@ -137,7 +137,7 @@ class PosteriorPrecision(ABC):
     @cached_property
     def groups(self) -> Tensor:
         """Prior group of each parameter, (P,)."""
-        return group_numbers(self._prior, self.shapes).to(self._by_group.device)
+        return group_numbers(self._prior, self.shapes, self._by_group.device)
 
     @property
     def num_parameters(self) -> int:
@@ -320,12 +320,13 @@ def checked_form(
                            f"{type(precision).__name__}.{method}", got, "Correct the method.")
 
 
-def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> Tensor:
+def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size], device: torch.device) -> Tensor:
     """Prior group of each entry of θ, (P,)."""
     found = []
     for name, shape in shapes.items():
         group = prior.group_of(name)
-        found.append(group if isinstance(group, Tensor) else torch.full((shape.numel(),), group))
+        found.append(group.to(device) if isinstance(group, Tensor) else
+                     torch.full((shape.numel(),), group, device=device))
     return torch.cat(found)
 
 

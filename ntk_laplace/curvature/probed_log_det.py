@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,8 +133,8 @@ class ProbedLogDet:
         steps, change, error = self._shorter(values, middles)
         first = values[: middles.shape[1]]
         half, found = 0.5 * float((first[:, 1] - first[:, 0]).mean()) + error, [values]
-        for start in range(len(values), self.probes, tuning.LANCZOS_PROBES):
-            rule = lanczos(self.preconditioned, self._signs(start), 1.0, steps, lambda _: False)
+        for signs in self.signs(len(values)):
+            rule = lanczos(self.preconditioned, signs, 1.0, steps, lambda _: False)
             middle = torch.stack(rule.bracket(_log)).mean(0) + change
             found.append(torch.stack([middle - half, middle + half], 1))
         return torch.cat(found), middles
@@ -148,7 +148,7 @@ class ProbedLogDet:
             wished = self.wished(low + float(middles[-1].mean()))
             return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * wished
 
-        rule = lanczos(self.preconditioned, self._signs(0), 1.0, tuning.LANCZOS_STEPS, enough)
+        rule = lanczos(self.preconditioned, next(self.signs(0)), 1.0, tuning.LANCZOS_STEPS, enough)
         values = torch.stack(rule.bracket(_log), 1)
         return values, torch.stack([*middles[: rule.nodes.shape[1] - 1], values.mean(1)])
 
@@ -168,10 +168,21 @@ class ProbedLogDet:
         values, middles = self._quadrature
         return self._shorter(values, middles)[0]
 
-    def _signs(self, start: int) -> Tensor:
-        """Some probes, from this number on: Lanczos keeps a basis for each."""
-        some = _signs(min(start + tuning.LANCZOS_PROBES, self.probes), len(self.curvature.like), self.seed)[start:]
-        return some.to(self.curvature.like)
+    def signs(self, start: int) -> Iterator[Tensor]:
+        """Probes of random signs, (s, P), from this number on, some at a time: Lanczos keeps a basis for each.
+
+        The first ones are the same however many there are.
+        """
+        like, generator = self.curvature.like, torch.Generator().manual_seed(self.seed)
+
+        def drawn() -> Tensor:
+            return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
+
+        for _ in range(start):
+            drawn()
+        for first in range(start, self.probes, tuning.LANCZOS_PROBES):
+            count = min(tuning.LANCZOS_PROBES, self.probes - first)
+            yield (torch.stack([drawn() for _ in range(count)]) * 2 - 1).to(like)
 
     @collective_property
     def diagonal(self) -> tuple[float, float]:
@@ -219,8 +230,7 @@ class ProbedLogDet:
             below, above = rule.bracket(hardest)
             return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * wished
 
-        for start in range(0, self.probes, tuning.LANCZOS_PROBES):
-            probes = self._signs(start)
+        for probes in self.signs(0):
             rule = lanczos(self.whitened, probes, 1.0, 4 * tuning.LANCZOS_STEPS, enough)
             # of each eigenvector of the low rank in the probes, times its eigenvalue
             values, shares = self.base.eigenvalues(probes)
@@ -231,13 +241,6 @@ class ProbedLogDet:
                 found[place] += (0.5 * float((below + above).sum()) - known) / self.probes
         assert found is not None
         return found
-
-
-def _signs(count: int, size: int, seed: int) -> Tensor:
-    """Probes of random signs, (count, size), int8; the first ones are the same for every count."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8) for _ in range(count)]
-    return torch.stack(drawn) * 2 - 1
 
 
 def _log(nodes: Tensor) -> Tensor:

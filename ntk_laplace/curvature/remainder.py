@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet
-from ntk_laplace.curvature.sketch import normal
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["Remainder"]
 
@@ -53,7 +53,7 @@ class Remainder:
 
     def _drawn(self, count: int, generator: torch.Generator) -> Tensor:
         curvature, base = self._probing.curvature, self._probing.base
-        x = base.whitened_half(normal(count, curvature.like, generator)) * base.deviation
+        x = base.whitened_half(normal((count, len(curvature.like)), curvature.like, generator)) * base.deviation
         noise = self._probing.sketch.noise(curvature, count, generator)
         right = curvature.products(x) - base.products(x) + noise
         return self._probing.solved_draws(right.mul_(base.deviation))

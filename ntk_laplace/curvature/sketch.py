@@ -17,8 +17,9 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.krylov import inner, low_rank
 from ntk_laplace.runtime.linalg import symmetric_eigen
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
+from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["Curvature", "RandomSketch", "Sketch", "growing", "normal", "sketched"]
+__all__ = ["Curvature", "RandomSketch", "Sketch", "growing", "sketched"]
 
 
 class Curvature(Protocol):
@@ -212,11 +213,6 @@ class RandomSketch(Sketch):
         return drawn - (drawn @ self.tests.T @ self.mixing.T) @ self.factor
 
 
-def normal(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal vectors (count, P), of the generator's device."""
-    return torch.randn(count, like.shape[-1], generator=generator, device=generator.device, dtype=like.dtype).to(like)
-
-
 def sketched(
     curvature: Curvature, known: LowRankPrecision | None, count: int, seed: int, draws: bool = False
 ) -> tuple[RandomSketch, LowRankPrecision]:
@@ -230,7 +226,8 @@ def sketched(
     if known is not None:
         clear = known.values > len(known.values) * torch.finfo(like.dtype).eps * known.values[-1:]
         kept = min(count, int(clear.sum()))
-    tests = normal(count - kept, like, torch.Generator().manual_seed(seed + 2 + count)).mul_(scale / len(like) ** 0.5)
+    generator = torch.Generator().manual_seed(seed + 2 + count)
+    tests = normal((count - kept, len(like)), like, generator).mul_(scale / len(like) ** 0.5)
     if known is not None and kept:
         drawn, tests = tests, torch.cat([known.factor[-kept:], tests])
         tests[:kept].mul_(scale.square()).mul_(known.values[-kept:].rsqrt().unsqueeze(1))

@@ -15,6 +15,7 @@ from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["BlockDiagonalPrecision", "BlockPrecision"]
 
@@ -220,9 +221,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
-        like = self._by_group
-        return self.factor(torch.randn(count, self.num_parameters, dtype=like.dtype, device=like.device,
-                                       generator=generator))
+        return self.factor(normal((count, self.num_parameters), self._by_group, generator))
 
     # --- covariance of f
 

@@ -113,16 +113,17 @@ class GramDiagonal:
 def weighted_by_prior(gram_function: GramFunction, prior: GaussianPrior) -> Tensor:
     """The value of `gram_function` at the prior's variances, differentiable (once) in ``prior.log_precision``."""
     shapes = gram_function.shapes
-    variances, numbers = prior_variances(prior, shapes), group_numbers(prior, shapes)
+    variances = prior_variances(prior, shapes)
     groups = {name: prior.group_of(name) for name in shapes}
     like = prior.log_precision.detach()
+    numbers = group_numbers(prior, shapes, like.device)
 
     def by_precision(upstream: Tensor) -> Tensor:
         slope, upstream = torch.zeros_like(like), upstream.contiguous()
         if any(isinstance(group, Tensor) for group in groups.values()):
             variance = torch.cat([_entries(variances[name], size, upstream) for name, size in shapes.sizes.items()])
             each = variance * gram_function.by_parameter(upstream)
-            return slope.index_add_(0, numbers.to(slope.device), -each.to(slope))
+            return slope.index_add_(0, numbers, -each.to(slope))
         for group in range(len(slope)):
             own = {name: v for name, v in variances.items() if groups[name] == group}
             # ∂ K / ∂ log δ_g = -K_g / δ_g

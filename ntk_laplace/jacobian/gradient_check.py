@@ -30,19 +30,21 @@ def agree(own: Tensor, expected: Tensor, size: float, loud: float, precision: to
         Coarsest floating type of the computation, `Network.precision`. It may be coarser than the type of the
         gradients: float32 parameters of a bfloat16 network have float32 gradients that are rounded to bfloat16.
     """
-    if not own.numel():
-        return True
-    gap = _largest(own - expected)
+    gap, found = _largest([own - expected, own])
+    return _is_small(gap, found, size, loud, precision)
+
+
+def _is_small(gap: float, own: float, size: float, loud: float, precision: torch.dtype) -> bool:
     relative = _AGREEMENT.get(precision, _COARSE)
     floor = min(100 * torch.finfo(precision).eps, _COARSE) * loud
-    return gap <= max(relative * size, floor) or gap <= relative * _largest(own)
+    return gap <= max(relative * size, floor) or gap <= relative * own
 
 
-def _largest(values: Tensor) -> float:
-    if not values.numel():
-        return 0.0
-    low, high = torch.aminmax(values)  # one pass without a copy; propagates NaN
-    return float(torch.maximum(-low, high))
+def _largest(tensors: Iterable[Tensor]) -> list[float]:
+    """Largest absolute entry of each tensor, 0 of an empty one; a device is read once for all of them."""
+    found = [torch.maximum(-low, high).double() for low, high in  # aminmax: one pass without a copy; propagates NaN
+             (torch.aminmax(values if values.numel() else values.new_zeros(1)) for values in tensors)]
+    return torch.stack(found).tolist() if found else []
 
 
 class GradientCheck:
@@ -70,7 +72,7 @@ class GradientCheck:
         )
         self._weights, self._parameters, self._precision = weights.to(rows_dtype(parameters)), parameters, precision
         self._expected = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
-        self._sizes = {name: _largest(gradient) for name, gradient in self._expected.items()}
+        self._sizes = dict(zip(self._expected, _largest(self._expected.values()), strict=True))
         self._loud = max(self._sizes.values(), key=lambda value: (value != value, value), default=0.0)
 
     @property
@@ -81,14 +83,18 @@ class GradientCheck:
     def disagreeing(self, blocks: Sequence[Block], names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Parameters (all, or those in `names`) whose rows in these blocks do not sum to the gradient."""
         total = summed({n: g.detach() for n, g in block.vjp(self._weights).items()} for block in blocks)
-        wanted = self._parameters if names is None else names
-        return tuple(name for name in wanted if not self._agrees(name, total.get(name)))
+        wanted = [name for name in (self._parameters if names is None else names)
+                  if name in total or name in self._expected]
+        gaps = _largest(self._gap(total.get(name), self._expected.get(name)) for name in wanted)
+        own = dict(zip(total, _largest(total.values()), strict=True))
+        return tuple(name for name, gap in zip(wanted, gaps, strict=True)
+                     if not _is_small(gap, own.get(name, 0.0), self._sizes.get(name, 0.0), self._loud, self._precision))
 
-    def _agrees(self, name: str, own: Tensor | None) -> bool:
-        expected, size = self._expected.get(name), self._sizes.get(name, 0.0)
-        if own is None:
-            if expected is None:
-                return True
-            own = torch.zeros_like(expected)
-        expected = torch.zeros_like(own) if expected is None else expected
-        return agree(own.flatten(), expected.flatten(), size, self._loud, self._precision)
+    @staticmethod
+    def _gap(own: Tensor | None, expected: Tensor | None) -> Tensor:
+        """Rows' sum less the gradient; either may be missing, which is zero, but not both."""
+        if own is None or expected is None:
+            found = expected if own is None else own
+            assert found is not None
+            return found
+        return own.flatten() - expected.flatten()

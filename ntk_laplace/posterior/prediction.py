@@ -27,7 +27,7 @@ from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.resources import require_memory
-from ntk_laplace.runtime.sampling import require_generator
+from ntk_laplace.runtime.sampling import normal, require_generator
 
 with warnings.catch_warnings():  # linear_operator scripts a function on import; newer torch warns
     warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
@@ -225,7 +225,7 @@ class PredictionVerbs(Fitted):
         rows = self._jointly(x)
         self._require_draws(count, rows.f.numel(), "outputs")
         root = symmetric_root(self._covariance(rows))
-        noise = torch.randn(root.shape[0], count, dtype=root.dtype, device=root.device, generator=generator)
+        noise = normal((root.shape[0], count), root, generator)
         return rows.f + (root @ noise).T.reshape(count, *rows.f.shape)
 
     # --- inside

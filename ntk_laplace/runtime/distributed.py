@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,11 +73,15 @@ class ProcessGroupReducer(Reducer):
                 tensor.copy_(whole)
 
     def gather(self, value: _Value) -> list[_Value]:
-        """The values of all processes in rank order; they travel pickled."""
-        found: list[Any] = [None] * self.world_size
+        """The values of all processes in rank order; they travel pickled, and tensors of a GPU arrive on the CPU.
+
+        Unpickled by torch.distributed they would take memory of the sender's GPU, in every process.
+        """
+        packed, found = io.BytesIO(), [b""] * self.world_size
+        torch.save(value, packed)
         with _lost_processes():
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+            dist.all_gather_object(found, packed.getvalue(), group=self.group)
+        return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=False) for one in found]
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Callable[[], None]:
         """Begin to overwrite a contiguous tensor by that of the rank `source`; the result waits for the end."""

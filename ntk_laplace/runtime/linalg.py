@@ -194,7 +194,8 @@ def with_unique_null_space(values: Tensor, vectors: Tensor) -> Tensor:
     n, found = vectors.shape[-1], vectors.clone()
     limit = n * torch.finfo(values.dtype).eps * values[..., -1:]
     counts = (values <= limit).sum(-1).flatten().tolist()
-    normal = torch.randn(n, max(counts), generator=torch.Generator().manual_seed(0)).to(vectors)
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(n, max(counts), generator=generator, dtype=torch.float32).to(vectors)  # whatever the default
     for own, count in zip(found.view(-1, n, n), counts, strict=True):
         if count:
             null = own[:, :count].clone()

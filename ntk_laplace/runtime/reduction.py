@@ -71,7 +71,10 @@ class Reducer(ABC):
 
     @abstractmethod
     def gather(self, value: _Value) -> list[_Value]:
-        """The values of all processes in rank order, on every process; a value can be pickled."""
+        """The values of all processes in rank order, on every process; a value can be pickled.
+
+        Tensors may arrive on another device than the sender's.
+        """
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over the processes, on every process; the argument does not change."""

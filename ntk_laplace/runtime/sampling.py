@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Generator, Tensor
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.runtime import tuning
 
-__all__ = ["draw_sizes", "require_generator"]
+__all__ = ["draw_sizes", "normal", "require_generator"]
 
 
 def require_generator(given: object) -> None:
@@ -19,6 +20,15 @@ def require_generator(given: object) -> None:
     """
     if given is not None and not isinstance(given, Generator):
         raise UnsupportedError("a torch.Generator", repr(given)[:80], "Pass torch.Generator().manual_seed(0).")
+
+
+def normal(shape: tuple[int, ...], like: Tensor, generator: Generator | None) -> Tensor:
+    """Standard normal numbers with dtype and device of `like`, drawn on the generator's device, which may be another.
+
+    Without a generator they are drawn from the global random state of the device of `like`.
+    """
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
 
 
 def draw_sizes(count: int, numbers: int, like: Tensor, most: int | None = None) -> list[int]:

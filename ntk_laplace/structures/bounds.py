@@ -209,7 +209,7 @@ class _Diagonal:
     """
 
     def __init__(self, squares: Tensor, prior: GaussianPrior, shapes: ParameterLayout) -> None:
-        self.groups = group_numbers(prior, shapes).to(squares.device)
+        self.groups = group_numbers(prior, shapes, squares.device)
         self.by_group = prior.precision.to(squares)
         self.ratio = squares / self.by_group[self.groups]
 

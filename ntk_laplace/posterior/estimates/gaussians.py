@@ -12,6 +12,7 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_of
+from ntk_laplace.runtime.sampling import normal
 from ntk_laplace.structures import FittedModel
 
 __all__ = ["DenseGaussian", "DiagonalGaussian", "WeightGaussian", "posterior_gaussian", "prior_gaussian"]
@@ -76,7 +77,7 @@ class DiagonalGaussian(WeightGaussian):
 
     def noise(self, count: int, generator: Generator) -> Tensor:
         """Draws from N(0, Q⁻¹), (count, P)."""
-        return _white((count, len(self.mean)), self.mean, generator) * self._precision.rsqrt()
+        return normal((count, len(self.mean)), self.mean, generator) * self._precision.rsqrt()
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """Q v for vectors (m, P)."""
@@ -99,7 +100,7 @@ class DenseGaussian(WeightGaussian):
 
     def noise(self, count: int, generator: Generator) -> Tensor:
         """Draws from N(0, Q⁻¹), (count, P)."""
-        return _white((count, len(self.mean)), self.mean, generator) @ self._root
+        return normal((count, len(self.mean)), self.mean, generator) @ self._root
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """Q v for vectors (m, P)."""
@@ -156,7 +157,3 @@ def posterior_gaussian(
     written = DenseGaussian(mean, found.multiply(eye), log_det)
     written.log_det_error = found.log_det_error
     return written
-
-
-def _white(shape: tuple[int, ...], like: Tensor, generator: Generator) -> Tensor:
-    return torch.randn(*shape, dtype=like.dtype, device=generator.device, generator=generator).to(like.device)

@@ -23,6 +23,7 @@ from ntk_laplace.posterior.estimates.paths import Path, uniform
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, symmetric_root
 from ntk_laplace.runtime.resources import available_memory
+from ntk_laplace.runtime.sampling import normal
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.weight_likelihood import ManyPoints, all_rows
 
@@ -104,8 +105,7 @@ class SlicedPath(Path[Outputs]):
         return Outputs(f, gain)
 
     def _noise(self, root: Tensor, count: int, generator: Generator) -> Tensor:
-        white = torch.randn(count, root.shape[1], dtype=root.dtype, device=generator.device, generator=generator)
-        return (white.to(root.device) @ root.T).view(count, *self._known.shape)
+        return (normal((count, root.shape[1]), root, generator) @ root.T).view(count, *self._known.shape)
 
     def move(self, state: Outputs, number: int, beta: float, generator: Generator) -> Outputs:
         """One slice for each chain."""

@@ -19,6 +19,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.differentiable import DifferentiableModel
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_root
+from ntk_laplace.runtime.sampling import normal
 from ntk_laplace.tools.botorch.gaussian_model import GaussianModel
 from ntk_laplace.tools.botorch.observations import ROUNDING, Observations
 from ntk_laplace.tools.botorch.surrogate import Surrogate, transformed
@@ -312,7 +313,7 @@ class LaplaceModel(GaussianModel):
                 return draws
             root = symmetric_root(self._given.noise.reshape(-1, *self._given.noise.shape[-2:])[0]) if (
                 self._given.noise.ndim == 2) else torch.linalg.cholesky(self._given.noise)
-            white = torch.randn(*every, root.shape[-1], dtype=root.dtype, device=root.device, generator=generator)
+            white = normal((*every, root.shape[-1]), root, generator)
             return self._given.directions(draws, (root @ white.unsqueeze(-1)).squeeze(-1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> LaplaceModel:
