@@ -176,6 +176,27 @@ class TestConformance:
         assert fantasy.posterior(points).mean.shape == (2, *batch, 3, m)
         assert fantasy.posterior(draws(*batch, 2, D, seed=6, dtype=dtype)).variance.shape == (2, *batch, 2, m)
 
+    def test_noise_of_each_fantasy(self, m: int, batch: tuple, q: int, dtype: torch.dtype, transforms: bool) -> None:
+        """Variances may have more batch dimensions than X: each is the model with that noise, once and twice."""
+        model, points = fitted(m, transforms, dtype), draws(3, D, seed=5, dtype=dtype)
+        x, y = draws(q, D, seed=3, dtype=dtype), draws(q, m, seed=4, dtype=dtype)
+        noise = 0.1 + draws(*(batch or (2,)), q, m, seed=6, dtype=dtype)
+        new = model.condition_on_observations(x, y, noise=noise)
+        twice = new.condition_on_observations(x + 0.1, y, noise=0.2 + noise)
+        drawn = twice.thompson_path()(points.expand(*noise.shape[:-2], 3, D))
+        assert new.batch_shape == noise.shape[:-2] and drawn.shape == (*noise.shape[:-2], 3, m)
+        for place in itertools.product(*map(range, noise.shape[:-2])):
+            one = model.condition_on_observations(x, y, noise=noise[place])
+            other = one.condition_on_observations(x + 0.1, y, noise=0.2 + noise[place])
+            for many, single in ((new, one), (twice, other)):
+                found, wanted = many.posterior(points), single.posterior(points)
+                assert torch.allclose(found.mean[place], wanted.mean, rtol=1e-4, atol=1e-5)
+                assert torch.allclose(joint(found)[place], joint(wanted), rtol=1e-3, atol=1e-5)
+        noisy = model.posterior(x, observation_noise=noise)
+        assert noisy.mean.shape == noise.shape
+        assert torch.allclose(joint(noisy), joint(model.posterior(x)) + torch.diag_embed(
+            (noise * scale(model)[1] ** 2).flatten(-2)), rtol=1e-3, atol=1e-5)
+
     def test_outputs(self, m: int, batch: tuple, q: int, dtype: torch.dtype, transforms: bool) -> None:
         """`subset_output` and `output_indices` are the marginals, of a conditioned model too."""
         model = fitted(m, transforms, dtype)
@@ -506,6 +527,11 @@ def test_refusals() -> None:
             plain.condition_on_observations(new, given, noise=wrong)
         with refused(ntkl.DataError, words, ".", "Pass"):
             plain.posterior(new, observation_noise=wrong)
+    for wrong in (0.1, "yes"):
+        with refused(ntkl.DataError, "noise as a tensor of variances", str(wrong), "each value"):
+            plain.condition_on_observations(new, given, noise=wrong)  # type: ignore[arg-type]
+        with refused(ntkl.DataError, "observation_noise as a tensor of variances", str(wrong), "each value"):
+            plain.posterior(new, observation_noise=wrong)  # type: ignore[arg-type]
     with refused(ntkl.DataError, "finite Y", "NaN", "Leave"):
         plain.condition_on_observations(new, given + torch.nan)
     with refused(ntkl.NumericalError, "different points, or with noise", "determine", "noise="):
@@ -546,6 +572,9 @@ def test_refusals() -> None:
         Model.fit(network(1), x, y.expand(-1, 2), noise=0.1)
     with refused(ntkl.HyperparameterError, "positive", "-1", "above 0"):
         Model.fit("mlp", x, y, noise=-1.0)
+    for kind in ("fourier", "mlp", network(1)):
+        with refused(ntkl.HyperparameterError, "noise= or train_Yvar", "both", "Pass one"):
+            Model.fit(kind, x, y, 0.1 + y**2, noise=0.1)
     with refused(ntkl.HyperparameterError, "count", "0", "one draw"):
         model.thompson_path(0)
     with refused(ntkl.UnsupportedError, "no error of sampling", "iterative", "kfac"):

@@ -201,6 +201,8 @@ BAD = {
     "every zero": ({"every": 0}, ntkl.HyperparameterError, "at least 1"),
     "every half": ({"every": 0.5}, ntkl.HyperparameterError, "0.5"),
     "empty metric": ({"metric": ""}, ntkl.HyperparameterError, "metric"),
+    "restore_best no": ({"restore_best": "no"}, ntkl.UnsupportedError, "restore_best True or False"),
+    "hyperparameters names": ({"hyperparameters": ["noise"]}, ntkl.UnsupportedError, "hyperparameters True or False"),
     "no such structure": ({"structure": "kfca"}, ntkl.UnsupportedError, "kfca"),
     "no likelihood": ({"likelihood": "gaussian"}, ntkl.NTKLaplaceError, "ikelihood"),
     "no folder": ({"path": "/nowhere/best.pt"}, ntkl.DataError, "nowhere"),

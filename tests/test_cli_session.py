@@ -117,6 +117,83 @@ def test_sources_are_no_input_and_are_explained(folder: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
+def test_sources_of_equal_rows(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Two annotators who label the same items: each source has all of its rows, in the page of `explain` too."""
+    items = frame("kind")
+    items["kind"] = items["kind"].replace("bee", "ant")
+    both = pandas.concat([items.assign(who="Ann"), items.assign(who="Bob")])
+    both.to_csv("data.csv", index=False)
+    quick = ["--epochs", "2", "--hidden", "2", "--out", "out"]
+    assert cli.main(["fit", "data.csv", "--target", "kind", "--group", "who", *quick]) == 0
+    sources = content("out/explanations.html")["sources"]
+    model = joblib.load("out/model.joblib")
+    assert sum(sources["points"]) == len(model.training_point_) == 32 > len(model.training_index_)
+    items.iloc[:4].to_csv("new.csv", index=False)
+    again = page()["sources"]
+    assert again["points"] == sources["points"] and again["own"] == sources["own"]
+    flat = items[["height", "width"]].round() * 0.0 + np.arange(20)[:, None] % 2  # two different rows in each source
+    flat.assign(kind=np.array(["a", "b"])[np.arange(20) % 2], who=["Ann"] * 10 + ["Bob"] * 10).to_csv("data.csv")
+    flat = pandas.read_csv("data.csv", index_col=0)
+    flat.to_csv("data.csv", index=False)
+    assert cli.main(["fit", "data.csv", "--target", "kind", "--group", "who", *quick]) == 0
+
+
+@pytest.mark.slow
+def test_the_output_that_is_explained(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """The first target, or the one that is named; of classes the predicted one."""
+    fit(["price", "rent"])
+    predict(frame("price", "rent").iloc[:4])
+    for more, output in (((), 0), (("--output", "rent"), 1), (("--output", "1"), 1)):
+        assert {point["output"] for point in page(*more)["points"]} == {output}
+    assert {point["output"] for point in content("out/explanations.html")["points"]} == {0}
+    capsys.readouterr()
+    for wrong in ("cost", "2"):
+        assert cli.main(["explain", "out/model.joblib", "--inputs", "new.csv", "--output", wrong]) == 1
+        assert f"an output among 'price', 'rent', or its position; got --output {wrong}." in capsys.readouterr().err
+    fit(["kind"])
+    predict(frame("kind").iloc[:4])
+    assert {point["output"] for point in page("--output", "cat")["points"]} == {2}
+
+
+@pytest.mark.slow
+def test_labels_of_another_type_are_known_by_their_text(folder: Path) -> None:
+    """A file without the class "K" has whole numbers, and the names of booleans are text in a table."""
+    table = frame()
+    table["grade"], table["good"] = np.array(["1", "2", "K"])[np.arange(20) % 3], np.arange(20) % 2 == 0
+    table.to_csv("data.csv", index=False)
+    Path("out").mkdir()
+    for name in ("grade", "good"):
+        model = ntkl.LaplaceClassifier(**QUICK).fit(table[["height", "width"]], table[name])
+        joblib.dump(model, "out/model.joblib")
+        new = table[table["grade"] != "K"].iloc[:5]
+        found = predict(new[["height", "width"]].assign(target=new[name]))
+        assert found["target"].astype(str).tolist() == new[name].astype(str).tolist()
+    number = ntkl.LaplaceClassifier(**QUICK).fit(table[["height", "width"]].to_numpy(), np.arange(20) % 2)
+    joblib.dump(number, "out/model.joblib")
+    np.savez("new.npz", X=table[["height", "width"]], y=np.arange(20.0) % 2)
+    assert cli.main(["predict", "out/model.joblib", "--inputs", "new.npz", "--out", "p.csv"]) == 0
+
+
+@pytest.mark.slow
+def test_a_model_without_leave_one_out_has_no_sets(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    model = ntkl.LaplaceClassifier(**QUICK, predictive=None).fit(frame().to_numpy(), frame("kind")["kind"])
+    assert model.posterior_.structure == "kfac"
+    Path("out").mkdir()
+    joblib.dump(model, "out/model.joblib")
+    np.savez("new.npz", X=frame().to_numpy()[:6])
+    assert cli.main(["predict", "out/model.joblib", "--inputs", "new.npz", "--out", "p.csv"]) == 0
+    assert "set" not in pandas.read_csv("p.csv") and "The first of them\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_one_column_without_an_axis(folder: Path) -> None:
+    x = np.linspace(-1, 1, 20)
+    np.savez("d.npz", X=x, y=np.arange(20) % 2)
+    assert cli.main(["fit", "d.npz", "--epochs", "2", "--hidden", "2", "--out", "out"]) == 0
+    assert cli.main(["predict", "out/model.joblib", "--inputs", "d.npz", "--out", "p.csv"]) == 0
+
+
+@pytest.mark.slow
 def test_arrays_and_images(folder: Path, capsys: pytest.CaptureFixture) -> None:
     draws = np.random.default_rng(0)
     np.savez("d.npz", X=frame().to_numpy(), y=frame("price")["price"])

@@ -257,6 +257,12 @@ def test_what_is_wrong_with_a_table_is_one_line(name: str, folder: Path, capsys:
     refused(line("evidence", "bad.csv", "kind"), words, capsys)
 
 
+@pytest.mark.parametrize("name", ["NA", "None", "nan", "null"])
+def test_columns_may_have_the_name_of_a_missing_value(name: str, folder: Path) -> None:
+    Path("t.csv").write_text(f"{name},EU,y\n1,2,3\n")
+    assert list(read_table(Path("t.csv"), "data").columns) == [name, "EU", "y"]
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16"])
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
 def test_the_error_for_another_encoding_shows_the_line_that_converts_it(
@@ -439,10 +445,11 @@ def test_what_a_target_is_taken_as(
     capsys: pytest.CaptureFixture,
 ) -> None:
     def taken(name: str) -> type:
-        def stop(**_: object) -> None:
-            raise ntkl.DataError("to stop here", name, "It is a test.")
+        class Taken:
+            def __init__(self, **_: object) -> None:
+                raise ntkl.DataError("to stop here", name, "It is a test.")
 
-        return stop
+        return Taken
 
     for name in ("Regressor", "Classifier"):
         monkeypatch.setattr(ntkl, f"Laplace{name}", taken(name))

@@ -234,6 +234,36 @@ def test_equal_examples_are_one() -> None:
         plain.fit(x, y, sample_weight=np.zeros(20))
 
 
+def test_equal_rows_of_several_sources_count_for_each() -> None:
+    """Two annotators of the same items: the effects are those of the posterior of all rows."""
+    x, y = sine(16)
+    x, who = np.concatenate([x, x, x[:1]]), ["Ann"] * 16 + ["Bob"] * 16 + ["Ann"]
+    weight = np.r_[np.ones(32), 0.0]
+    labels = np.r_[y > 7, y > 6, True].astype(int)
+    for model, y in ((ntkl.LaplaceClassifier(**QUICK), labels), (ntkl.LaplaceRegressor(**QUICK), np.r_[y, y, 9.0])):
+        model.fit(x, y, sample_weight=weight)
+        assert len(model.training_index_) < 32 and model.training_point_[-1] == -1
+        rows = model.training_point_[:32]
+        assert np.array_equal(model.y_train_[rows], y[:32])
+        found = model.source_effects(x[:5], who, y[:5])
+        own = model.posterior_
+        data = model.network_inputs(x[:32]), model.network_targets(y[:32])
+        whole = ntkl.laplace(model.network_, data, own.likelihood, own.prior, "full")
+        assert float(whole.log_marginal_likelihood()) == pytest.approx(float(own.log_marginal_likelihood()), rel=1e-9)
+        wanted = whole.source_effects(data[0][:5], who[:32], y=data[1][:5])
+        assert found.num_points.tolist() == [16, 16] and found.names == ("Ann", "Bob")
+        for name in ("effect", "single", "own_log_prob", "own_log_prob_without", "log_prob_change"):
+            assert relative_error(getattr(found, name), getattr(wanted, name)) < 1e-6, name
+        with refused(ntkl.DataError, "the sources of 33 rows", "32 labels", "one label for each row"):
+            model.source_effects(x[:5], who[:32])
+    x, y = sine(16)
+    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    assert np.array_equal(model.training_point_, np.arange(16))
+    found = model.source_effects(x[:3], ["a"] * 8 + ["b"] * 8)
+    wanted = model.posterior_.source_effects(model.network_inputs(x[:3]), ["a"] * 8 + ["b"] * 8)
+    assert torch.equal(found.effect, wanted.effect)
+
+
 def test_a_trained_network() -> None:
     """prefit=True: its weights stay, and the posterior is that of `laplace` with fitted hyperparameters."""
     x, y = sine(30)
@@ -313,6 +343,8 @@ def test_a_fit_is_repeatable_and_leaves_the_global_generator() -> None:
     ({"standardize": np.ones(2)}, ntkl.UnsupportedError, "standardize"),
     ({"prefit": np.ones(2)}, ntkl.UnsupportedError, "prefit True or False"),
     ({"prefit": True}, ntkl.UnsupportedError, "trained"),
+    ({"prefit": True, "precision": 1.0}, ntkl.UnsupportedError, "trained"),
+    ({"verbose": "x"}, ntkl.UnsupportedError, "verbose True or False"),
     ({"precision": -1.0}, ntkl.HyperparameterError, "precision"),
     ({"predictive": "mcmc"}, ntkl.UnsupportedError, "loo"),
 ])
@@ -329,6 +361,16 @@ def test_wrong_data() -> None:
         ntkl.LaplaceRegressor(**QUICK).fit(x, y).predict(x, return_std=True, return_cov=True)
 
 
+@pytest.mark.parametrize("wrong", [1.0, [1.0, 2.0, 3.0], np.ones((3, 3))])
+def test_targets_of_another_width_are_refused(wrong: Any) -> None:
+    """A column of two targets would be taken as both."""
+    x, y = sine(10, 2)
+    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    with refused(ntkl.DataError, r"y of shape \(n, 2\)", re.escape(str(np.shape(wrong))), "one row for each input"):
+        model.network_targets(wrong)
+    assert model.network_targets(y).shape == (10, 2)
+
+
 DAYS = pd.date_range("2024-01-01", periods=10)
 
 
@@ -338,6 +380,7 @@ DAYS = pd.date_range("2024-01-01", periods=10)
     (DAYS, "dates or times, datetime64", "days since a date"),
     (DAYS.tz_localize("UTC"), "dates or times, datetime64", "days since a date"),
     (DAYS - DAYS[0], "dates or times, timedelta64", "days since a date"),
+    (DAYS.to_period("D"), "dates or times, period", "days since a date"),
 ])
 def test_columns_that_are_no_numbers_are_named(column: Any, got: str, remedy: str) -> None:
     """At a fit and at a prediction; numbers as text, categories of numbers and missing types are numbers."""
@@ -425,6 +468,9 @@ def test_a_bad_theta_leaves_the_fit_as_it_was() -> None:
             with suppress(ntkl.NTKLaplaceError):
                 model.log_marginal_likelihood(theta)
             assert model.log_marginal_likelihood() == pytest.approx(before, rel=1e-9)
+    for shift in (-800.0, 800.0, np.inf):
+        with refused(ntkl.HyperparameterError, "logarithms of finite numbers", "to", "like theta_"):
+            model.log_marginal_likelihood(model.theta_ + shift)
 
 
 @pytest.mark.slow
@@ -444,7 +490,8 @@ def test_a_fit_that_fails_leaves_nothing_of_another() -> None:
 
 
 def test_before_a_fit() -> None:
-    for ask in (lambda m: m.noise_, lambda m: m.explain([[0.0]]), lambda m: m.theta_):
+    for ask in (lambda m: m.noise_, lambda m: m.explain([[0.0]]), lambda m: m.theta_,
+                lambda m: m.original_inputs(torch.zeros(1, 1)), lambda m: m.source_effects([[0.0]], ["a"])):
         with pytest.raises(NotFittedError):
             ask(ntkl.LaplaceRegressor())
 

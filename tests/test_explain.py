@@ -173,6 +173,18 @@ def _require_one_change(posterior: ntkl.Posterior, new: Any) -> None:
     assert relative_error(joint.effects(rows, chosen), found) < 1e-9
 
 
+def test_the_first_output_is_explained_where_they_are_no_classes():
+    """The largest of several real numbers in units of their own says nothing, and would change from input to input."""
+    case = problem("deep_mlp")
+    with torch.no_grad():
+        case.network[-1].bias[1] += 5.0
+    posterior = ntkl.laplace(case.network, (case.x, outputs(case.network, case.x)), ntkl.Gaussian(0.1))
+    assert int(outputs(case.network, case.x_new).argmax(1).max()) > 0
+    found = posterior.explain(case.x_new, k=3)
+    assert torch.equal(found.output, torch.zeros_like(found.output))
+    assert torch.equal(posterior.removal_effects(case.x_new), posterior.removal_effects(case.x_new, 0))
+
+
 def test_signs_and_order_match_the_text():
     """Supporting points come first by how far their removal lowers the output."""
     case = problem("deep_mlp")

@@ -332,7 +332,8 @@ def test_later_probes_take_fewer_steps_and_their_brackets_say_what_that_costs() 
     assert bool((below[:8] <= exact[:8]).all()) and bool((exact[:8] <= above[:8]).all())
     shift = (0.5 * (below + above) - exact)[8:].mean()
     assert 0.0 < abs(float(shift)) < 0.5 * float((above - below)[8:].mean())
-    early = lanczos(loose.preconditioned, next(loose.signs(8)), 1.0, loose.later_steps, lambda _: False).bracket(torch.log)
+    rule = lanczos(loose.preconditioned, next(loose.signs(8)), 1.0, loose.later_steps, lambda _: False)
+    early = rule.bracket(torch.log)
     uncorrected = 0.5 * (early[0] + early[1]) - exact[8:16]
     assert abs(float(uncorrected.mean())) > 4 * abs(float(shift))
 

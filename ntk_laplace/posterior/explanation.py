@@ -50,9 +50,8 @@ class ExplanationVerbs(Fitted):
         k : int
             Training points to show for and against.
         output : int or sequence of int, optional
-            The output to explain; by default that of the largest value at each input, the predicted class. Name it
-            for a regression with several outputs. Under `Everywhere` also as its position and number there, such as
-            (row, column, class).
+            The output to explain; by default the predicted class at each input, and the first output where they are
+            no classes. Under `Everywhere` also as its position and number there, such as (row, column, class).
         by : str
             The quantity whose change ranks the training points: "output" (or "logit"), "probability" (the mean
             response), "log_likelihood" of `y`, in nats, "variance" of the output, "probability_variance" (variance

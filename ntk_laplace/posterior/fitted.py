@@ -14,7 +14,7 @@ from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_f
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches, InputData
-from ntk_laplace.model.likelihoods import Gaussian, Likelihood, Tempered
+from ntk_laplace.model.likelihoods import Gaussian, Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior.chunks import Chunks
@@ -330,9 +330,8 @@ class Fitted:
         modules = self.prior, self.likelihood
         if self._refit is None or not unmoved(self._refit[0], *modules):
             self._refit = None
-            plain = self.likelihood.likelihood if isinstance(self.likelihood, Tempered) else self.likelihood
             with torch.inference_mode(False):
-                if type(plain) is Gaussian:  # quadratic: one Newton step reaches the optimum
+                if type(self.likelihood.counted_once()) is Gaussian:  # quadratic: one Newton step reaches the optimum
                     step = self.posterior_precision.solve(self._fitted.joint_gradient())
                 else:
                     self._require_own_curvature()

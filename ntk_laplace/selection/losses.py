@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_choice, is_number
-from ntk_laplace.model.likelihoods import Likelihood, Tempered
+from ntk_laplace.model.likelihoods import Likelihood
 
 __all__ = ["BoundedLoss", "CustomLoss", "bounded_loss"]
 
@@ -81,7 +81,7 @@ def bounded_loss(
     HyperparameterError
         If bounds or `p_min` are no numbers in order.
     """
-    plain = likelihood.likelihood if isinstance(likelihood, Tempered) else likelihood
+    plain = likelihood.counted_once()
     if callable(loss):
         low, high = _ordered(bounds)
         return BoundedLoss(getattr(loss, "__name__", "custom"), low, high, loss)

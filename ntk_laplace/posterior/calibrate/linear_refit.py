@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, warn
 from ntk_laplace.jacobian.gram import gram
-from ntk_laplace.model.likelihoods import Gaussian, Tempered
+from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.posterior.calibrate.densities import Setting
 from ntk_laplace.posterior.calibrate.search import Axis, climb
 from ntk_laplace.runtime import tuning
@@ -91,7 +91,7 @@ def with_left_out_hyperparameters(fitted: FittedModel) -> FittedModel:
         If the eigenvectors do not fit in memory.
     """
     likelihood = fitted.likelihood
-    plain = likelihood.likelihood if isinstance(likelihood, Tempered) else likelihood
+    plain = likelihood.counted_once()
     if type(plain) is not Gaussian:
         raise UnsupportedError('a Gaussian likelihood for refit("loo"), where leave-one-out of a refit is exact',
                                type(plain).__name__, "Leave the objective out, or train with evidence.")
@@ -101,7 +101,7 @@ def with_left_out_hyperparameters(fitted: FittedModel) -> FittedModel:
         warn(f"the leave-one-out density of the refit, {value:.4g} nats a point, still grows beyond the "
              f"bounds of {' and '.join(limits)}")
     moved = fitted.derived(fitted.structure)
-    own = moved.likelihood.likelihood if isinstance(moved.likelihood, Tempered) else moved.likelihood
+    own = moved.likelihood.counted_once()
     assert isinstance(own, Gaussian)
     with torch.no_grad():
         moved.prior.log_precision.add_(math.log(found["precision"]))

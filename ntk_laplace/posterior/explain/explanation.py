@@ -47,7 +47,7 @@ class ExplanationRequest:
     k : int
         Training points to show on each side.
     output : int, sequence of int or None
-        The output to explain, for every input; by default each input's largest one.
+        The output to explain, for every input; by default each input's predicted class, or the first one.
     by : str
         "output" or "logit", "probability", "log_likelihood", "variance", "probability_variance".
     y : optional

@@ -180,7 +180,10 @@ def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: Output, y: o
     values = likelihood.mean(f) if responses else f
     count = values.shape[1]
     number = None if output is None else _number(likelihood.positions or Size(), output, count, responses)
-    chosen = values.argmax(1) if number is None else torch.full((n,), number, device=f.device)
+    if number is None and likelihood.classifies:
+        chosen = values.argmax(1)
+    else:
+        chosen = torch.full((n,), number or 0, device=f.device)
     if by != "log_likelihood":
         return Quantity(by, chosen, None, likelihood, count)
     likelihood = likelihood.for_new_points()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
 from ntk_laplace.model.data import InputData
-from ntk_laplace.model.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Tempered
+from ntk_laplace.model.likelihoods import Bernoulli, Categorical, Gaussian
 from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.predictive import normal_points
 from ntk_laplace.posterior import Posterior
@@ -104,7 +104,7 @@ def about(pool: Pool, targets: Pool, both: Tensor) -> Tensor:
 
 def _of_label(pool: Pool, samples: int) -> Tensor:
     """H[E p] - E H[p], (n,), of labels; of Gaussian noise it is the information about the weights."""
-    plain = plain_likelihood(pool.likelihood)
+    plain = pool.likelihood.counted_once()
     one = plain.at_position()
     if isinstance(one, Gaussian):
         return log_det_half(pool.blocks())
@@ -140,11 +140,6 @@ def _of_label_vectors(probabilities: Tensor) -> Tensor:
 
 def _entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p)
-
-
-def plain_likelihood(likelihood: Likelihood) -> Likelihood:
-    """The likelihood of one label, without a weight."""
-    return likelihood.likelihood if isinstance(likelihood, Tempered) else likelihood
 
 
 def require_posterior(posterior: Any) -> None:

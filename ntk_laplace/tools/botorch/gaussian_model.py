@@ -150,13 +150,14 @@ class GaussianModel(Model, FantasizeMixin):
             chosen = self._chosen(output_indices)
             if chosen != list(range(self.num_outputs)):
                 return self.subset_output(chosen).posterior(X, None, observation_noise, posterior_transform)
-        if isinstance(observation_noise, Tensor):
+        if not isinstance(observation_noise, bool):
             _require_variances("observation_noise", observation_noise, X.shape[-2], self.num_outputs)
         self.eval()
         inputs = self._transformed(X)
         mean, covariance = self.moments(inputs, observation_noise)
-        covariance = covariance.to(X.dtype).expand(*mean.shape[:-1], -1, -1)
-        operator, mean, m = DenseLinearOperator(covariance), mean.to(X.dtype), self.num_outputs
+        batch, m = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2]), self.num_outputs
+        operator = DenseLinearOperator(covariance.to(X.dtype).expand(*batch, -1, -1))
+        mean = mean.to(X.dtype).expand(*batch, -1)
         if m == 1:
             found = GPyTorchPosterior(MultivariateNormal(mean, operator))
         else:
@@ -292,13 +293,16 @@ class GaussianModel(Model, FantasizeMixin):
         return new
 
 
-def _require_variances(name: str, given: Tensor, q: int, m: int) -> None:
+def _require_variances(name: str, given: object, q: int, m: int) -> None:
     """Refuse what is no variance of each of q points and m outputs.
 
     Raises
     ------
     DataError
     """
+    if not isinstance(given, Tensor):
+        raise DataError(f"{name} as a tensor of variances (..., {q}, {m})", repr(given)[:80],
+                        "Pass a variance for each value.")
     if given.ndim < 2 or given.shape[-2] not in (1, q) or given.shape[-1] not in (1, m):
         raise DataError(f"{name} of shape (..., {q}, {m})", f"{tuple(given.shape)}", "Pass a variance for each value.")
     if not bool((given >= 0).all()) or not given.isfinite().all():

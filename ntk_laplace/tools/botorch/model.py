@@ -240,7 +240,9 @@ class LaplaceModel(GaussianModel):
 
     def _observe(self, inputs: Tensor, targets: Tensor, noise: Tensor | None) -> None:
         f, jac = self._rows(inputs)
-        covariance = self._noise(inputs.shape[-2], True if noise is None else noise).expand(*f.shape, -1)
+        covariance = self._noise(inputs.shape[-2], True if noise is None else noise)
+        batch = torch.broadcast_shapes(f.shape[:-1], covariance.shape[:-2])
+        covariance = covariance.expand(*batch, -1, -1)
         own = Observations(self._linearized, f, jac, targets.to(f).flatten(-2), covariance)
         self._given = own if self._given is None else self._given.joined(own)
 
@@ -311,8 +313,7 @@ class LaplaceModel(GaussianModel):
             draws = precision.sample(every.numel(), generator).view(*every, -1)
             if self._given is None:
                 return draws
-            root = symmetric_root(self._given.noise.reshape(-1, *self._given.noise.shape[-2:])[0]) if (
-                self._given.noise.ndim == 2) else torch.linalg.cholesky(self._given.noise)
+            root = symmetric_root(self._given.noise)
             white = normal((*every, root.shape[-1]), root, generator)
             return self._given.directions(draws, (root @ white.unsqueeze(-1)).squeeze(-1))
 

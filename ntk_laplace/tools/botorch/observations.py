@@ -30,7 +30,7 @@ class Observations:
     y : Tensor, (..., n m)
         May have more batch dimensions than `f`.
     noise : Tensor, (..., n m, n m)
-        Covariance of ε.
+        Covariance of ε; may have more batch dimensions than `f`.
     """
 
     model: DifferentiableModel
@@ -42,7 +42,7 @@ class Observations:
     @property
     def batch_shape(self) -> torch.Size:
         """Of the posterior given the observations."""
-        return torch.broadcast_shapes(self.f.shape[:-1], self.y.shape[:-1])
+        return torch.broadcast_shapes(self.f.shape[:-1], self.y.shape[:-1], self.noise.shape[:-2])
 
     @cached_property
     def solved(self) -> Tensor:
@@ -89,13 +89,14 @@ class Observations:
     def joined(self, other: Observations) -> Observations:
         """These and others, together."""
         rows = torch.broadcast_shapes(self.f.shape[:-1], other.f.shape[:-1])
+        noisy = torch.broadcast_shapes(self.noise.shape[:-2], other.noise.shape[:-2])
         every = torch.broadcast_shapes(self.batch_shape, other.batch_shape)
 
         def both(one: Tensor, two: Tensor, batch: torch.Size, axes: int) -> Tensor:
             return torch.cat([part.expand(*batch, *part.shape[-axes:]) for part in (one, two)], -axes)
 
         n, m = self.f.shape[-1], other.f.shape[-1]
-        noise = self.noise.new_zeros(*rows, n + m, n + m)
+        noise = self.noise.new_zeros(*noisy, n + m, n + m)
         noise[..., :n, :n], noise[..., n:, n:] = self.noise, other.noise
         return Observations(self.model, both(self.f, other.f, rows, 1), both(self.jac, other.jac, rows, 2),
                             both(self.y, other.y, every, 1), noise)

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import DataError, HyperparameterError, NetworkError, UnsupportedError, require_whole, warn
+from ntk_laplace.errors import (
+    DataError,
+    HyperparameterError,
+    NetworkError,
+    UnsupportedError,
+    require_flags,
+    require_whole,
+    warn,
+)
 from ntk_laplace.model.data import generators_of
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, require_module
@@ -134,6 +142,7 @@ class EvidenceTracker:
                                f"a {type(network).__name__}", 'Pass network="model", for instance.')
         if path is not None:
             require_writable(path)
+        require_flags(restore_best=restore_best, hyperparameters=hyperparameters, correction=correction)
         spec_of(structure)
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior, groups="layer"))
         self.every = require_whole("every", every, 1, "Pass every=1 for each epoch.")

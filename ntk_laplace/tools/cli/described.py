@@ -78,13 +78,15 @@ def _numbers(
 
 
 def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any] | None, level: float) -> Described:
-    p, inputs = model.predict_proba(x), model.network_inputs(x)
-    with warnings.catch_warnings():  # the reasons of predictive_fit_, which are told, and too few points
-        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
-        sets = model.posterior_.predict_set(inputs, level, never_empty=True)
+    p, inputs, sets = model.predict_proba(x), model.network_inputs(x), None
+    if model.posterior_.fitted.exact:  # another has no leave-one-out to make sets from
+        with warnings.catch_warnings():  # the reasons of predictive_fit_, which are told, and too few points
+            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+            sets = model.posterior_.predict_set(inputs, level, never_empty=True)
     names = [str(name) for name in model.classes_]
     columns = {"predicted": model.classes_[p.argmax(1)]}
-    columns["set"] = ["{" + ", ".join(map(str, one)) + "}" for one in sets.labels(names)]
+    if sets is not None:
+        columns["set"] = ["{" + ", ".join(map(str, one)) + "}" for one in sets.labels(names)]
     columns |= {f"probability_{name}": p[:, index] for index, name in enumerate(names)}
     if y is None:
         return Described(columns)
@@ -94,9 +96,11 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
         name: metrics.held_out_scores(distributions.Categorical(probs=probs), labels)
         for name, probs in {NETWORK: alone, _POSTERIOR: torch.as_tensor(p)}.items()
     }
-    inside = float(sets.mask.cpu()[torch.arange(len(labels)), labels].double().mean())
-    size = float(sets.size.double().mean())
-    note = f"Sets of labels of level {100 * level:g}%: {inside:.1%} contain the label; {size:.2f} labels on average"
+    note = ""
+    if sets is not None:
+        inside = float(sets.mask.cpu()[torch.arange(len(labels)), labels].double().mean())
+        size = float(sets.size.double().mean())
+        note = f"Sets of labels of level {100 * level:g}%: {inside:.1%} contain the label; {size:.2f} labels on average"
     return Described({**columns, "target": y}, scores, note)
 
 
@@ -113,8 +117,10 @@ def tell_first(predictions: pandas.DataFrame, level: float) -> None:
     """Print the first predictions with their intervals or sets."""
     wanted = ("row", "file", "mean", "lower", "upper", "predicted", "set", "target")
     shown = [name for name in predictions if name.partition("_")[0] in wanted]
-    what = "sets of labels" if "set" in predictions else "intervals"
-    print(f"\nThe first of them, with {what} of {100 * level:g}%")
+    kinds = {"set": "sets of labels", "lower": "intervals"}
+    told = [f", with {what} of {100 * level:g}%" for part, what in kinds.items()
+            if any(name.partition("_")[0] == part for name in shown)]
+    print(f"\nThe first of them{''.join(told)}")
     print(predictions[shown].head(_SHOWN).to_string(index=False, float_format="{:.4g}".format))
 
 

@@ -54,7 +54,7 @@ def save_estimator(
     model: Model, path: Path, training: Examples, group: str | None, dropped: Sequence[str] | None
 ) -> None:
     """Write an estimator, with the names of its targets and the sources of its training points."""
-    sources = None if training.sources is None else training.sources[model.training_index_].tolist()
+    sources = None if training.sources is None else training.sources.tolist()
     model.__dict__[_TOLD] = {"targets": training.targets, "group": group, "sources": sources,
                             "dropped": list(dropped or ())}
     joblib.dump(model, path)
@@ -107,7 +107,7 @@ class Estimator:
     group : str or None
         The column of the sources, which is no input.
     sources : list or None
-        The source of each training point.
+        The source of each row of the training data.
     dropped : list of str
         Other columns that are no inputs.
     """
@@ -129,6 +129,24 @@ class Estimator:
         """Names of the input columns; None if the training data were no table."""
         names = getattr(self.model, "feature_names_in_", None)
         return None if names is None else list(names)
+
+    def number(self, target: str | int | None) -> int | None:
+        """Number of the target of a name or position; None, the default, for classes.
+
+        Raises
+        ------
+        DataError
+            If there is no such target.
+        """
+        names = [str(name) for name in getattr(self.model, "classes_", self.targets)]
+        if target is None:
+            return None if isinstance(self.model, ntkl.LaplaceClassifier) else 0
+        if str(target) in names:
+            return names.index(str(target))
+        if isinstance(target, int) and target < len(names):
+            return target
+        raise ntkl.DataError(f"an output among {first_few(names)}, or its position", f"--output {target}",
+                             "Choose one of them.")
 
     @property
     def data(self) -> tuple[Tensor, ...]:
@@ -181,6 +199,7 @@ class Estimator:
         if self.features is not None:
             raise self._another("the arrays", path)
         inputs, y = array_rows(path, what)
+        inputs = inputs.reshape(len(inputs), -1) if inputs.ndim == 1 else inputs  # as the data of fit
         count = self.model.n_features_in_
         shape = (count,) if self.shape is None else self.shape
         if inputs.shape[1:] != shape:
@@ -210,13 +229,16 @@ class Estimator:
 
     def _known(self, labels: NDArray[Any], where: str) -> NDArray[Any]:
         """The labels, if the model knows all of them."""
-        known = np.asarray(getattr(self.model, "classes_", ())).tolist()
-        unknown = [row for row, label in enumerate(labels.tolist()) if label not in known]
+        known = np.asarray(getattr(self.model, "classes_", ()))
+        number = {key: index for index, label in enumerate(known.tolist()) for key in (str(label), label)}
+        # by value, and by text: a file without "K" has the class "2" as the number 2
+        found = [number.get(label, number.get(str(label), -1)) for label in labels.tolist()]
+        unknown = [row for row, index in enumerate(found) if index < 0]
         if unknown:
-            raise ntkl.DataError(f"classes of the training data ({first_few(known)}) in {where}",
+            raise ntkl.DataError(f"classes of the training data ({first_few(known.tolist())}) in {where}",
                                  f"{labels.tolist()[unknown[0]]!r} in row {unknown[0]}, counted from 0",
                                  "Correct the name, or remove the row.")
-        return labels
+        return known[found]
 
     def _another(self, what: str, path: Path) -> ntkl.DataError:
         """The error for data of another kind than the training data."""

@@ -14,7 +14,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
-__all__ = ["estimator_page", "in_words", "source_effects"]
+__all__ = ["estimator_page", "in_words"]
 
 
 def estimator_page(
@@ -35,8 +35,9 @@ def estimator_page(
     shape : sequence of int, optional
         Of inputs that are images or other arrays.
     sources : SourceEffects, optional
+        On the same target.
     **options
-        Of `explore`.
+        Of `explore`; with several targets, `output` is the number of that which is explained, by default the first.
     """
     classes = [str(name) for name in getattr(model, "classes_", ())]
     target = ", ".join(targets) + ("" if classes else " (standardized)")
@@ -52,16 +53,6 @@ def estimator_page(
     own = {str(index): _four_digits(rows.iloc[int(index)]) for index in shown["training"]}
     points = [_four_digits(row) for _, row in x.iterrows()]
     return replace(page, content=page.content | {"rows": shown | {"points": points, "training": own}})
-
-
-def source_effects(
-    model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, labels: Sequence[Any] | NDArray[Any] | None
-) -> ntkl.SourceEffects | None:
-    """Effects on these inputs of the sources of the training points, if these have labels."""
-    if labels is None:
-        return None
-    truths = None if y is None else model.network_targets(y)
-    return model.posterior_.source_effects(model.network_inputs(x), labels, y=truths)
 
 
 def in_words(model: Model, sources: ntkl.SourceEffects) -> str:

@@ -7,7 +7,7 @@ import argparse
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import take, to_device
 from ntk_laplace.tools.cli.estimator_file import load_estimator
-from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words, source_effects
+from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
 from ntk_laplace.tools.cli.model import bring, require_writable
 from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.tables import require_sources
@@ -60,9 +60,11 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
 def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     estimator = load_estimator(options)
     new = estimator.read(options.inputs, "inputs to explain").first(options.most)
-    sources = source_effects(estimator.model, new.x, new.y, estimator.sources)
+    model, output = estimator.model, estimator.number(options.output)
+    sources = None if estimator.sources is None else model.source_effects(new.x, estimator.sources, new.y,
+                                                                          output=output)
     page = estimator_page(
-        estimator.model, new.x, new.y, estimator.rows, estimator.targets, options.shape or estimator.shape, sources,
-        k=options.k, title=options.title, candidates=options.candidates,
+        model, new.x, new.y, estimator.rows, estimator.targets, options.shape or estimator.shape, sources,
+        k=options.k, title=options.title, candidates=options.candidates, output=output,
     )
-    return page, "" if sources is None else in_words(estimator.model, sources)
+    return page, "" if sources is None else in_words(model, sources)

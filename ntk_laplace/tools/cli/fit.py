@@ -15,7 +15,7 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace.tools.cli.described import Model, describe, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import save_estimator
-from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words, source_effects
+from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
 from ntk_laplace.tools.cli.examples import Examples, read_examples
 from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.model import require_writable
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     _tell_relevance(model)
     tell_first(predictions, options.level)
     few, index = new.subset(np.arange(min(_EXPLAINED, len(new.y)))), model.training_index_
-    sources = source_effects(model, few.x, few.y, None if training.sources is None else training.sources[index])
+    sources = None if training.sources is None else model.source_effects(few.x, training.sources, few.y)
     explained = estimator_page(model, few.x, few.y, training.x.iloc[index], new.targets, new.shape, sources)
     options.out.mkdir(parents=True, exist_ok=True)
     predictions.to_csv(table, index=False)

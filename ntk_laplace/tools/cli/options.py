@@ -51,7 +51,7 @@ GROUP: dict[str, Any] = {  # of the option --group; dest, because `group` is tha
 
 _NEEDED = ("checkpoint", "data", "likelihood")  # with a Python file
 _OF_A_FILE = (  # what a model.joblib has itself
-    *_NEEDED, "target", "targets", "source", "drop", "output", "noise", "likelihood_option", "precision", "groups",
+    *_NEEDED, "target", "targets", "source", "drop", "noise", "likelihood_option", "precision", "groups",
     "curvature", "float32", "device", "structure", "held_out", "retrain", "classes", "features",
 )
 
@@ -84,7 +84,8 @@ def add_model_options(parser: argparse.ArgumentParser, estimators: bool = True) 
     model.add_argument("--group", **GROUP)
     model.add_argument("--drop", **DROP)
     model.add_argument("--output", type=output, metavar="NAME",
-                       help="which of the outputs, by name or position, if the network returns several")
+                       help="which of the outputs, by name or position, if the network returns several; with a "
+                       "model.joblib of explain, the target or the class to explain")
     model.add_argument("--targets", metavar="NAME",
                        help="the array of the targets, if the others are the network's inputs by name, saved with "
                        "numpy.savez(NPZ, input_ids=..., labels=...)")
@@ -119,7 +120,8 @@ def network_fault(options: argparse.Namespace) -> str:
         return "expected --network with a model.joblib alone; got it with a Python file." if options.classes_of else ""
     if not options.estimators:
         return f"expected FILE.py[:FACTORY] for {options.command}; got {path}. Pass the network's Python file."
-    own = (*_OF_A_FILE, *(("memory",) if options.command != "evidence" else ()))
+    others = {"memory": "evidence", "output": "explain"}  # a command with them
+    own = (*_OF_A_FILE, *(name for name, command in others.items() if options.command != command))
     given = [name for name in own if getattr(options, name, None) != options.default_of(name)]
     if given:
         option = "--group" if given[0] == "source" else f"--{given[0].replace('_', '-')}"

@@ -71,7 +71,7 @@ def _csv(path: Path) -> pandas.DataFrame:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pandas.errors.ParserWarning)  # columns that it would drop
             warnings.simplefilter("ignore", DeprecationWarning)
-            names = pandas.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]
+            names = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]
             _require_commas(names, path, expected)
             frame = pandas.read_csv(path, **options)
     except DataError:
@@ -82,8 +82,9 @@ def _csv(path: Path) -> pandas.DataFrame:
         raise _other_encoding(path, cause) from cause
     except (pandas.errors.ParserWarning, ValueError, OSError, EOFError) as cause:
         raise DataError(expected, f"{path} ({first_line(cause)})", "Check the file.") from cause
-    if names.isna().any():
-        raise DataError("a name for each column", f"none for column {int(np.argmax(names.isna())) + 1} of {path}",
+    unnamed = names == ""
+    if unnamed.any():
+        raise DataError("a name for each column", f"none for column {int(np.argmax(unnamed)) + 1} of {path}",
                         "Name it. pandas writes such a column of row numbers, unless to_csv has index=False.")
     if names.duplicated().any():
         raise DataError("columns with different names", f"{names[names.duplicated()].iloc[0]!r} twice in {path}",

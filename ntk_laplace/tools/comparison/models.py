@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, is_choice, warn
 from ntk_laplace.model.data import Batches
-from ntk_laplace.model.likelihoods import Likelihood, Tempered
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import leave_one_out_score
 from ntk_laplace.posterior.scores import require_beginning
@@ -137,7 +136,7 @@ def _require_same_data(named: dict[str, Posterior]) -> None:
         if got:
             raise DataError("models fitted to the same data: evidences of different data are not comparable", got,
                             "Fit all models to the same (X, y), without shuffling.")
-        kinds = [_plain(one.likelihood) for one in (first, posterior)]
+        kinds = [one.likelihood.counted_once() for one in (first, posterior)]
         words = " and ".join(type(kind).__name__ for kind in kinds)
         # where a user's likelihood declares neither, only the targets can be compared
         if {kind.is_density for kind in kinds} == {True, False}:
@@ -147,10 +146,6 @@ def _require_same_data(named: dict[str, Posterior]) -> None:
             weights = f"{first.likelihood.weight:g} for {name!r} and {posterior.likelihood.weight:g} for {other!r}"
             raise UnsupportedError("likelihoods that count each example equally often", f"weights {weights}",
                                    "Fit all models under Tempered(likelihood, weight) of one weight, or under none.")
-
-
-def _plain(likelihood: Likelihood) -> Likelihood:
-    return likelihood.likelihood if isinstance(likelihood, Tempered) else likelihood
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

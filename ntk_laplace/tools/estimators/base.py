@@ -16,6 +16,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 
 from ntk_laplace.errors import (
+    DataError,
     HyperparameterError,
     NTKLaplaceWarning,
     UnsupportedError,
@@ -29,7 +30,7 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
-from ntk_laplace.posterior.explain import Explanation, Ranking
+from ntk_laplace.posterior.explain import Explanation, Ranking, SourceEffects
 from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Auto, Settings, StructureSpec
@@ -68,6 +69,7 @@ class LaplaceEstimator(BaseEstimator):
     history_: EvidenceHistory | None
     predictive_fit_: PredictiveFit | None
     training_index_: NDArray[np.intp]
+    training_point_: NDArray[np.intp]
     y_train_: NDArray[Any]
     n_iter_: int
     n_features_in_: int
@@ -175,12 +177,14 @@ class LaplaceEstimator(BaseEstimator):
             raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
                                       "Pass precision=1.0 or (1.0, 0.1).")
         require_flags(prefit=self.prefit)
-        if self.prefit and several:
-            raise UnsupportedError("one precision, for prefit=True", repr(self.precision),
-                                   "Pass the precision that the network was trained with.")
+        if not (is_flag(self.verbose) or is_whole(self.verbose, 0)):
+            raise UnsupportedError("verbose True or False", repr(self.verbose)[:80], "Choose one of the two.")
         if self.prefit and not is_module(self.network):
             raise UnsupportedError("a trained network, for prefit=True", repr(self.network)[:80],
                                    "Pass the nn.Module, or leave prefit out to train one.")
+        if self.prefit and several:
+            raise UnsupportedError("one precision, for prefit=True", repr(self.precision),
+                                   "Pass the precision that the network was trained with.")
 
     def _read(self, x: Any, y: Any, sample_weight: Any, **checks: Any) -> tuple[Array, Any, Array | None]:
         """Inputs, targets and weights. Equal examples become one, whose weight is the sum of theirs."""
@@ -196,6 +200,9 @@ class LaplaceEstimator(BaseEstimator):
                                      return_inverse=True)
         total: Array = np.bincount(member.ravel(), weights=weight).astype(np.float64)
         order = [group for group in np.argsort(first) if total[group] > 0]
+        place = np.full(len(total), -1)
+        place[order] = np.arange(len(order))
+        self.training_point_, self._row_weight = np.where(weight > 0, place[member.ravel()], -1), weight
         self.training_index_, total = first[order], total[order]
         self.y_train_ = y[self.training_index_]
         return x[self.training_index_], self.y_train_, None if (total == 1.0).all() else total
@@ -229,6 +236,7 @@ class LaplaceEstimator(BaseEstimator):
 
     def original_inputs(self, inputs: Tensor) -> Array:
         """The inverse of `network_inputs`: X (N, d) in the units of the data."""
+        check_is_fitted(self)
         return self._inputs.undone(inputs.detach().cpu().double().numpy())
 
     def explain(self, X: Any, k: int = 8, **options: Any) -> Explanation | Ranking:
@@ -249,6 +257,52 @@ class LaplaceEstimator(BaseEstimator):
         """
         x = self.network_inputs(X)
         return self.posterior_.explain(x, k, **options)
+
+    def source_effects(self, X: Any, sources: Any, y: Any = None, **options: Any) -> SourceEffects:
+        """What changes at X without each source of the data of `fit`: `Posterior.source_effects`.
+
+        Equal rows are one training point, and may have several sources. Here each row counts on its own, which does
+        not change the posterior.
+
+        Parameters
+        ----------
+        X : array_like, (n, features)
+        sources : sequence or array
+            One label for each row of the data of `fit`.
+        y : array_like, optional
+            Targets at X.
+        **options
+            Of `Posterior.source_effects`, in units of the standardized targets.
+
+        Returns
+        -------
+        SourceEffects
+
+        Raises
+        ------
+        DataError
+            If the labels are not one for each row.
+        """
+        x, targets = self.network_inputs(X), None if y is None else self.network_targets(y)
+        labels, points, weight = list(sources), self.training_point_, self._row_weight
+        if len(labels) != len(points):
+            raise DataError(f"the sources of {len(points):,} rows of the data of fit", f"{len(labels):,} labels",
+                            "Pass one label for each row.")
+        rows = np.flatnonzero(points >= 0)
+        posterior = self.posterior_ if len(rows) == self.posterior_.num_examples else self._of_rows(
+            torch.as_tensor(points[rows]), torch.as_tensor(weight[rows]))
+        return posterior.source_effects(x, [labels[row] for row in rows], y=targets, **options)
+
+    def _of_rows(self, points: Tensor, weight: Tensor) -> Posterior:
+        """The posterior whose training points are rows, with the numbers of their points and their weights."""
+        own = self.posterior_
+        source = own.fitted.structure.source
+        if source is None:
+            raise DataError("an estimator with its training data", "none", "Fit it again.")
+        x, y = (torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
+        data = x[points], y[points], weight
+        return laplace(own.network.module, data, own.likelihood, own.prior, own.fitted.structure.spec,
+                       own.curvature_type, dtype=own.dtype, settings=own.fitted.settings)
 
     # --- evidence
 
@@ -312,9 +366,12 @@ class LaplaceEstimator(BaseEstimator):
 
     def _set(self, own: list[nn.Parameter], theta: Array) -> None:
         sizes = [parameter.numel() for parameter in own]
-        if theta.shape != (sum(sizes),) or not np.isfinite(theta).all():
-            got = f"shape {theta.shape}" if theta.shape != (sum(sizes),) else "a NaN or an infinity"
-            raise HyperparameterError(f"theta of shape ({sum(sizes)},), finite", got, "Pass an array like theta_.")
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = np.exp(theta)
+        if theta.shape != (sum(sizes),) or not (np.isfinite(values) & (values > 0)).all():
+            got = f"shape {theta.shape}" if theta.shape != (sum(sizes),) else f"{theta.min():g} to {theta.max():g}"
+            raise HyperparameterError(f"theta of shape ({sum(sizes)},), logarithms of finite numbers", got,
+                                      "Pass an array like theta_.")
         with torch.no_grad():
             for parameter, part in zip(own, torch.as_tensor(theta).split(sizes), strict=True):
                 parameter.copy_(part.view_as(parameter))

@@ -11,7 +11,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError, require_whole
+from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.tools.estimators.base import LaplaceEstimator
@@ -76,6 +76,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     training_index_ : ndarray
         Row in the data of `fit` of each training point of the posterior. Equal examples are one training point, whose
         weight is the sum of theirs: leave-one-out predicts none from its copy.
+    training_point_ : ndarray
+        Training point of each row in the data of `fit`, -1 where its weight is 0.
     y_train_ : ndarray
         Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
@@ -158,7 +160,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     def network_targets(self, y: Any) -> Tensor:
         """Targets as `posterior_` takes them, (n, targets): standardized if the estimator does that."""
         check_is_fitted(self)
-        values = np.asarray(y, dtype=np.float64)
+        values, count = np.asarray(y, dtype=np.float64), len(self._targets.scale)
+        if values.ndim == 0 or values.size != len(values) * count:
+            raise DataError("y of shape (n,)" if self._single else f"y of shape (n, {count})", f"shape {values.shape}",
+                            "Pass the targets that the estimator was fitted to, one row for each input.")
         return torch.as_tensor(self._targets(values.reshape(len(values), -1)))
 
     @property

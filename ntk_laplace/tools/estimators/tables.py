@@ -64,7 +64,7 @@ def require_numbers(x: Any) -> None:
             continue
         column = x.iloc[:, index]
         remedy = "Encode it, by pandas.get_dummies or sklearn's OneHotEncoder, or drop it."
-        if dtype.kind in "mM" or isinstance(dtype, pandas.DatetimeTZDtype):
+        if dtype.kind in "mM" or isinstance(dtype, (pandas.DatetimeTZDtype, pandas.PeriodDtype)):
             raise DataError(f"numbers in column {name!r} of X", f"dates or times, {dtype}",
                             "Make it a number, such as days since a date, or drop it.")
         other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()

@@ -51,7 +51,7 @@ class Naming:
 
 def gather(
     posterior: Posterior, x: Inputs, training: Inputs | None, targets: Tensor | None, k: int, naming: Naming,
-    progress: bool | None = None, candidates: int = 0,
+    progress: bool | None = None, candidates: int = 0, output: int | None = None,
 ) -> dict[str, Any]:
     """Collect all content of the page.
 
@@ -71,6 +71,8 @@ def gather(
         Show a progress bar; by default if the error stream is a terminal.
     candidates : int
         Training points of each input that are re-ranked by their effects on the network itself.
+    output : int, optional
+        The output to explain, as in `Posterior.explain`.
 
     Raises
     ------
@@ -78,17 +80,17 @@ def gather(
         If sizes or names do not match, the targets do not fit the likelihood, or the structure keeps no Jacobian and
         the training data cannot be read again.
     """
-    n, c = num_examples(x), posterior.num_outputs
+    n = num_examples(x)
     training = None if training is None else as_tensors(training)
     _check(posterior, training, naming)
     truths = None if targets is None else _truths(posterior, targets, n)
     shown = set()
     kept = posterior.fitted.structure.spec.keeps_jacobian
     find = _from_rows if kept else _from_data
-    points, guarantees = find(posterior, x, k, progress)
+    points, guarantees = find(posterior, x, k, output, progress)
     left_out = leave_one_out(posterior.fitted)
     if candidates:
-        guarantees = [*guarantees, *_reranked(posterior, x, points, candidates)]
+        guarantees = [*guarantees, *_reranked(posterior, x, points, candidates, output)]
     if truths is not None:
         for point, truth in zip(points, truths, strict=True):
             point |= {} if truth is None else {"target": rounded(truth)}
@@ -96,7 +98,6 @@ def gather(
         shown |= {j for part in ("for", "against", "reranked") for j, *_ in point.get(part, ())}
     return {
         "kind": _kind(posterior),
-        "outputs": c,
         "names": _names(posterior, naming),
         "targetName": naming.target,
         "examples": posterior.num_examples,
@@ -174,7 +175,7 @@ _OTHER_SIDE = {"for": "against", "against": "for"}
 
 
 def _from_rows(
-    posterior: Posterior, x: Inputs, k: int, progress: bool | None
+    posterior: Posterior, x: Inputs, k: int, output: int | None, progress: bool | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """One record per input, and common information on them, in function space."""
     n, c = num_examples(x), posterior.num_outputs
@@ -183,7 +184,7 @@ def _from_rows(
     step = max(1, _AT_ONCE // (posterior.num_examples * c))
     for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
         here = take(x, slice(start, min(start + step, n)))
-        found, rows = cast(Explanation, posterior.explain(here, k)), posterior.jacobian(here)
+        found, rows = cast(Explanation, posterior.explain(here, k, output)), posterior.jacobian(here)
         asked = _Asked.of(posterior, found)
         share = found.share * asked.sign.to(found.share)[:, None]
         own = asked.records(posterior, here)
@@ -200,11 +201,11 @@ def _from_rows(
 
 
 def _from_data(
-    posterior: Posterior, x: Inputs, k: int, progress: bool | None
+    posterior: Posterior, x: Inputs, k: int, output: int | None, progress: bool | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The same in weight space: rank the training points for all inputs, then read the Jacobian of displayed ones."""
     n, rows = num_examples(x), posterior.jacobian(x)
-    found = cast(Ranking, posterior.explain(x, k))
+    found = cast(Ranking, posterior.explain(x, k, output))
     asked = _Asked.of(posterior, found)
     records = asked.records(posterior, x)
     groups = asked.groups()
@@ -230,12 +231,14 @@ def _from_data(
     return records, [*found.guarantees, _JOINT[posterior.fitted.exact]]
 
 
-def _reranked(posterior: Posterior, x: Inputs, points: list[dict[str, Any]], candidates: int) -> tuple[str, ...]:
+def _reranked(
+    posterior: Posterior, x: Inputs, points: list[dict[str, Any]], candidates: int, output: int | None
+) -> tuple[str, ...]:
     """Add the effects of the candidates and of the groups on the network itself to each input's record."""
     members = [tuple(j for side in of for j, *_ in point[side]) for point in points for of in _GROUPS.values()]
     groups = [group for group in dict.fromkeys(members) if 0 < len(group) < posterior.num_examples]
     place = {group: slot for slot, group in enumerate(groups)}
-    found = posterior.rerank(x, candidates, groups=groups)
+    found = posterior.rerank(x, candidates, output, groups=groups)
     turned = (found.f[:, 0] < 0) & (_kind(posterior) == "binary")
     sign = torch.where(turned, -1.0, 1.0).to(found.f)
     linear, moving = found.linear * sign.unsqueeze(1), found.moving * sign.unsqueeze(1)

@@ -129,7 +129,7 @@ class ExplorerPage:
 def explore(
     posterior: Posterior, x: Inputs, training: Inputs | None = None, targets: Tensor | None = None, k: int = 6,
     naming: Naming | None = None, title: str = "Which training points made these predictions?",
-    progress: bool | None = None, candidates: int = 0, sources: SourceEffects | None = None,
+    progress: bool | None = None, candidates: int = 0, sources: SourceEffects | None = None, output: int | None = None,
 ) -> ExplorerPage:
     """Make a page that explains predictions by uncertainty, training points, and effects of their removal.
 
@@ -155,6 +155,8 @@ def explore(
         and the network's own answers without the groups. It moves a network for each point and group of all inputs.
     sources : SourceEffects, optional
         ``posterior.source_effects(x, labels)``: the page then has a section on the sources of the training data.
+    output : int, optional
+        The output to explain, as in `Posterior.explain`.
 
     Returns
     -------
@@ -174,7 +176,7 @@ def explore(
     if not isinstance(naming, Naming):
         raise DataError("words as ntk_laplace.Naming(...)", f"{naming!r}"[:80], "Pass Naming(classes=[...]).")
     require_whole("candidates", candidates, 0, "Pass 0 for no second ranking, or for example 20.")
-    content = gather(posterior, x, training, targets, k, naming, progress, candidates)
+    content = gather(posterior, x, training, targets, k, naming, progress, candidates, output)
     content = content if sources is None else with_sources(posterior, sources, content)
     return ExplorerPage(str(title), content | {"flag": HIGH_LEVERAGE})
 

@@ -54,7 +54,7 @@ def with_sources(posterior: Posterior, found: SourceEffects, content: dict[str, 
     sources = {
         "names": list(found.names), "points": found.num_points.tolist(), "converged": found.converged.tolist(),
         "own": rounded(found.own_log_prob), "without": rounded(found.own_log_prob_without),
-        "guarantees": list(found.guarantees), "moving": found.linearization == "moving",
+        "guarantees": list(found.guarantees),
     }
     return content | {"points": points, "sources": sources}
 
