@@ -240,14 +240,15 @@ def test_equal_rows_of_several_sources_count_for_each() -> None:
     x, who = np.concatenate([x, x, x[:1]]), ["Ann"] * 16 + ["Bob"] * 16 + ["Ann"]
     weight = np.r_[np.ones(32), 0.0]
     labels = np.r_[y > 7, y > 6, True].astype(int)
-    for model, y in ((ntkl.LaplaceClassifier(**QUICK), labels), (ntkl.LaplaceRegressor(**QUICK), np.r_[y, y, 9.0])):
-        model.fit(x, y, sample_weight=weight)
+    values = np.r_[y, y, 9.0]
+    for model, own_y in ((ntkl.LaplaceClassifier(**QUICK), labels), (ntkl.LaplaceRegressor(**QUICK), values)):
+        model.fit(x, own_y, sample_weight=weight)
         assert len(model.training_index_) < 32 and model.training_point_[-1] == -1
         rows = model.training_point_[:32]
-        assert np.array_equal(model.y_train_[rows], y[:32])
-        found = model.source_effects(x[:5], who, y[:5])
+        assert np.array_equal(model.y_train_[rows], own_y[:32])
+        found = model.source_effects(x[:5], who, own_y[:5])
         own = model.posterior_
-        data = model.network_inputs(x[:32]), model.network_targets(y[:32])
+        data = model.network_inputs(x[:32]), model.network_targets(own_y[:32])
         whole = ntkl.laplace(model.network_, data, own.likelihood, own.prior, "full")
         assert float(whole.log_marginal_likelihood()) == pytest.approx(float(own.log_marginal_likelihood()), rel=1e-9)
         wanted = whole.source_effects(data[0][:5], who[:32], y=data[1][:5])

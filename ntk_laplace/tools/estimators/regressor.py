@@ -48,7 +48,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     noise : float
         Noise variance at the start, in squared units of the targets (standardized ones by default).
     structure, curvature
-        Of the evidence during the training, as in `train_with_evidence`.
+        Of the evidence during the training, as in `train_with_evidence`; with `prefit` or without a predictive also of
+        the posterior: "kfac" is an approximation.
     predictive : "loo" or None
         "loo": train to an optimum, and fit the predictive to leave-one-out densities; the fit is used if it is
         trusted (`predictive_fit_`). None: the posterior at the best evidence.
