@@ -390,9 +390,12 @@ def test_wrong_requests(regression) -> None:
         posterior.fit_hyperparameters(bounds=(1.0, 0.1))
     for wrong in ({"steps": 2.5}, {"steps": "a"}, {"steps": True}, {"tolerance": "a"}, {"tolerance": float("inf")},
                   {"bounds": 5}, {"bounds": ("a", 1)}, {"parameters": 5}, {"learning_rate": 0.0},
-                  {"learning_rate": "a"}):
+                  {"learning_rate": "a"}, {"parameters": [["precision"]]}):
         with pytest.raises(ntkl.HyperparameterError, match=r"expected .*; got .*\. .*\."):
             posterior.fit_hyperparameters("adam", **wrong)
+    for name in ("correction", "progress"):
+        with pytest.raises(ntkl.UnsupportedError, match=f"expected {name} True or False; got 'no'"):
+            posterior.fit_hyperparameters(**{name: "no"})
     x = regression[1][0]
     labels = (x > 0).double()
     classifier = ntkl.laplace(nn.Linear(1, 2).double(), (x, labels.long().squeeze(1)), ntkl.Categorical())

@@ -299,6 +299,21 @@ def test_weight_samples_of_function_space_have_the_covariance_of_the_weights(pri
     assert relative_error(root.T @ root, reference.covariance) < 1e-9
 
 
+@pytest.mark.parametrize("method", ["glm", "blr", "map", "nn"])
+def test_the_mean_of_a_prediction(method: str) -> None:
+    """`mean="posterior"` moves every prediction that plugs in or averages around it; weight samples have none."""
+    posterior, x = fit(CASE, "gaussian", "layer", "full"), problem(CASE).x_new
+    with pytest.raises(ntkl.UnsupportedError, match='"map"'):
+        posterior.predict(x, method, mean="mode")
+    if method == "nn":
+        with pytest.raises(ntkl.UnsupportedError, match="samples the weights"):
+            posterior.predict(x, method, mean="posterior")
+        return
+    found = posterior.predict(x, method, mean="posterior").mean
+    assert relative_error(found, posterior.latent(x, mean="posterior").mean) < 1e-9
+    assert not torch.allclose(found, posterior.predict(x, method).mean)
+
+
 def test_outputs_of_weight_samples_are_made_in_pieces(monkeypatch):
     """Seven draws, three at a time: each is the network itself with those weights."""
     posterior, x = fit(CASE, "poisson", "layer", "full"), problem(CASE).x_new

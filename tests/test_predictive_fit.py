@@ -13,6 +13,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.predictive import normal_points, predictive
 from ntk_laplace.posterior.calibrate import LeftOut, densities, mean_log_density
+from refusals import refused
 
 
 def trained(
@@ -212,6 +213,18 @@ def test_the_average_has_a_temperature_of_its_own(classifier: ntkl.Posterior) ->
     assert scores[1] == min(scores) and alone.after == pytest.approx(-float(scores[1]), abs=1e-7)
     draws = classifier.calibrate((x, y), temperature="draws")
     assert draws.calibration.average_temperature == 1.0 and draws.temperature != 1.0
+
+
+def test_options_without_a_meaning_are_refused() -> None:
+    """The network of counts has no temperature, and held-out data leave no points out."""
+    x = torch.linspace(-1, 1, 12).double().unsqueeze(1)
+    data = x, torch.arange(12.0).double().unsqueeze(1) % 3
+    posterior = ntkl.laplace(nn.Linear(1, 1).double(), data, ntkl.Poisson())
+    with refused(ntkl.UnsupportedError, "classes, or additive noise", "a Poisson likelihood", "Leave temperature out"):
+        posterior.calibrate(data, temperature="network")
+    with refused(ntkl.UnsupportedError, "points= with objective", "held-out data", "Leave points= out"):
+        posterior.fit_predictive(data, points=[0, 1])
+    assert posterior.calibrate(data).scale >= 0.0
 
 
 @pytest.mark.parametrize("temperature", ["draws", "average", "network"])

@@ -265,6 +265,13 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], text: str) -
         posterior.retrain(**({"data": sine()} | options))
 
 
+def test_groups_are_checked_where_the_prior_has_its_own() -> None:
+    data = sine()
+    posterior = ntkl.laplace(mlp(1, 3, 1), data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(groups="tensor"))
+    with pytest.raises(ntkl.NTKLaplaceError, match="bogus"):
+        posterior.retrain(data, groups="bogus")
+
+
 def test_a_what_if_is_not_retrained() -> None:
     posterior = posterior_of(mlp(1, 3, 1), sine(), ntkl.Gaussian(0.1)).remove([0])
     with pytest.raises(ntkl.UnsupportedError, match="unchanged training data, to retrain"):

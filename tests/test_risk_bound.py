@@ -313,7 +313,7 @@ def test_the_bound_from_a_loop_over_draws(name: str) -> None:
     if name == "log":
         germain = ntkl.risk_bound(posterior, (x, y), prior, "log", "germain", draws=count)
         same = ntkl.risk_bound(posterior, (x, y), prior, "log", "catoni", draws=count,
-                               beta=np.array([math.log(100)]))
+                               beta=torch.tensor([math.log(100)], dtype=torch.float64))
         assert float(germain) == pytest.approx(float(same), abs=1e-12)
         log_z = -(n * germain.sampled_risk + kl)  # its lower bound, in place of that of Eq. 17
         printed = pac_bayes.germain(log_z, n, DELTA / 2, 0.0, high)

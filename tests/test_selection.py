@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import ntk_laplace as ntkl
 from exact_cases import TURNS, fit, ids, trained, truth
 from ntk_laplace.model.predictive import predictive
+from ntk_laplace.posterior.conditional import rest_given
 from ntk_laplace.posterior.scores import orders
 from reference import Dense, call, relative_error, take
 from refusals import inputs, labels, network, refused
@@ -267,7 +270,7 @@ def test_a_stream_that_runs_dry_is_refused():
 def test_a_checkpoint_without_data_is_refused(tmp_path):
     of_classes("kfac").save(tmp_path / "kfac.pt")
     loaded = ntkl.load(tmp_path / "kfac.pt", classes()[0])
-    with pytest.raises((ntkl.DataError, ntkl.UnsupportedError), match="a checkpoint, which does not"):
+    with pytest.raises((ntkl.DataError, ntkl.UnsupportedError), match="a checkpoint"):
         loaded.conditional_log_marginal_likelihood(30)
 
 
@@ -283,6 +286,58 @@ def test_a_subset_is_a_fit_to_the_subset(structure):
     assert relative_error(some.latent_moments(x[:3])[1], alone.latent_moments(x[:3])[1]) < 1e-9
     assert torch.equal(some.targets, y[index.sort().values])
     assert some.num_examples == 5
+
+
+@pytest.mark.parametrize("tempered", [False, True])
+def test_noise_of_each_point_of_a_subset_is_its_own_parameter(tempered: bool, tmp_path: Path) -> None:
+    """It moves, is fitted, saved and loaded, as that of a fit to the subset; the posterior of all points stays."""
+    torch.manual_seed(0)
+    network, x, noise = nn.Linear(2, 1).double(), torch.randn(8, 2).double(), torch.linspace(0.1, 0.8, 8).double()
+    y, kept = torch.randn(8, 1).double(), [1, 2, 5, 6, 7]
+
+    def fit_to(index: Sequence[int]) -> ntkl.Posterior:
+        likelihood: ntkl.Likelihood = ntkl.Gaussian(noise[list(index)], "point")
+        likelihood = ntkl.Tempered(likelihood, 2.0) if tempered else likelihood
+        return ntkl.laplace(network, (x[list(index)], y[list(index)]), likelihood, ntkl.GaussianPrior(1.0))
+
+    whole, fresh = fit_to(range(8)), fit_to(kept)
+    before, some = float(whole.log_marginal_likelihood()), whole.subset(kept)
+    assert list(dict(some.likelihood.named_parameters())) == ["log_noise"]
+    for posterior in (some, fresh):
+        posterior.log_marginal_likelihood()
+        with torch.no_grad():
+            posterior.likelihood.get_parameter("likelihood.log_noise" if tempered else "log_noise").fill_(0.7)
+    assert relative_error(some.log_marginal_likelihood(), fresh.log_marginal_likelihood()) < 1e-12
+    assert relative_error(some.latent_moments(x[:2])[1], fresh.latent_moments(x[:2])[1]) < 1e-12
+    found, wanted = some.fit_hyperparameters(), fresh.fit_hyperparameters()
+    assert found.names == wanted.names and len(found.names) == 6
+    assert relative_error(some.log_marginal_likelihood(), fresh.log_marginal_likelihood()) < 1e-6
+    some.save(tmp_path / "some.pt", include_data=True)
+    loaded = ntkl.load(tmp_path / "some.pt", network)
+    assert relative_error(loaded.log_marginal_likelihood(), some.log_marginal_likelihood()) < 1e-12
+    assert float(whole.log_marginal_likelihood()) == before
+
+
+def test_points_that_choose_the_scale_have_targets() -> None:
+    """Points without a target say nothing of the scale of the covariance: others take their place."""
+    torch.manual_seed(0)
+    network, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double(), torch.randn(12, 2).double()
+    y = torch.randn(12, 1).double()
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    missing = y.clone()
+    missing[order[8]] = torch.nan
+    posterior = ntkl.laplace(network, (x, missing), ntkl.Gaussian(0.1, missing="nan"))
+    found = rest_given(posterior.fitted, order, 9, None, None, 100)
+    keep = torch.cat([order[:8], order[9:]])
+    others = ntkl.laplace(network, (x[keep], y[keep]), ntkl.Gaussian(0.1))
+    wanted = rest_given(others.fitted, torch.arange(11), 8, None, None, 100)
+    assert found.calibration == wanted.calibration
+    missing[order[:9]] = torch.nan
+    posterior = ntkl.laplace(network, (x, missing), ntkl.Gaussian(0.1, missing="nan"))
+    with pytest.raises(ntkl.DataError, match=r"a target among the first 9, to choose the scale; got none"):
+        rest_given(posterior.fitted, order, 9, None, None, 100)
+    with pytest.raises(ntkl.DataError, match="at least one example with a target"):
+        posterior.subset(order[:9])
 
 
 # --- criteria

@@ -332,6 +332,24 @@ def test_example_weights_are_repetitions(algorithm: Algorithm) -> None:
 # --- the public function
 
 
+@pytest.mark.filterwarnings("ignore:OGGN is not at its fixed point")
+@pytest.mark.parametrize("structure", ["full", "gp", "kfac", "diag"])
+@pytest.mark.parametrize("algorithm", ["lgva", "voggn", "oggn"])
+def test_points_without_targets_do_not_count(algorithm: str, structure: str) -> None:
+    if (algorithm, structure) == ("voggn", "gp"):
+        pytest.skip("draws in function space have a random number for each point")
+    network, (x, y) = sine(12)
+    more = torch.cat([x, x + 0.5]), torch.cat([y, torch.full_like(y, torch.nan)])
+    options: dict[str, Any] = {"structure": structure, "algorithm": algorithm, "steps": 4, "elbo_every": 0,
+                               "start": 10.0, "step_size": 0.1}
+    found, wanted = (
+        ntkl.variational(network, data, ntkl.Gaussian(0.1, missing="nan"), ntkl.GaussianPrior(1.0), **options)
+        for data in (more, (x, y))
+    )
+    assert relative_error(found.posterior.latent_moments(x)[1], wanted.posterior.latent_moments(x)[1]) < 1e-9
+    assert relative_error(found.posterior.fitted.theta, wanted.posterior.fitted.theta) < 1e-9
+
+
 def fit_sine(**arguments: Any) -> Any:
     network, data = sine()
     given = {"start": 10.0, "step_size": 0.1, "steps": 8, "elbo_every": 0} | arguments

@@ -174,6 +174,45 @@ def test_what_makes_no_sense():
         small.what_ifs(torch.ones(9000, 9))
 
 
+@pytest.mark.parametrize("linearization", ["moving", "fixed"])
+def test_answers_do_not_change_with_later_hyperparameters(linearization: str) -> None:
+    posterior, _, _ = case("classes")
+    found, new = posterior.what_ifs([[0], [1, 2]], linearization=linearization), inputs(14)[9:]
+    posterior.prior.precision = 30.0
+    assert relative_error(found.posterior(1).outputs(new), found.outputs(new)[1]) < 1e-9
+
+
+def test_a_group_of_an_approximation_has_no_posterior_at_a_fixed_linearization() -> None:
+    posterior, _, _ = case("classes", "kfac")
+    with refused(ntkl.UnsupportedError, 'structure="gp" or "full"', "'kfac'", "moving"):
+        posterior.what_ifs([[0]], linearization="fixed").posterior(0)
+
+
+@pytest.mark.parametrize("change", ["condition", "subset", "prior", "device"])
+def test_a_moved_network_stays_where_it_is_without_a_change(change: str) -> None:
+    """What remains of the gradient is that of the present points and prior, as it is for a posterior that was fitted.
+
+    After the same data it is that of the what-if, which goes on where its steps have ended.
+    """
+    x = inputs(14)[9:]
+    posterior, _, _ = case("classes")
+    moved = posterior.remove([0], linearization="moving")
+    theta = moved.network.theta
+    if change == "condition":
+        moved = moved.condition((x, labels(5)))
+    elif change == "subset":
+        moved = moved.subset([1, 2, 3, 4, 5])
+    elif change == "prior":
+        moved.prior.precision = 30.0
+    else:
+        moved = moved.to("cpu", torch.float64)
+    assert relative_error(moved.remove([], linearization="moving").network.theta, theta) < 1e-9
+    found = moved.source_effects(x, [n % 2 for n in range(moved.num_examples)], linearization="moving")
+    assert relative_error(found.f, moved.outputs(x)) < 1e-7
+    with pytest.raises(ntkl.UnsupportedError, match="a what-if changed"):
+        moved.save("never.pt")
+
+
 @pytest.mark.parametrize("structure", ["gp", "kfac"])
 def test_a_point_with_a_target_must_be_left(structure: str) -> None:
     """Points without targets are no data: the prior alone would remain, which a fit refuses as well."""

@@ -80,6 +80,9 @@ class CalibrationVerbs(PredictionVerbs):
                     "pass held-out data, calibrate(data); strict=False fits all the same.",
                 )
             return self._used(fit)
+        if points is not None:
+            raise UnsupportedError('points= with objective="loo", which leaves them out', "held-out data",
+                                   "Leave points= out.")
         likelihood = self.likelihood.for_new_points()
         return self._used(self._fitted_calibration(self._held_out(objective), likelihood, "held-out data", parameters))
 
@@ -103,7 +106,11 @@ class CalibrationVerbs(PredictionVerbs):
             raise UnsupportedError('temperature "draws", "average" or "network"', repr(temperature), "Choose one.")
         likelihood, held_out = self.likelihood.for_new_points(), self._held_out(data)
         names = [_TEMPERATURES[temperature]] if likelihood.classifies else ["noise"]
-        if temperature == "network" and (likelihood.classifies or likelihood.additive_noise(held_out.mean) is not None):
+        if temperature == "network":
+            if not likelihood.classifies and likelihood.additive_noise(held_out.mean) is None:
+                raise UnsupportedError('classes, or additive noise, for temperature="network"',
+                                       f"a {type(likelihood).__name__} likelihood, whose network has no such number",
+                                       "Leave temperature out: the scale is fitted.")
             return self._used(
                 self._fitted_calibration(held_out, likelihood, "held-out data", names, scale=0.0))
         parameters = ["scale", *names] if likelihood.classifies else None

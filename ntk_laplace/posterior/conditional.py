@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ntk_laplace.curvature.posterior_precision import checked_form
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, is_number
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_choice, is_number
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import CalibratedPredictive, Calibration
 from ntk_laplace.posterior.calibrate import LeftOut, densities, fit_calibration
@@ -82,8 +82,14 @@ def rest_given(
     if not is_choice(temperature, (None, *TEMPERATURES)):
         raise UnsupportedError('temperature "draws" or "average", or None', repr(temperature), "Choose one.")
     tuned = scale is None or temperature is not None
-    held_out = max(1, round(m / _TUNED)) if tuned else 0
-    given, seen, rest = (part.sort().values for part in order.split([m - held_out, held_out, len(order) - m]))
+    first, rest = order[:m], order[m:].sort().values
+    informs = fitted.points.observed_counts(fitted.likelihood).to(order.device)[first] > 0
+    held_out = torch.zeros_like(informs)
+    held_out[informs.nonzero().squeeze(1)[-max(1, round(m / _TUNED)) :]] = tuned
+    given, seen = (first[some].sort().values for some in (~held_out, held_out))
+    if tuned and not len(seen):
+        raise DataError(f"a point with a target among the first {m}, to choose the scale", "none",
+                        "Give scale=1.0, or take more points first.")
     fit = LinearRefit(fitted, given)
     if temperature is not None:
         calibration = fit.calibrated(seen, scale, TEMPERATURES[temperature])

@@ -298,14 +298,16 @@ class Fitted:
         Raises
         ------
         DataError
-            If they are not training points, or the data cannot be read again.
+            If they are not training points, none of them has a target, or the data cannot be read again.
         """
         kept = positions(index, self.num_examples).sort().values.to(self.network.device)
         if len(kept) == 0:
             raise DataError(f"training points to keep, 0 to {self.num_examples - 1}, each once", "0 of them",
                             "Pass for example torch.arange(10).")
         with torch.inference_mode(False):
-            return self._derived(self._fitted.subset(kept))
+            found = self._fitted.subset(kept)
+            found.points.require_information(found.likelihood)
+            return self._derived(found)
 
     # --- shared by the methods
 

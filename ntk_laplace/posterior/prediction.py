@@ -148,7 +148,7 @@ class PredictionVerbs(Fitted):
             "glm": average the response over the linearized model's outputs; closed form for a Gaussian likelihood.
             "blr": moments of the response in closed form. "nn": sample weights, the same samples
             for all inputs; if all linearized weights are in the last module, the layers before it are evaluated once.
-            "probit": closed-form approximation for classes. "map": plug in the network's outputs.
+            "probit": closed-form approximation for classes. "map": plug in the mean of f.
         samples : int
             Number of samples, if the method samples.
         mean : str
@@ -188,10 +188,15 @@ class PredictionVerbs(Fitted):
             return _responses(parts, likelihood is None, lambda f: predictive_from_samples(own, f, scalar), axis=1)
 
         if is_choice(method, ("nn",)):
+            if not is_choice(mean, ("map",)):
+                raise UnsupportedError('mean="map" for method="nn", which samples the weights around θ*',
+                                       f"mean={mean!r}"[:80], 'Use method="glm" for the linearized model.')
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
             return averaged(partial(varying, self.network))
         if is_choice(method, ("map",)):
-            f = self.outputs(x, batch_size=batch_size)
+            chunks, step = self._chunks(x, batch_size), self._step(mean)
+            f = self._outputs(chunks) if step is None else fill_buffer(
+                (_moved(rows, step) for rows in chunks.rows()), chunks.length or 0).rows
             certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
             return _responses([(f, certain)], True, Predictive(own, method, samples, generator, scalar))
         positions, one = own.num_positions(self.num_outputs), own.at_position()

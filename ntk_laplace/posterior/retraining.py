@@ -149,10 +149,9 @@ def _fit_at(model: LinearizedModel, fitted: FittedModel, batches: Batches) -> Ca
 def _divided(model: LinearizedModel, groups: str) -> GaussianPrior:
     """The prior; with one precision, the same in these groups."""
     prior = model.prior
-    if len(prior.precision) > 1:
-        return prior
-    found = GaussianPrior(float(prior.precision.detach()), prior.flat_mean().detach(), groups)
-    return found.bind(model.network.shapes).to(model.network.device)
+    first = float(prior.precision.detach().flatten()[0])
+    found = GaussianPrior(first, prior.flat_mean().detach(), groups).bind(model.network.shapes)
+    return prior if len(prior.precision) > 1 else found.to(model.network.device)
 
 
 def _require_tolerance(tolerance: object) -> None:

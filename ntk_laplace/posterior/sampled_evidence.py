@@ -236,7 +236,7 @@ def _require_wide(inflation: object) -> None:
 
 
 def _told(found: _Estimate, remedy: str) -> _Estimate:
-    """The estimate, with a warning at the caller's line, `level` frames up, if it is not to be trusted."""
+    """The estimate, with a warning if it is not to be trusted."""
     if not found.trusted:
         warn(f"the {found}. Estimate it {remedy}")
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, HyperparameterError, is_whole, require_whole
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_whole, require_whole
 from ntk_laplace.model.data import InputData, as_tensor
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.what_if import WhatIfVerbs, is_moving
@@ -96,11 +96,18 @@ class WhatIfs:
         ------
         DataError
             If there is no such group.
+        UnsupportedError
+            If the linearization is fixed and the structure or the curvature is not exact.
         """
         if not is_whole(index, 0) or index >= len(self):
             raise DataError(f"a group from 0 to {len(self) - 1}", f"{index!r}"[:80], "Pass the number of a group.")
         own = self._posterior
         if not self._groups.moving:
+            if not own.fitted.exact:
+                raise UnsupportedError(
+                    'structure="gp" or "full" and curvature="ggn", for the posterior of a group at a fixed '
+                    "linearization", f"structure={own.structure!r}, curvature={own.curvature_type.kind!r}",
+                    'Fit one of them, or ask with linearization="moving".')
             return own.reweight(torch.arange(own.num_examples), self.weights[index], steps=None)
         with torch.inference_mode(False):
             return self._fitted(index)
@@ -180,8 +187,10 @@ class WhatIfsVerbs(WhatIfVerbs):
         weights = changed_weights(groups, points.counts.to(self._fitted.theta), points.present(self.likelihood))
         with torch.inference_mode(False):
             found = Groups.of(self._fitted, weights, moving)
+            # hyperparameters that change later are not those of the answers
+            before = self if moving else self._derived(self._fitted.derived(self._fitted.structure))
         tell_unreached(found.converged, found.falling, found.steps)
-        return WhatIfs(self, found, partial(self._at_optimum, found))
+        return WhatIfs(before, found, partial(self._at_optimum, found))
 
     def _at_optimum(self, groups: Groups, index: int) -> WhatIfVerbs:
         """The posterior at the optimum of one group."""

@@ -28,7 +28,7 @@ def normal(shape: tuple[int, ...], like: Tensor, generator: Generator | None) ->
     Without a generator they are drawn from the global random state of the device of `like`.
     """
     device = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
+    return torch.randn(*shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
 
 
 def draw_sizes(count: int, numbers: int, like: Tensor, most: int | None = None) -> list[int]:

@@ -298,7 +298,8 @@ def _betas(beta: object, kind: str) -> tuple[float, ...]:
         return _BETAS
     if kind != "catoni":
         raise UnsupportedError('beta= for kind="catoni"', f"kind={kind!r}", "Leave beta= out.")
-    found = tuple(beta) if isinstance(beta, Iterable) else (beta,)
+    values = beta.tolist() if isinstance(beta, Tensor) else beta
+    found = tuple(values) if isinstance(values, Iterable) else (values,)
     if not found or not all(is_number(one, above=0) for one in found):
         raise HyperparameterError("a positive finite beta, or several", f"{beta!r}"[:80], "Leave it out for a grid.")
     return tuple(float(one) for one in found)

@@ -20,8 +20,9 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.distributed import ProcessGroupReducer
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess
 from ntk_laplace.runtime.resources import available_memory
+from ntk_laplace.structures.points import TrainingPoints, unmoved
 
-__all__ = ["LinearizedModel", "Settings"]
+__all__ = ["LinearizedModel", "RemainingGradient", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,32 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class RemainingGradient:
+    """g0, the gradient of the objective that remained at the end of training, and what it is the gradient of.
+
+    Attributes
+    ----------
+    value : Tensor, (P,)
+    hyperparameters : tuple of Tensor
+        As `present_values` gives them.
+    points : TrainingPoints
+        Whose optimum the network went to with it.
+    """
+
+    value: Tensor
+    hyperparameters: tuple[Tensor, ...]
+    points: TrainingPoints
+
+    def holds(self, model: LinearizedModel, points: TrainingPoints) -> bool:
+        """Whether data and hyperparameters are still the same."""
+        return unmoved(self.hyperparameters, model.prior, model.likelihood) and points.same_data(self.points)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> RemainingGradient:
+        """The same on another device, with another dtype."""
+        return replace(self, value=self.value.to(device, dtype), points=self.points.to(device, dtype))
+
+
+@dataclass(frozen=True)
 class LinearizedModel:
     """The network linearized at its trained weights, with its likelihood and prior.
 
@@ -134,8 +161,8 @@ class LinearizedModel:
     settings : Settings
     displacement : Tensor, (P,), optional
         θ - θ*, the displacement of the linearized model's weights by a what-if; the network itself does not move.
-    training_gradient : Tensor, (P,), optional
-        After `relinearize`, the gradient of the objective that remained at the end of training.
+    training_gradient : RemainingGradient, optional
+        After a moving what-if or `relinearize`.
     fitted_at : tuple of Tensor, optional
         The hyperparameters at the fit, as `present_values` gives them.
     refitted : bool
@@ -150,7 +177,7 @@ class LinearizedModel:
     jacobian_pass: JacobianPass
     settings: Settings
     displacement: Tensor | None = None
-    training_gradient: Tensor | None = None
+    training_gradient: RemainingGradient | None = None
     fitted_at: tuple[Tensor, ...] | None = None
     refitted: bool = False
 
@@ -187,7 +214,7 @@ class LinearizedModel:
         network = self.network.to(device)
         for module in (self.prior, self.likelihood):
             module.to(device)
-        displacement, gradient = (None if value is None else value.to(device, dtype)
-                                  for value in (self.displacement, self.training_gradient))
+        displacement = None if self.displacement is None else self.displacement.to(device, dtype)
+        gradient = None if self.training_gradient is None else self.training_gradient.to(device, dtype)
         return replace(self, network=network, jacobian_pass=self.jacobian_pass.on(network, dtype),
                        displacement=displacement, training_gradient=gradient)

@@ -155,14 +155,14 @@ def _at(model: LinearizedModel, parts: Iterable[Part], theta: Tensor, samples: i
             residual = points.residual(likelihood).detach()
             root = points.root(model.curvature_type, likelihood).detach()
             gradient = rows.vjp(share * residual, model.network.shapes)
-            yield DataTerms(gradient, rows.weighted(share**0.5 * root), share * points.counts)
+            yield DataTerms(gradient, rows.weighted(share**0.5 * root), share * points.observed_counts(likelihood))
 
 
 def _averaged(
     model: LinearizedModel, rows: Jacobian, points: TrainingPoints, residual: Tensor, curvature: Tensor, share: float
 ) -> DataTerms:
     """Terms with averages of r (n, C) and Λ (n, C, C), which weights and `share` multiply."""
-    counts = share * points.counts.to(rows.f)
+    counts = share * points.observed_counts(model.likelihood).to(rows.f)
     basis = model.likelihood.identified(curvature.shape[1])
     if basis is None:
         root = root_of_hessian(curvature)

@@ -102,7 +102,7 @@ def variational(
     structure : str or StructureSpec
         "full": H is a P x P matrix. "gp": function space, H = diag(d) + RᵀR with rows R of all steps, whose number
         grows by N R S each step; nothing of size P x P. "auto": function space until there are more rows than
-        parameters, then weight space; the same numbers up to rounding. "kfac", "diag", or `KFAC` and
+        parameters, then weight space: the same algebra, with other random numbers. "kfac", "diag", or `KFAC` and
         `Diagonal` with their options: H is block diagonal, from moving averages of the structure's sums; noisy K-FAC
         and VOGN with generalized Gauss-Newton steps.
     algorithm : str

@@ -108,13 +108,18 @@ class Gaussian(PerOutput):
         self._kinds = (self._resolve(num_examples, num_outputs),)
 
     def at(self, index: Tensor | slice) -> Likelihood:
-        """Return this likelihood; for noise per point that of a subset of points, differentiable in `log_noise`."""
+        """Return this likelihood; for noise per point that of a subset of points, differentiable in `log_noise`.
+
+        Without a graph it has a parameter of its own.
+        """
         if self.kind != "point":
             return self
-        part = Gaussian(torch.ones(1), "point", self.missing)
-        del part.log_noise
-        # a plain tensor: gradients reach this module's parameter
-        vars(part)["log_noise"] = self.log_noise[index]
+        part, found = Gaussian(torch.ones(1), "point", self.missing), self.log_noise[index]
+        if found.requires_grad:
+            del part.log_noise
+            vars(part)["log_noise"] = found  # a plain tensor: gradients reach this module's parameter
+        else:
+            part.log_noise = nn.Parameter(found.detach().clone(), self.log_noise.requires_grad)
         return part
 
     def for_new_points(self) -> Likelihood:

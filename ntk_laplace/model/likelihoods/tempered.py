@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Tensor
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
 from ntk_laplace.model.likelihoods.base import Likelihood
@@ -16,6 +17,17 @@ from ntk_laplace.model.likelihoods.registry import built, likelihood_record, reg
 from ntk_laplace.model.likelihoods.responses import Response
 
 __all__ = ["Tempered"]
+
+
+def _forwarded(name: str) -> Any:
+    """A method of the likelihood without the weight, under its own name."""
+    method = getattr(Likelihood, name)
+
+    @wraps(method)
+    def call(self: Tempered, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.likelihood, name)(*arguments, **options)
+
+    return call
 
 
 @register_likelihood
@@ -66,33 +78,21 @@ class Tempered(Likelihood):
         self.likelihood.place(y)
         self.positions = self.likelihood.positions
 
-    def bind(self, num_examples: int, num_outputs: int) -> None:
-        """As the likelihood does."""
-        self.likelihood.bind(num_examples, num_outputs)
-
-    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """As the likelihood does."""
-        return self.likelihood.targets(y, num_examples, num_outputs)
-
-    def num_responses(self, num_outputs: int) -> int:
-        """The likelihood's."""
-        return self.likelihood.num_responses(num_outputs)
-
-    def event_shape(self, num_outputs: int) -> Size | None:
-        """The likelihood's."""
-        return self.likelihood.event_shape(num_outputs)
-
-    def num_positions(self, num_outputs: int) -> int:
-        """The likelihood's."""
-        return self.likelihood.num_positions(num_outputs)
+    bind = _forwarded("bind")
+    targets = _forwarded("targets")
+    num_responses = _forwarded("num_responses")
+    event_shape = _forwarded("event_shape")
+    num_positions = _forwarded("num_positions")
+    apart = _forwarded("apart")
+    together = _forwarded("together")
+    log_curvature_scale = _forwarded("log_curvature_scale")
+    observed = _forwarded("observed")
+    hidden = _forwarded("hidden")
+    in_form_of = _forwarded("in_form_of")
 
     def at_position(self) -> Likelihood:
         """The likelihood's, without the weight."""
         return self if self.positions is None else self.likelihood.at_position()
-
-    def apart(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """As the likelihood does."""
-        return self.likelihood.apart(f, y)
 
     def at(self, index: Tensor | slice) -> Likelihood:
         """The likelihood of a subset of the examples, with the same weight."""
@@ -110,24 +110,6 @@ class Tempered(Likelihood):
     def scaled_noise(self, factor: float) -> Likelihood:
         """A copy with the likelihood's noise multiplied by `factor`, and the same weight."""
         return Tempered(self.likelihood.scaled_noise(factor), self.weight)
-
-    def log_curvature_scale(self) -> Tensor | None:
-        """The likelihood's."""
-        return self.likelihood.log_curvature_scale()
-
-    # --- missing targets
-
-    def observed(self, y: Tensor) -> Tensor | None:
-        """As the likelihood does."""
-        return self.likelihood.observed(y)
-
-    def hidden(self, y: Tensor, observed: Tensor) -> Tensor:
-        """As the likelihood does."""
-        return self.likelihood.hidden(y, observed)
-
-    def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
-        """As the likelihood does."""
-        return self.likelihood.in_form_of(y, other)
 
     # --- the density and its derivatives in f
 
@@ -157,47 +139,25 @@ class Tempered(Likelihood):
         found = self.likelihood.left_inverse(f)
         return None if found is None else found / math.sqrt(self.weight)
 
-    def rank(self, num_outputs: int) -> int:
-        """The likelihood's."""
-        return self.likelihood.rank(num_outputs)
+    rank = _forwarded("rank")
+    identified = _forwarded("identified")
 
-    def identified(self, num_outputs: int) -> Tensor | None:
-        """The likelihood's."""
-        return self.likelihood.identified(num_outputs)
+    # --- the response, which counts once
 
-    # --- the response, delegated to the likelihood
-
-    def mean(self, f: Tensor) -> Tensor:
-        """Mean response."""
-        return self.likelihood.mean(f)
-
-    def mean_jacobian(self, f: Tensor) -> Tensor:
-        """Derivative of `mean` in f."""
-        return self.likelihood.mean_jacobian(f)
-
-    def response_covariance(self, f: Tensor) -> Tensor:
-        """Covariance of the response given f."""
-        return self.likelihood.response_covariance(f)
-
-    def response_variance(self, f: Tensor) -> Tensor:
-        """Variance of each response given f."""
-        return self.likelihood.response_variance(f)
-
-    def additive_noise(self, f: Tensor) -> Tensor | None:
-        """The likelihood's."""
-        return self.likelihood.additive_noise(f)
+    mean = _forwarded("mean")
+    mean_jacobian = _forwarded("mean_jacobian")
+    response_covariance = _forwarded("response_covariance")
+    response_variance = _forwarded("response_variance")
+    additive_noise = _forwarded("additive_noise")
+    average = _forwarded("average")
+    integrate = _forwarded("integrate")
+    linearize = _forwarded("linearize")
+    probit = _forwarded("probit")
+    probit_by_variance = _forwarded("probit_by_variance")
 
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
         """Return the response given f."""
         return plug_in(self.likelihood, f, scalar)
-
-    def average(self, f: Tensor, scalar: bool = False) -> Response:
-        """Average the response over samples of f."""
-        return self.likelihood.average(f, scalar)
-
-    def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
-        """Response for f ~ N(mean, covariance) in closed form, if there is one."""
-        return self.likelihood.integrate(mean, covariance, scalar)
 
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """w times the likelihood's expectations, if it has them without sampling."""
@@ -210,18 +170,6 @@ class Tempered(Likelihood):
     def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
         """w times the likelihood's average."""
         return self.weight * self.likelihood.averaged_curvature(f, y)
-
-    def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
-        """Moments of the response for f ~ N(mean, covariance)."""
-        return self.likelihood.linearize(mean, covariance, scalar)
-
-    def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
-        """Class probabilities for f ~ N(mean, covariance) by MacKay's probit approximation."""
-        return self.likelihood.probit(mean, covariance, scalar)
-
-    def probit_by_variance(self, mean: Tensor, variance: Tensor, scalar: bool = False) -> Response | None:
-        """The likelihood's."""
-        return self.likelihood.probit_by_variance(mean, variance, scalar)
 
     # --- saving
 

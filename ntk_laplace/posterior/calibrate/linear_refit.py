@@ -85,13 +85,11 @@ def with_left_out_hyperparameters(fitted: FittedModel) -> FittedModel:
     Raises
     ------
     UnsupportedError
-        If the likelihood is not Gaussian, with one noise for all points or one per output, or if the matrix has more
-        rows than `tuning.LARGEST_SPECTRUM`.
+        If the likelihood is not Gaussian, or if the matrix has more rows than `tuning.LARGEST_SPECTRUM`.
     MemoryBudgetError
         If the eigenvectors do not fit in memory.
     """
-    likelihood = fitted.likelihood
-    plain = likelihood.counted_once()
+    plain = fitted.likelihood.counted_once()
     if type(plain) is not Gaussian:
         raise UnsupportedError('a Gaussian likelihood for refit("loo"), where leave-one-out of a refit is exact',
                                type(plain).__name__, "Leave the objective out, or train with evidence.")

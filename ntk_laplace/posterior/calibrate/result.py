@@ -23,7 +23,7 @@ class PredictiveFit:
     before : float
         Of the posterior as it is.
     after : float
-        With the calibration; never below `network`.
+        With the calibration; never below `network` if the scale is fitted.
     network : float
         Of the network alone: c = 0, T = 1.
     num_points : int

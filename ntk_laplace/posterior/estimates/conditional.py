@@ -173,7 +173,7 @@ def autocorrelation_time(series: Tensor) -> float:
 
 
 def warn_of(found: ConditionalEstimate) -> ConditionalEstimate:
-    """The estimate, with a warning at the caller's line, `level` frames up, if it is not to be trusted."""
+    """The estimate, with a warning if it is not to be trusted."""
     if not found.trusted:
         remedy = "more samples" if found.independent < _FEWEST else (
             'the sum of marginals, kind="marginal", fewer points, or method="evidence" of a posterior, which needs no '

@@ -16,6 +16,7 @@ from ntk_laplace.errors import (
     UnsupportedError,
     is_choice,
     is_number,
+    require_flags,
     require_whole,
     warn,
 )
@@ -74,7 +75,8 @@ def maximize(
     -------
     HyperparameterHistory
     """
-    correction, progress = bool(options.pop("correction", False)), options.pop("progress", None)
+    correction, progress = options.pop("correction", False), options.pop("progress", None)
+    require_flags(correction=correction, progress=progress is not None and progress)
     rate = options.pop("learning_rate", 0.1)
     _check(method, steps, tolerance, bounds, rate)
     if options:

@@ -32,7 +32,8 @@ class Variables:
         for name, parameter in own.items():
             there[name.removeprefix("log_")] = parameter
         known = f"hyperparameters among {', '.join(there)}"
-        if not (which is None or isinstance(which, (str, Sequence))):
+        named = which is None or isinstance(which, str)
+        if not (named or (isinstance(which, Sequence) and all(isinstance(name, str) for name in which))):
             raise HyperparameterError(known, repr(which), "Pass their names, or leave them out for the default.")
         default = [name for name in there if name != "temperature"]
         chosen = default if which is None else [which] if isinstance(which, str) else list(which)

@@ -78,7 +78,7 @@ class Groups:
             likelihood = LinearizedLikelihood(fitted, each)
         start = (model.theta if moving else fitted.theta).expand(count, -1)
         assert model.training_gradient is not None
-        objective = ChangedObjectives(fitted, likelihood, weights, model.training_gradient)
+        objective = ChangedObjectives(fitted, likelihood, weights, model.training_gradient.value)
         if moving:  # of the linearized model the fit is the Hessian
             objective = objective.deflated(model.theta, fitted.structure.points_to_change.counts)
         found = _minima(model, each, objective, weights, start, "what-ifs")

@@ -26,12 +26,13 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, Minima, minimize, remembered
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
-from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.model import RemainingGradient
+from ntk_laplace.structures.points import TrainingPoints, present_values
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import LocalCurvature, NetworkLikelihood, WeightLikelihood
 
 __all__ = ["ChangedObjectives", "fitted_at", "moved", "moving_model", "remaining_gradient", "require_room",
-           "tell_unreached"]
+           "tell_unreached", "with_remaining"]
 
 _REMEDY = "Take fewer groups at a time, or fewer training points."
 
@@ -136,14 +137,17 @@ def require_room(model: LinearizedModel, count: int, held: int) -> int:
 
 
 def remaining_gradient(model: LinearizedModel, structure: Structure) -> Tensor:
-    """g0, (P,): the gradient of the objective that remained at the end of training; zero after a refit."""
+    """g0, (P,): the gradient of the objective that remained at the end of training; zero after a refit.
+
+    That of an earlier what-if is not the present one if points were added or left out since, or the prior has changed.
+    """
     still = replace(model, displacement=None)
     if model.refitted:
         return torch.zeros_like(still.theta)
-    if model.training_gradient is not None:
-        return model.training_gradient
+    points, known = structure.points if structure.base is None else structure.base, model.training_gradient
+    if known is not None and known.holds(model, points):
+        return known.value
     with torch.no_grad():
-        points = structure.points if structure.base is None else structure.base
         left = points.residual(model.likelihood)
         more = structure.points.num_examples - len(left)
         left = torch.cat([left, left.new_zeros(more, left.shape[1])])
@@ -155,7 +159,14 @@ def moving_model(fitted: FittedModel) -> LinearizedModel:
     model = fitted.model
     quiet = replace(model.settings, checkpoint=None, resume=None)
     remaining = remaining_gradient(model, fitted.structure)
-    return replace(model.copied(), displacement=None, refitted=False, training_gradient=remaining, settings=quiet)
+    still = replace(model.copied(), displacement=None, refitted=False, settings=quiet)
+    return with_remaining(still, remaining, fitted.structure.points)
+
+
+def with_remaining(model: LinearizedModel, gradient: Tensor, points: TrainingPoints) -> LinearizedModel:
+    """The model that goes to the optimum of these points with g0, (P,)."""
+    kept = RemainingGradient(gradient, present_values(model.prior, model.likelihood), points)
+    return replace(model, training_gradient=kept)
 
 
 def fitted_at(model: LinearizedModel, structure: Structure, source: Source, points: TrainingPoints, theta: Tensor
@@ -164,6 +175,8 @@ def fitted_at(model: LinearizedModel, structure: Structure, source: Source, poin
     network = model.network.at(theta)
     model = replace(model, network=network, jacobian_pass=model.jacobian_pass.on(network, model.jacobian_pass.dtype))
     changed = Replaced.of(source, points.targets, points.counts, model.settings.reducer)
+    assert model.training_gradient is not None
+    model = with_remaining(model, model.training_gradient.value, points)
     return FittedModel(model, structure.spec.fit(model, changed))
 
 
@@ -198,7 +211,7 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)
     likelihood.require_second_derivatives(model.theta)
     assert model.training_gradient is not None
-    objective = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient)
+    objective = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient.value)
     before = torch.zeros_like(points.counts)  # added points do not count yet
     unchanged = fitted.structure.points_to_change.counts
     before[: len(unchanged)] = unchanged
