@@ -15,7 +15,7 @@ from ntk_laplace.posterior.explain import JointRemoval
 from ntk_laplace.posterior.explain.algebra import SingleRemovals
 from reference import jacobian, outputs, relative_error
 from refusals import inputs, labels, network, refused
-from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
+from registry import LIKELIHOODS, NETWORKS, PRIORS, fresh, problem, targets
 from registry_cases import jacobians, tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
@@ -175,7 +175,7 @@ def _require_one_change(posterior: ntkl.Posterior, new: Any) -> None:
 
 def test_the_first_output_is_explained_where_they_are_no_classes():
     """The largest of several real numbers in units of their own says nothing, and would change from input to input."""
-    case = problem("deep_mlp")
+    case = fresh("deep_mlp")
     with torch.no_grad():
         case.network[-1].bias[1] += 5.0
     posterior = ntkl.laplace(case.network, (case.x, outputs(case.network, case.x)), ntkl.Gaussian(0.1))

@@ -28,7 +28,6 @@ from ntk_laplace.model.likelihoods import (
     Poisson,
     Tempered,
 )
-from ntk_laplace.model.likelihoods import from_log_prob as likelihood_from_log_prob
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 
 T = 1.7
@@ -682,14 +681,14 @@ def test_derivatives_need_no_grad_mode() -> None:
 def test_rounding_of_a_large_singular_curvature_is_no_lack_of_concavity() -> None:
     """Of rank one and of size 1e8: eigh leaves zeros at -1e-8."""
     a, f = draw(5, C), draw(6, 50, C)
-    root = likelihood_from_log_prob(lambda f, y: -0.5e8 * (f @ a).square()).root(f, f)
+    root = CustomLikelihood(lambda f, y: -0.5e8 * (f @ a).square()).root(f, f)
     torch.testing.assert_close(root @ root.mT, 1e8 * torch.outer(a, a).expand(50, C, C), rtol=1e-9, atol=1e-6)
 
 
 def test_a_log_density_that_is_no_number_mixes_no_examples() -> None:
     """What is wrong with it is said where outputs and targets are checked, not as a broadcast that it is not."""
     f = torch.tensor([[1.0], [-2.0], [4.0], [8.0]])
-    assert torch.equal(likelihood_from_log_prob(lambda f, y: f.log().sum(1)).residual(f, f), 1 / f)
+    assert torch.equal(CustomLikelihood(lambda f, y: f.log().sum(1)).residual(f, f), 1 / f)
 
 
 def test_a_flat_log_density_has_no_curvature() -> None:
@@ -727,7 +726,7 @@ def test_bad_log_densities(log_density: Callable[..., Tensor], verb: str, text: 
 
 
 def test_what_a_log_density_alone_does_not_define() -> None:
-    likelihood = likelihood_from_log_prob(lambda f, y: -torch.log(2 * torch.cosh(y - f)).sum(1))
+    likelihood = CustomLikelihood(lambda f, y: -torch.log(2 * torch.cosh(y - f)).sum(1))
     f = OUTPUTS["moderate"]
     with pytest.raises(UnsupportedError, match=r"with a mean response; got CustomLikelihood. Override mean\(f\), or"):
         likelihood.mean(f)
@@ -747,7 +746,7 @@ def test_what_a_log_density_alone_does_not_define() -> None:
 def test_mean_and_covariance_of_your_own() -> None:
     f = OUTPUTS["moderate"]
     likelihood = CustomLikelihood(student, mean=torch.sinh, covariance=lambda f: torch.diag_embed(1 + f**2))
-    assert likelihood_from_log_prob(student, torch.sinh).mean(f).equal(torch.sinh(f))
+    assert CustomLikelihood(student, torch.sinh).mean(f).equal(torch.sinh(f))
     torch.testing.assert_close(likelihood.mean_jacobian(f), torch.diag_embed(torch.cosh(f)))
     torch.testing.assert_close(likelihood.response_variance(f), 1 + f**2)
     turn = draw(7, C, C)  # outputs that share their means: the Jacobian is not symmetric

@@ -768,7 +768,7 @@ def test_what_is_no_checkpoint(tmp_path) -> None:
     with pytest.raises(ntkl.DataError, match="the state of an interrupted training"):
         train(mlp(1, 5, 1), settings=ntkl.Settings(resume={"weights": torch.ones(1)}))
     with pytest.raises(ntkl.DataError, match="version 1 or older; got version 2"):
-        state.read(state.FORMAT.header | {"version": 2}, torch.device("cpu"))
+        state.FORMAT.state(state.FORMAT.header | {"version": 2}, torch.device("cpu"), "training")
     random_sources = random_state(torch.device("cpu"), [torch.Generator()])
     with pytest.raises(ntkl.UnsupportedError, match="data with 1 random generators, as before; got 0"):
         load_random(random_sources, torch.device("cpu"), [])

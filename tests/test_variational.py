@@ -48,7 +48,7 @@ def iteration(
     """An algorithm on data, from a precision or from the fit's own."""
     model = fit.model
     examples = Examples(model, Batches(data, None, model.network.device, model.network.input_dtype), batch_size)
-    state = form.of(model, examples, fit) if start is None else form.isotropic(model, examples, start)
+    state = form.of(model, fit) if start is None else form.isotropic(model, examples, start)
     return SampledIteration(model, examples, algorithm, state, seed)
 
 
@@ -439,8 +439,7 @@ def test_a_start_of_another_prior_has_its_own_precision(structure: str) -> None:
     network, data = sine()
     laplace = ntkl.laplace(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(7.0), structure)
     model = ntkl.laplace(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(2.0), structure).fitted.model
-    examples = Examples(model, Batches(data, None, model.network.device, model.network.input_dtype), None)
-    state = SPACES["gp" if structure == "gp" else "full"].of(model, examples, laplace.fitted)
+    state = SPACES["gp" if structure == "gp" else "full"].of(model, laplace.fitted)
     assert relative_error(dense(state.precision), dense(laplace.posterior_precision)) < 1e-9
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,17 @@ def peak_bytes() -> int:
 
 
 def in_process(
-    script: str, arguments: Sequence[str], job: Callable[[], Any] | None = None, small: bool = False
+    script: str, arguments: Sequence[str], job: Callable[[], Any] | None = None, small: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> Any:
     """What a script prints as JSON on its last line, in a process of its own, whose memory peak is that of one job.
 
-    In miniature the job runs here, and its memory is no figure.
+    In miniature the job runs here, and its memory is no figure. `variables` are added to the environment.
     """
     if small and job is not None:
         return job()
     command = [sys.executable, script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | (variables or {}))
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
     sys.stderr.write(done.stderr)

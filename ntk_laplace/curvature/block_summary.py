@@ -42,11 +42,6 @@ class Basis:
         """(left ⊗ right) values, (..., G, o, i)."""
         return turned_back(turned_back(values.mT, self.left).mT, self.right)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
-        """The same basis on another device, or in another floating type."""
-        left, right = (None if side is None else side.to(device, dtype) for side in (self.left, self.right))
-        return Basis(left, right)
-
 
 @dataclass
 class Summary:
@@ -161,7 +156,7 @@ class Summary:
             left, right = (one.columns() if isinstance(one, Reflections) else one for one in (basis.left, basis.right))
             self._add("moments", sums.moments(left, right, self.block.bias is not None))
             if squares:
-                self._add("squares", sums.form_squares(self.block.bias is not None))
+                self._add("squares", sums.moments(None, None, self.block.bias is not None))
             return
         own = self.block.rows(rows)
         self._add("moments", own.rotated(basis.left, basis.right).squares())

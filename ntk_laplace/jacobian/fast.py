@@ -198,10 +198,6 @@ class FusedSums:
         outputs = self.form.squares(None if left is None else left[0])
         return (outputs.T @ inputs.square()).unsqueeze(0)
 
-    def form_squares(self, ones: bool) -> Tensor:
-        """`moments` in the basis of the entries: the exact diagonal."""
-        return self.moments(None, None, ones)
-
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> FusedSums:
         """The same sums in another floating type, or on another device."""
         sums, a = self.sums.to(device, dtype), self.a.to(device, dtype)

@@ -230,13 +230,9 @@ class CoverageVerbs(CalibrationVerbs):
             held = self._held_out(data)
             targets = held.targets.unsqueeze(1) if held.scalar else held.targets
             return held.mean, held.covariance.diagonal(dim1=1, dim2=2), targets, held.weights, None
-        if not self._fitted.exact:
-            raise UnsupportedError(
-                'held-out data, data=(X, y), or structure="gp" or "full" and curvature="ggn", whose leave-one-out is '
-                "that of the linearized model",
-                f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
-                "Pass data that were used for nothing else, or fit one of the exact structures.",
-            )
+        self._fitted.require_exact(", whose leave-one-out is that of the linearized model",
+                                   "Pass data that were used for nothing else, or fit one of the exact structures.",
+                                   "held-out data, data=(X, y), or ")
         found = leave_one_out(self._fitted, samples=1)  # its log densities are not used
         variance = found.covariance.diagonal(dim1=1, dim2=2)
         return found.mean, variance, self.targets, self.weights, found

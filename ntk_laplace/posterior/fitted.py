@@ -336,19 +336,13 @@ class Fitted:
                 if type(self.likelihood.counted_once()) is Gaussian:  # quadratic: one Newton step reaches the optimum
                     step = self.posterior_precision.solve(self._fitted.joint_gradient())
                 else:
-                    self._require_own_curvature()
+                    self._fitted.require_exact(
+                        ' for mean="posterior" of a likelihood that is not Gaussian: the linearized model\'s optimum '
+                        "takes several Newton steps with its own curvature",
+                        'Fit one of them, or leave mean= out for the network\'s own outputs, "map".')
                     step = refitted(self._fitted)
             self._refit = present_values(*modules), step
         return self._refit[1]
-
-    def _require_own_curvature(self) -> None:
-        if not self._fitted.exact:
-            raise UnsupportedError(
-                'structure="gp" or "full" and curvature="ggn" for mean="posterior" of a likelihood that is not '
-                "Gaussian: the linearized model's optimum takes several Newton steps with its own curvature",
-                f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
-                'Fit one of them, or leave mean= out for the network\'s own outputs, "map".',
-            )
 
     def jacobian(self, x: InputData) -> Jacobian:
         """Rows of J at all inputs, in blocks by layer; ``jacobian(x).dense(posterior.network.shapes)`` is (C, n, P)."""

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.explain import SPREADS, ExplanationRequest, SourceEffects, Sources, numbered
 from ntk_laplace.posterior.explain.quantity import Output, Quantity, quantity_of, require_quantity
@@ -101,12 +100,9 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
 
     def _check_variance(self, by: str, linearization: str) -> None:
         require_quantity(by)
-        if by in SPREADS and not is_moving(linearization, None) and not self._fitted.exact:
-            raise UnsupportedError(
-                f'structure="gp" or "full" and curvature="ggn" for by={by!r} without a source',
-                f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
-                'Use linearization="moving", which fits the structure again.',
-            )
+        if by in SPREADS and not is_moving(linearization, None):
+            self._fitted.require_exact(f" for by={by!r} without a source",
+                                       'Use linearization="moving", which fits the structure again.')
 
     def _covariances_without(self, found: WhatIfs, x: InputData) -> Sequence[Tensor]:
         """Covariance blocks (n, C, C) of each posterior, the first without a change."""

@@ -204,10 +204,7 @@ class WhatIfVerbs(Fitted):
         """
         if not is_choice(objective, (None, "loo")):
             raise UnsupportedError('objective None or "loo"', repr(objective), "Leave it out to keep hyperparameters.")
-        if not self._fitted.exact:
-            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a refit',
-                                   f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
-                                   "Fit one of them, or train the network again.")
+        self._fitted.require_exact(" for a refit", "Fit one of them, or train the network again.")
         with torch.inference_mode(False):
             fitted = self._fitted if objective is None else with_left_out_hyperparameters(self._fitted)
             return self._derived(at_optimum(fitted))
@@ -243,10 +240,7 @@ class WhatIfVerbs(Fitted):
         UnsupportedError
             If nothing was changed, the structure is not "gp" or "full", or the curvature is not the GGN.
         """
-        if not self._fitted.exact:
-            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for Gauss-Newton steps',
-                                   f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
-                                   "Fit one of them, or train the network again.")
+        self._fitted.require_exact(" for Gauss-Newton steps", "Fit one of them, or train the network again.")
         with torch.inference_mode(False):
             return self._derived(relinearized(self._fitted, x, steps))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_whole, require_whole
+from ntk_laplace.errors import DataError, HyperparameterError, is_whole, require_whole
 from ntk_laplace.model.data import InputData, as_tensor
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.what_if import WhatIfVerbs, is_moving
@@ -103,11 +103,8 @@ class WhatIfs:
             raise DataError(f"a group from 0 to {len(self) - 1}", f"{index!r}"[:80], "Pass the number of a group.")
         own = self._posterior
         if not self._groups.moving:
-            if not own.fitted.exact:
-                raise UnsupportedError(
-                    'structure="gp" or "full" and curvature="ggn", for the posterior of a group at a fixed '
-                    "linearization", f"structure={own.structure!r}, curvature={own.curvature_type.kind!r}",
-                    'Fit one of them, or ask with linearization="moving".')
+            own.fitted.require_exact(", for the posterior of a group at a fixed linearization",
+                                     'Fit one of them, or ask with linearization="moving".')
             return own.reweight(torch.arange(own.num_examples), self.weights[index], steps=None)
         with torch.inference_mode(False):
             return self._fitted(index)

@@ -186,9 +186,7 @@ def _of_block(
     for i, layout in enumerate(layouts):
         precision: PosteriorPrecision | _Diagonal
         if together is not None and i not in sums:
-            own = together.restricted(layout)
-            eye = torch.eye(own.num_cotangents).to(own.f).expand(own.num_examples, -1, -1)  # S is in the rows already
-            precision = FunctionSpacePrecision(own, eye, prior, layout)
+            precision = FunctionSpacePrecision(together.restricted(layout), None, prior, layout)  # of SᵀJ
         else:
             precision = (_Diagonal if diagonal else FullPrecision)(sums.pop(i), prior, layout)
         log_det += precision.log_det()

@@ -116,6 +116,18 @@ class FittedModel:
         """Whether H = P0 + JᵀΛJ exactly, with the likelihood's Λ."""
         return self.structure.spec.exact and self.curvature_type.kind == "ggn"
 
+    def require_exact(self, what: str, remedy: str, instead: str = "") -> None:
+        """Refuse what needs the linearized model's own curvature; `instead` names what would do in its place.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure or the curvature is not exact.
+        """
+        if not self.exact:
+            raise UnsupportedError(f'{instead}structure="gp" or "full" and curvature="ggn"{what}',
+                                   f"structure={self.structure.name!r}, curvature={self.curvature_type.kind!r}", remedy)
+
     def require_laplace(self, what: str) -> None:
         """Refuse what needs the Laplace approximation's precision; see `structures.structure.require_laplace`."""
         require_laplace(self.structure.spec, what)

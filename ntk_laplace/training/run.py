@@ -21,7 +21,7 @@ from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.posterior.hyperparameters import Ascent, Variables
 from ntk_laplace.posterior.hyperparameters.objectives import Differentiable
-from ntk_laplace.runtime.serialization import load_optimizer, load_random, random_state
+from ntk_laplace.runtime.serialization import load_optimizer, load_random, random_state, require_same
 from ntk_laplace.structures import FittedModel, Settings
 from ntk_laplace.structures.points import present_values, unmoved
 from ntk_laplace.training import state
@@ -243,8 +243,8 @@ class Run:
             If it belongs to another training.
         """
         # files of before there was a choice have no such entry
-        state.require_same({"evidence": PosteriorEvidence.words} | saved["signature"], self.signature())
-        state.require_same(saved["schedule"], _schedule_record(self.schedule))
+        require_same({"evidence": PosteriorEvidence.words} | saved["signature"], self.signature(), "training")
+        require_same(saved["schedule"], _schedule_record(self.schedule), "training")
         saved = copy.deepcopy(saved)
         load_optimizer(saved["optimizer"], self.optimizer)  # first, as it may raise
         self.model.load(saved["tensors"])

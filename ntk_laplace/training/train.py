@@ -198,7 +198,7 @@ def train_with_evidence(
     del frozen
     _rehearse(model, few, n, run.ascent.which, strategy)
     if settings.resume is not None:
-        run.restore(state.read(settings.resume, device))
+        run.restore(state.FORMAT.state(settings.resume, device, "training"))
     _require_length(run, epochs)
     with torch.inference_mode(False), torch.enable_grad(), in_mode(network, training=True):
         return _go(run, epochs, list(callbacks), settings, predictive)

@@ -62,7 +62,7 @@ class Representation(ABC):
         """The network's weights with H = λ I."""
 
     @abstractmethod
-    def of(self, model: LinearizedModel, examples: Examples, fitted: FittedModel) -> VariationalState:
+    def of(self, model: LinearizedModel, fitted: FittedModel) -> VariationalState:
         """Mean and precision of a posterior.
 
         Raises
@@ -112,7 +112,7 @@ class Matrix(Representation):
         """H - P0 is diagonal."""
         return DenseState.isotropic(model.theta, precision, model.prior, model.network.shapes)
 
-    def of(self, model: LinearizedModel, examples: Examples, fitted: FittedModel) -> DenseState:
+    def of(self, model: LinearizedModel, fitted: FittedModel) -> DenseState:
         """H of any posterior: a copy where it is a matrix, else its products with unit vectors."""
         theta, inner = fitted.theta.to(model.theta), _inner(fitted)
         p, own = len(theta), inner.prior_precision
@@ -162,7 +162,7 @@ class Rows(Representation):
         rows = self._few(model, examples).subset(slice(0, 0))
         return self._state(model, model.theta, rows, precision / model.prior.precision.detach())
 
-    def of(self, model: LinearizedModel, examples: Examples, fitted: FittedModel) -> FunctionSpaceState:
+    def of(self, model: LinearizedModel, fitted: FittedModel) -> FunctionSpaceState:
         """The rows of a posterior in function space."""
         inner = _inner(fitted)
         if not isinstance(inner, FunctionSpacePrecision):
@@ -208,7 +208,7 @@ class Blocks(Representation):
         ratio = (precision / model.prior.precision.detach()).to(model.theta)
         return BlockState(model.theta, self.spec, [], ratio, model.prior, model.network.shapes)
 
-    def of(self, model: LinearizedModel, examples: Examples, fitted: FittedModel) -> BlockState:
+    def of(self, model: LinearizedModel, fitted: FittedModel) -> BlockState:
         """The sums of a Laplace posterior of the same structure."""
         structure = fitted.structure
         if not isinstance(structure, StructuredStructure) or structure.spec.name != self.spec.name:

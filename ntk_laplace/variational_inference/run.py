@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, HyperparameterError, NonFiniteError, NumericalError, UnsupportedError, warn
+from ntk_laplace.errors import HyperparameterError, NonFiniteError, NumericalError, warn
 from ntk_laplace.errors import VariationalInterrupted as Interrupted
 from ntk_laplace.runtime.progress import track
-from ntk_laplace.runtime.serialization import Autosave, FileFormat
+from ntk_laplace.runtime.serialization import Autosave, FileFormat, require_same
 from ntk_laplace.structures import Settings
 from ntk_laplace.variational_inference.iteration import Iteration
 from ntk_laplace.variational_inference.result import Callback, VariationalHistory, VariationalStep
 
-__all__ = ["Bound", "Run", "StepSizes", "read_state"]
+__all__ = ["Bound", "Run", "StepSizes"]
 
 _FORMAT = FileFormat(
     "ntk_laplace variational", 1, "the state of variational inference",
     "Pass Settings(resume=error.state) of a VariationalInterrupted, or the path of Settings(checkpoint=path).",
 )
+_RUN = "run of variational inference"
 _SNAPSHOT = 1.0  # seconds of work that an interruption loses, at least
 _SNAPSHOT_SHARE = 20  # time between two snapshots, over that of one
 _LATEST = 5  # steps whose natural gradients are averaged for the tolerance
@@ -119,7 +119,7 @@ class Run:
             If the run diverges.
         """
         if settings.resume is not None:
-            self._restore(read_state(settings.resume, self.iteration.mean.device))
+            self._restore(_FORMAT.state(settings.resume, self.iteration.mean.device, _RUN))
         save, snapshots = Autosave(settings.checkpoint), _Snapshots(self._snapshot)
         try:
             if not len(self.history) and not self.history.steps:
@@ -221,11 +221,7 @@ class Run:
         }
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
-        for what, value in self._signature.items():
-            if saved["signature"].get(what) != value:
-                raise UnsupportedError(f"to resume with the {what} of the interrupted run, "
-                                       f"{saved['signature'].get(what)}", value,
-                                       "Pass the same arguments, or start anew without resume=.")
+        require_same(saved["signature"], self._signature, _RUN)
         done = len(saved["history"]["step_size"])
         if self._steps < done:
             raise HyperparameterError(f"at least the {done:,} steps that the interrupted run has taken",
@@ -251,19 +247,3 @@ class _Snapshots:
     def take_if_due(self) -> None:
         if time.monotonic() - self._last > self._wait:
             self._refresh()
-
-
-def read_state(resume: Any, device: torch.device) -> dict[str, Any]:
-    """The state of an interrupted run, from an error or from a file.
-
-    Raises
-    ------
-    DataError
-        If it is neither.
-    """
-    if isinstance(resume, (str, os.PathLike)):
-        return _FORMAT.read(resume, device)
-    if not _FORMAT.matches(resume):
-        raise DataError("the state of an interrupted run of variational inference, or the file it was saved to",
-                        f"a {type(resume).__name__}", _FORMAT.remedy)
-    return _FORMAT.supported(resume)

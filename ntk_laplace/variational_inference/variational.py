@@ -260,7 +260,7 @@ def _relinearized(
     if isinstance(start, float):
         state = form.isotropic(model, examples, start)
     else:
-        state = form.of(model, examples, optimum(model, batches, form.spec) if start is None else start.fitted)
+        state = form.of(model, optimum(model, batches, form.spec) if start is None else start.fitted)
         model = moved(model, state.mean)
     return model, SampledIteration(model, examples, method, state, seed, form.most_rows)
 

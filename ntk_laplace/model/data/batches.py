@@ -187,11 +187,6 @@ class Batches:
             self._share = torch.arange(start, end), total
         return self._share
 
-    @property
-    def chosen(self) -> Tensor | None:
-        """Global numbers of the examples, if these are a part of the data; None if they are all."""
-        return None if self._share is None else self._share[0]
-
     def _count(self) -> int:
         """Number of examples; a loader is read once to count them."""
         sized = not isinstance(self._source, DataLoader) or self._dataset is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.bernoulli import Bernoulli
 from ntk_laplace.model.likelihoods.categorical import Categorical
-from ntk_laplace.model.likelihoods.custom import CustomLikelihood, from_log_prob
+from ntk_laplace.model.likelihoods.custom import CustomLikelihood
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.everywhere import Everywhere, positions_of
 from ntk_laplace.model.likelihoods.gaussian import Gaussian
@@ -36,7 +36,6 @@ __all__ = [
     "Poisson",
     "Response",
     "Tempered",
-    "from_log_prob",
     "likelihood_from_record",
     "likelihood_record",
     "positions_of",

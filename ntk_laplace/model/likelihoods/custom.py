@@ -9,7 +9,7 @@ from torch import Tensor
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods.base import Likelihood
 
-__all__ = ["CustomLikelihood", "from_log_prob"]
+__all__ = ["CustomLikelihood"]
 
 
 class CustomLikelihood(Likelihood):
@@ -59,10 +59,3 @@ class CustomLikelihood(Likelihood):
     def response_covariance(self, f: Tensor) -> Tensor:
         """The given covariance of the response, (N, C, C)."""
         return super().response_covariance(f) if self._covariance is None else self._covariance(f)
-
-
-def from_log_prob(
-    log_density: Callable[[Tensor, Tensor], Tensor], mean: Callable[[Tensor], Tensor] | None = None
-) -> CustomLikelihood:
-    """Make a likelihood from ``log_density(f, y)``; see `CustomLikelihood`."""
-    return CustomLikelihood(log_density, mean)

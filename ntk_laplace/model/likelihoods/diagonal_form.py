@@ -47,10 +47,6 @@ class DiagonalForm:
         """The form without a graph."""
         return DiagonalForm(self.values.detach())
 
-    def subset(self, index: slice | Tensor) -> DiagonalForm:
-        """The form of some of the examples."""
-        return DiagonalForm(self.values[..., index, :])
-
     def to(self, dtype: torch.dtype) -> DiagonalForm:
         """The form in another floating type."""
         return DiagonalForm(self.values.to(dtype))

@@ -17,44 +17,30 @@ class ObservationModel(Protocol):
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Canonical targets."""
-        ...
-
-    def num_responses(self, num_outputs: int) -> int:
-        """D, the number of responses."""
-        ...
 
     def event_shape(self, num_outputs: int) -> Size | None:
         """Shape of one canonical target."""
-        ...
 
     def observed(self, y: Tensor) -> Tensor | None:
         """Mask of observed targets."""
-        ...
 
     def at(self, index: Tensor | slice) -> ObservationModel:
         """The likelihood of a subset of the examples."""
-        ...
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log density of each example."""
-        ...
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """Gradient of the log density in f."""
-        ...
 
     def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """Λ."""
-        ...
 
     def mean(self, f: Tensor) -> Tensor:
         """Mean response."""
-        ...
 
     def response_variance(self, f: Tensor) -> Tensor:
         """Variance of each response."""
-        ...
 
     def distribution(self, f: Tensor, scalar: bool = False) -> td.Distribution:
         """The response given f."""
-        ...

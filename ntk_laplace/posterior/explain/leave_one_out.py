@@ -272,11 +272,8 @@ def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
         If the structure or the curvature is not exact: a removal from an approximation ranks points and is no score.
     """
     fitted.require_laplace("leave-one-out")
-    if not fitted.exact:
-        raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
-                               f"structure={fitted.structure.name!r}, curvature={fitted.curvature_type.kind!r}",
-                               "Fit one of them, leave out some points (any structure) with points=300, or score the "
-                               "model on held-out data.")
+    fitted.require_exact(" for a leave-one-out score", "Fit one of them, leave out some points (any structure) with "
+                         "points=300, or score the model on held-out data.")
     found = leave_one_out(fitted)
     return fitted.likelihood.weight * (fitted.points.counts * found.log_density).sum(), found
 

@@ -57,8 +57,6 @@ class Minima:
         lowers the objective.
     steps : Tensor, (S,)
         Number of steps, quasi-Newton and Newton.
-    products : int
-        Products with the Hessians, of all rows together.
     """
 
     at: Tensor
@@ -66,14 +64,12 @@ class Minima:
     converged: Tensor
     falling: Tensor
     steps: Tensor
-    products: int
 
     @classmethod
     def joined(cls, parts: Sequence[Minima]) -> Minima:
         """Those of several calls."""
         each = zip(*((one.at, one.values, one.converged, one.falling, one.steps) for one in parts), strict=True)
-        at, values, converged, falling, steps = (torch.cat(column) for column in each)
-        return cls(at, values, converged, falling, steps, sum(one.products for one in parts))
+        return cls(*(torch.cat(column) for column in each))
 
 
 def minimize(
@@ -98,12 +94,11 @@ def minimize(
     Minima
     """
     at, values, taken, inverses = descend(objectives, start, eps, room)
-    going, radius, products = inverses.rows.clone(), torch.full_like(values, torch.inf), 0
+    going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
     converged = torch.zeros_like(going, dtype=torch.bool)
     for _ in range(steps):
         local = objectives.local(at[going], going)
         found = _directions(local, objectives, inverses, radius[going], eps * (1.0 + values[going].abs()))
-        products += found.products
         del local  # with its graphs
         size = _searched(objectives, at[going], found, going, values, eps)
         taking = (size > 0).unsqueeze(1)  # a direction that is refused may be NaN
@@ -114,7 +109,7 @@ def minimize(
         going = going[inverses.keep(~found.flat & (size > 0))]
         if len(going) == 0:
             break
-    return Minima(at, values, converged, torch.zeros_like(converged).index_fill(0, going, True), taken, products)
+    return Minima(at, values, converged, torch.zeros_like(converged).index_fill(0, going, True), taken)
 
 
 @dataclass(frozen=True)
@@ -122,18 +117,16 @@ class _Directions:
     """Directions (S, P) of a step, their slopes and lengths in the norm of M, the inverse of the preconditioner, (S,).
 
     `flat` says that a step gains less than rounding, `positive` that no curvature along the search was negative, `ends`
-    that the trust region ended it, `gain` what the quadratic model gains.
+    that the trust region ended it.
     """
 
     direction: Tensor
     slope: Tensor
-    gain: Tensor
     length: Tensor
     flat: Tensor
     positive: Tensor
     ends: Tensor
     radius: Tensor
-    products: int
 
     def next_radius(self, size: Tensor) -> Tensor:
         """Of the trust region: the length of a step that was halved, twice that of a whole one that reached its end."""
@@ -201,6 +194,5 @@ def _directions(
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
         search, image = -z + ratio * search, -residual + ratio * image
     slope = (gradient * direction).sum(1)
-    gain = -0.5 * (slope + (residual * direction).sum(1))  # H d is the residual less the gradient
     length = (direction * seen).sum(1).clamp_min(0.0).sqrt()
-    return _Directions(direction, slope, gain, length, -slope <= 16.0 * rounding, ~negative, ends, radius, used)
+    return _Directions(direction, slope, length, -slope <= 16.0 * rounding, ~negative, ends, radius)

@@ -5,7 +5,7 @@ it again in ``from_record``. This package reads and writes records, and knows no
 """
 
 from ntk_laplace.runtime.serialization.autosave import Autosave
-from ntk_laplace.runtime.serialization.files import FileFormat, require_writable, write
+from ntk_laplace.runtime.serialization.files import FileFormat, require_same, require_writable, write
 from ntk_laplace.runtime.serialization.process_state import (
     load_optimizer,
     load_random,
@@ -25,6 +25,7 @@ __all__ = [
     "module_tensors",
     "random_state",
     "read_tensors",
+    "require_same",
     "require_writable",
     "write",
 ]

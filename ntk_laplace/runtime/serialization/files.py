@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.runtime.serialization.safetensors_file import (
     is_safetensors,
     read_record,
@@ -18,7 +18,7 @@ from ntk_laplace.runtime.serialization.safetensors_file import (
     write_record,
 )
 
-__all__ = ["FileFormat", "require_writable", "write"]
+__all__ = ["FileFormat", "require_same", "require_writable", "write"]
 
 
 def write(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -89,6 +89,21 @@ class FileFormat:
             raise DataError(place, "another file", self.remedy)
         return self.supported(record)
 
+    def state(self, resume: Any, device: torch.device, run: str) -> dict[str, Any]:
+        """The state of an interrupted run, given as a record or as the path of its file.
+
+        Raises
+        ------
+        DataError
+            If it is neither.
+        """
+        if isinstance(resume, (str, os.PathLike)):
+            return self.read(resume, device)
+        if not self.matches(resume):
+            raise DataError(f"the state of an interrupted {run}, or the file it was saved to",
+                            f"a {type(resume).__name__}", self.remedy)
+        return self.supported(resume)
+
     def supported(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record, if its version is not later than this one.
 
@@ -101,6 +116,19 @@ class FileFormat:
             raise DataError(f"a checkpoint of version {self.version} or older", f"version {record['version']}",
                             "Update ntk_laplace.")
         return record
+
+
+def require_same(saved: Mapping[str, str], now: Mapping[str, str], run: str) -> None:
+    """Check that what resumes has the settings of the interrupted run.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    for what, value in now.items():
+        if saved.get(what) != value:
+            raise UnsupportedError(f"to resume with the {what} of the interrupted {run}, {saved.get(what)}", value,
+                                   "Pass the same arguments, or start anew without resume=.")
 
 
 def require_writable(path: Any) -> None:

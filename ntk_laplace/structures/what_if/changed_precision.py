@@ -118,12 +118,13 @@ class ChangedPrecision(PosteriorPrecision):
                            -1).flatten(2)
 
     def _solved_vjp(self, values: Tensor) -> Tensor:
-        """H⁻¹JᵀT v, (P,), for v (m R,)."""
-        return self.base.solve(self.rows.vjp(values.view(self.rows.num_examples, -1), self.shapes))
+        """H⁻¹JᵀT v, (k, P), for v (k, m R)."""
+        cotangents = values.view(len(values), self.rows.num_examples, -1).permute(2, 1, 0)
+        return self.base.solve(self.rows.transposed_products(cotangents, self.shapes))
 
-    def _jvp(self, vector: Tensor) -> Tensor:
-        """TᵀJ v, (m R,), for v (P,)."""
-        return self.rows.jvp(self.shapes.named(vector)).flatten()
+    def _jvp(self, vectors: Tensor) -> Tensor:
+        """TᵀJ v, (k, m R), for v (k, P)."""
+        return self.rows.products(self.shapes.parts(vectors)).permute(2, 1, 0).flatten(1)
 
     # --- evidence
 
@@ -170,15 +171,13 @@ class ChangedPrecision(PosteriorPrecision):
         values, vectors = torch.linalg.eigh(self.inner)
         used = torch.zeros_like(self.prior_precision)
         for value, vector in zip(values, vectors.mT, strict=True):
-            used += value * self._solved_vjp(vector).square()
+            used += value * self._solved_vjp(vector[None])[0].square()
         return before.index_add(0, self.groups, (used * self.prior_precision).to(before))
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H'⁻¹ v for vectors (..., P)."""
-        if vectors.ndim > 1:
-            return torch.stack([self.solve(v) for v in vectors.reshape(-1, self.num_parameters)]).view_as(vectors)
-        step = self.base.solve(vectors)
-        return step - self._solved_vjp(self.inner @ self._jvp(step))
+        step = self.base.solve(vectors.reshape(-1, self.num_parameters))
+        return (step - self._solved_vjp(self._jvp(step) @ self.inner)).view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """H'v = H v + JᵀT D TᵀJ v for vectors (..., P)."""
@@ -231,4 +230,4 @@ class ChangedPrecision(PosteriorPrecision):
         root = self._values.sqrt()
         shape = (self._vectors / (root * (1.0 + root))) @ self._vectors.mT
         update = -self._scaled @ shape @ torch.linalg.pinv(self._root)  # X
-        return torch.stack([draw + self._solved_vjp(update @ self._jvp(draw)) for draw in draws])
+        return draws + self._solved_vjp(self._jvp(draws) @ update.mT)

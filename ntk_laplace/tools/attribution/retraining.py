@@ -92,8 +92,8 @@ def retrain(
     jobs = [(int(seed), number) for seed in seeds for number in range(len(kept))]
     found = {job: outcome for job in jobs if (outcome := store.read(job)) is not None}
     missing = [job for job in jobs if job not in found]
-    run = _one_by_one if processes == 1 else _in_parallel
-    for job, new in track(run(train, kept, missing, processes), "ntk_laplace: retraining", len(missing), progress):
+    run = _one_by_one(train, kept, missing) if processes == 1 else _in_parallel(train, kept, missing, processes)
+    for job, new in track(run, "ntk_laplace: retraining", len(missing), progress):
         found[job] = np.asarray(new, dtype=np.float64)
         store.write(job, found[job])
     shapes = {outcome.shape for outcome in found.values()}
@@ -105,9 +105,7 @@ def retrain(
 Job = tuple[int, int]
 
 
-def _one_by_one(
-    train: Train, kept: NDArray[np.bool_], jobs: list[Job], processes: int
-) -> Iterator[tuple[Job, ArrayLike]]:
+def _one_by_one(train: Train, kept: NDArray[np.bool_], jobs: list[Job]) -> Iterator[tuple[Job, ArrayLike]]:
     for seed, number in jobs:
         yield (seed, number), train(np.flatnonzero(kept[number]), seed)
 

@@ -102,8 +102,7 @@ def read_examples(options: argparse.Namespace) -> Examples:
         found = _table(path, options.target, options.task, options.source, options.drop)
     else:
         require_no_dropped(path, options.drop)
-        read = _images if path.is_dir() else _arrays
-        found = read(path, options.target, options.task, options.source)
+        found = (_images if path.is_dir() else _arrays)(path, options.task, options.source)
     if len(found.y) < _FEWEST:
         raise ntkl.DataError(f"at least {_FEWEST} rows", f"{len(found.y)} in {path}", "Add rows.")
     if found.classes:
@@ -145,7 +144,7 @@ def _table(
     return Examples(x, y[:, 0] if len(targets) == 1 else y, False, targets, named, sources=sources)
 
 
-def _arrays(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
+def _arrays(path: Path, task: str | None, group: str | None) -> Examples:
     inputs, y = load_data(path, torch.float64, what="the data")
     assert isinstance(inputs, Tensor)
     _require_rows(path, inputs, y)
@@ -198,7 +197,7 @@ def _require_rows(path: Path, inputs: Tensor, y: Tensor | None) -> None:
                                  "Correct the value, or remove the row.")
 
 
-def _images(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
+def _images(path: Path, task: str | None, group: str | None) -> Examples:
     if task == "regression":
         raise ntkl.DataError("a table or arrays, for regression", f"the folder {path}",
                              "The names in a folder of images are classes.")
