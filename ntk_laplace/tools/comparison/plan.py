@@ -269,6 +269,8 @@ class _Probe:
         self.model, self._count = model, count
         columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
         each = Problem(model, count, model.jacobian_pass.rows(take(x, slice(0, 2)))).row_bytes(1)
+        # Λ, S and SᵀJ of one example; what their computation takes beside them
+        each += 4 * model.network.num_outputs * columns * model.jacobian_pass.dtype.itemsize
         most = max(2, min(tuning.PROBED_EXAMPLES, tuning.WORKING_SET_BYTES // each, num_examples(x)))
         order = torch.randperm(num_examples(x), generator=torch.Generator().manual_seed(0))
         self._x = take(x, order[:most])
