@@ -11,6 +11,7 @@ from ntk_laplace.errors import MemoryBudgetError, NumericalError, UnsupportedErr
 from ntk_laplace.runtime import linalg, resources, tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_full_precision
 from ntk_laplace.runtime.meter import PeakMemory
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.resources import available_memory, format_bytes, require_memory
 from ntk_laplace.runtime.sampling import normal
@@ -159,6 +160,13 @@ def test_the_basis_of_a_null_space_depends_on_it_alone():
         assert torch.equal(linalg.with_unique_null_space(values, vectors), found)
     finally:
         torch.set_default_dtype(before)
+
+
+def test_panels_cover_a_long_axis_once():
+    """As many rows as fit, at least one; none of no rows; rows that take nothing are all in one."""
+    assert list(panels(7, 10, 30)) == [slice(0, 3), slice(3, 6), slice(6, 7)]
+    assert list(panels(2, 100, 30)) == [slice(0, 1), slice(1, 2)]
+    assert list(panels(0, 10, 30)) == [] and list(panels(5, 0, 30)) == [slice(0, 5)]
 
 
 def test_normal_numbers_are_drawn_where_the_generator_is():

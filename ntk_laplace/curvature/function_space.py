@@ -20,6 +20,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigenvalues
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess, collective_property
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import normal
@@ -223,9 +224,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         k, n = rows.num_cotangents, rows.num_examples
         if not len(self.factor):
             return blocks  # nothing is known: the prior's
-        step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * rows.dtype.itemsize))
-        for start in range(0, n, step):
-            part = slice(start, min(start + step, n))
+        for part in panels(n, len(self.factor) * k * rows.dtype.itemsize, tuning.COVARIANCE_BYTES):
             half = self.factor.solve_lower_(self.cross(rows.subset(part))).view(len(self.factor), -1, k)
             less_(blocks[part], half.permute(1, 2, 0))  # (m, K, N R)
         return blocks

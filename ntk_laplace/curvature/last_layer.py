@@ -31,6 +31,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_, cholesky_log_det, cholesky_of, mirror_lower_
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_definite
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reduction import collective_property
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import normal
@@ -148,10 +149,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
     def _parts(self, numbers: int) -> Iterator[slice]:
         """Slices of outputs that take so many numbers each."""
-        c = self.form.diagonal.shape[1]
-        step = max(1, tuning.OUTPUTS_BYTES // (8 * numbers))
-        for start in range(0, c, step):
-            yield slice(start, min(start + step, c))
+        return panels(self.form.diagonal.shape[1], 8 * numbers, tuning.OUTPUTS_BYTES)
 
     # --- evidence
 
@@ -371,9 +369,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
     def _examples(self, rows: Jacobian, numbers: int) -> Iterator[slice]:
         """Slices of examples of which each takes so many numbers per output."""
-        n, step = rows.num_examples, max(1, tuning.OUTPUTS_BYTES // (16 * numbers * rows.f.shape[1]))
-        for start in range(0, n, step):
-            yield slice(start, min(start + step, n))
+        return panels(rows.num_examples, 16 * numbers * rows.f.shape[1], tuning.OUTPUTS_BYTES)
 
     # --- at the training points
 

@@ -19,6 +19,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import conjugate_gradients
 from ntk_laplace.runtime.linalg import log_det_curve
 from ntk_laplace.runtime.lower_triangle import more_digits
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import available_memory
 
@@ -284,9 +285,8 @@ class PosteriorPrecision(ABC):
 
     def _panels(self, rows: Jacobian) -> Iterator[slice]:
         """Slices of examples whose dense rows fit in a panel."""
-        step = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * rows.num_cotangents * rows.f.element_size()))
-        for start in range(0, rows.num_examples, step):
-            yield slice(start, min(start + step, rows.num_examples))
+        each = self.num_parameters * rows.num_cotangents * rows.f.element_size()
+        return panels(rows.num_examples, each, tuning.COVARIANCE_BYTES)
 
 
 class _Solve(torch.autograd.Function):

@@ -20,6 +20,7 @@ from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram, gram_til
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.known_gradients import with_gradients
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 __all__ = ["FullGram", "GramDiagonal", "weighted_by_prior"]
@@ -137,9 +138,8 @@ def weighted_by_prior(gram_function: GramFunction, prior: GaussianPrior) -> Tens
 
 def _panels(rows: Jacobian, shapes: ParameterLayout) -> Iterator[tuple[slice, Tensor]]:
     """Dense rows of the Jacobian, a few examples at a time."""
-    step = max(1, tuning.GP_ROWS_BYTES // max(1, rows.num_cotangents * shapes.num_parameters * rows.f.element_size()))
-    for start in range(0, rows.num_examples, step):
-        part = slice(start, min(start + step, rows.num_examples))
+    each = rows.num_cotangents * shapes.num_parameters * rows.f.element_size()
+    for part in panels(rows.num_examples, each, tuning.GP_ROWS_BYTES):
         yield part, _written_out(rows.subset(part), shapes)
 
 

@@ -28,6 +28,7 @@ from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
 from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.model.network import Network, outside_autocast, probe
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.random_state import preserved_rng
 
 __all__ = ["JacobianPass", "RootFunction", "passing"]
@@ -157,14 +158,13 @@ class JacobianPass:
         closed = None if root is None or isinstance(root, Tensor) else root
         closed = closed if closed and self.last_layer(x, fused_layers) and closed.has_form else None
         n, most = num_examples(x), self.examples_at_once(x, None if closed else _columns(root), fused_layers)
-        step = min(most, batch_size or most)
-        for start in range(0, n, step):
-            part = slice(start, min(start + step, n))
+        for part in panels(n, 1, min(most, batch_size or most)):
+            start = offset + part.start
             if closed:
-                yield self._summed(take(x, part), closed, part, offset + start, fused_layers, theta)
+                yield self._summed(take(x, part), closed, part, start, fused_layers, theta)
                 continue
             own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
-            yield self._batch(take(x, part), own, offset + start, fused_layers, theta)
+            yield self._batch(take(x, part), own, start, fused_layers, theta)
 
     def examples_at_once(
         self, x: Inputs, cotangents: int | None = None, fused_layers: FusedLayers = NO_FUSED_LAYERS

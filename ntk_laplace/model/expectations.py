@@ -19,6 +19,7 @@ from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.quadrature import expectation_by_output, repeated
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["Expectation"]
@@ -137,9 +138,7 @@ class Expectation:
         base = SobolEngine(d, scramble=True, seed=self._seed).draw(count, dtype=torch.float64).to(mean.device)
         generator = Generator().manual_seed(self._seed)
         shift = torch.rand(shifts, n, d, generator=generator, dtype=torch.float64)
-        rows = max(1, tuning.AVERAGED_OUTPUTS // (2 * shifts * count * c * each))
-        for start in range(0, n, rows):
-            part = slice(start, min(start + rows, n))
+        for part in panels(n, 2 * shifts * count * c * each, tuning.AVERAGED_OUTPUTS):
             # (s, k, m, d): a random shift modulo 1 of a net is one as even as the net itself
             uniform = (base.view(1, count, 1, d) + shift[:, part].unsqueeze(1).to(mean.device)).frac_()
             z = torch.special.ndtri(uniform.clamp_(2.0**-33, 1 - 2.0**-33)).to(mean).flatten(0, 1)

@@ -15,6 +15,7 @@ from ntk_laplace.model.data import Batches, Inputs, num_examples, take
 from ntk_laplace.model.network import ManyWeights, outside_autocast
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.sampling import draw_sizes, require_generator
 from ntk_laplace.selection import pac_bayes
 from ntk_laplace.selection.losses import BoundedLoss, CustomLoss, bounded_loss
@@ -277,8 +278,7 @@ def _networks(posterior: Posterior, thetas: Tensor, x: Inputs) -> Iterator[tuple
     network, budget = ManyWeights(posterior.network, x), posterior.fitted.settings.memory_budget
     many, few = network.at_once(x, tuning.CHAIN_BYTES if budget is None else min(tuning.CHAIN_BYTES, int(budget)))
     n = num_examples(x)
-    for first in range(0, n, few):
-        part = slice(first, min(first + few, n))
+    for part in panels(n, 1, few):
         inputs = x if few >= n else take(x, part)
         for start in range(0, len(thetas), many):
             yield network(thetas[start : start + many], inputs).to(thetas.dtype), part

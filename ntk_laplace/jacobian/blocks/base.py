@@ -17,6 +17,7 @@ from ntk_laplace.runtime.resources import buffer_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+from ntk_laplace.runtime.panels import panels
 
 __all__ = ["Block", "Factored", "GramCost", "LayerRows", "cat_positions", "over_cotangents", "steps", "weigh"]
 
@@ -248,9 +249,7 @@ class Factored(Block):
 
 def steps(n: int, per_example: int, device: torch.device) -> Iterator[slice]:
     """Slices of n examples whose written-out rows, of so many bytes each, fit in a panel."""
-    step = max(1, buffer_bytes(tuning.WRITTEN_BYTES, device) // max(1, per_example))
-    for start in range(0, n, step):
-        yield slice(start, min(start + step, n))
+    return panels(n, per_example, buffer_bytes(tuning.WRITTEN_BYTES, device))
 
 
 def weigh(values: Tensor, root: Tensor) -> Tensor:

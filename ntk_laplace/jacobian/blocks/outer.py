@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, steps, weigh
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reflections import Reflections, turned
 
 __all__ = ["Outer"]
@@ -203,8 +204,7 @@ class Outer(Factored):
 
     def _vector_panels(self, count: int) -> Iterator[slice]:
         """Slices of vectors whose entries of one layer form a wide product that stays in the cache."""
-        width = max(1, tuning.PRODUCT_COLUMNS // self.b.shape[4])
-        return (slice(start, min(start + width, count)) for start in range(0, count, width))
+        return panels(count, self.b.shape[4], tuning.PRODUCT_COLUMNS)
 
     def _example_panels(self, vectors: int) -> Iterator[slice]:
         t, o = self.b.shape[3:]

@@ -9,6 +9,7 @@ from ntk_laplace.jacobian.blocks import Block, Cluster, Factored, Outer
 from ntk_laplace.jacobian.contractions.base import Contraction
 from ntk_laplace.jacobian.contractions.tile import Tile, Variances, interleaved
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import buffer_bytes
 
 __all__ = ["Hadamard", "Positions", "same_factors"]
@@ -77,10 +78,8 @@ class Positions(Contraction[Factored]):
         o, k1, k2 = b_left.shape[3], b_left.shape[4], b_right.shape[4]
         b_left, b_right = b_left.reshape(n1, g * t1 * o, k1), b_right.reshape(n2, g, t2, o * k2)
         cache = tuning.INNER_SUMS_BYTES if target.device.type == "cpu" else tuning.INNER_SUMS_DEVICE_BYTES
-        step = max(1, cache // (g * t1 * o * k2 * target.element_size()))
         for n in range(n1):
-            for start in range(0, n2, step):
-                some = slice(start, min(start + step, n2))
+            for some in panels(n2, g * t1 * o * k2 * target.element_size(), cache):
                 # (m, G, T1, T2) @ (m, G, T2, o l), then (k, G T1 o) @ (m, G T1 o, l)
                 inner = (inputs[n, some] @ b_right[some]).view(-1, g * t1 * o, k2)
                 target[n, :, some].add_(torch.bmm(b_left[n].T.expand(len(inner), -1, -1), inner).transpose(0, 1))

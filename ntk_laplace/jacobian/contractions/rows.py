@@ -13,6 +13,7 @@ from ntk_laplace.jacobian.contractions.base import Contraction
 from ntk_laplace.jacobian.contractions.factored import same_factors
 from ntk_laplace.jacobian.contractions.tile import Tile, Variance, Variances, interleaved, scaled, tile_rows
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import buffer_bytes
 
 __all__ = ["Panels", "Rows", "Written"]
@@ -122,9 +123,7 @@ class Panels(Contraction[Outer]):
         weight, bias = self.variance(block.weight), self.variance(block.bias)
         if weight is not None:
             g, o, i = block.b.shape[2], block.b.shape[4], block.a.shape[3]
-            step = max(1, tuning.PANEL_COLUMNS // (g * o))
-            for start in range(0, i, step):
-                some = slice(start, min(start + step, i))
+            for some in panels(i, g * o, tuning.PANEL_COLUMNS):
                 own = block.shaped(weight)[..., some] if isinstance(weight, Tensor) else weight
                 yield self._panel(block.weight, partial(Outer.columns, sample=some), own)
         if block.bias is not None and bias is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 
 __all__ = ["expectation_by_output", "repeated"]
 
@@ -44,9 +45,7 @@ def expectation_by_output(
     weights = torch.softmax(-0.5 * z.square(), 0).to(mean)
     z, found = z.to(mean), []
     deviation = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()
-    rows = max(1, tuning.AVERAGED_OUTPUTS // (len(z) * mean.shape[-1]))
-    for start in range(0, len(mean), rows):
-        part = slice(start, min(start + rows, len(mean)))
+    for part in panels(len(mean), len(z) * mean.shape[-1], tuning.AVERAGED_OUTPUTS):
         f = mean[part] + z.view(-1, 1, 1) * deviation[part]
         found.append(torch.tensordot(weights, repeated(likelihood, function, f, y, part), 1))
     return torch.cat(found)

@@ -21,6 +21,7 @@ from ntk_laplace.posterior.explain.explanation import ExplanationRequest
 from ntk_laplace.posterior.explain.quantity import SPREADS, Quantity
 from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
@@ -208,8 +209,7 @@ def _parts(fitted: FittedModel, test: Jacobian) -> Iterator[slice]:
     step = min(test.num_examples, max(1, tuning.DIRECTION_BYTES // size))
     require_memory(3 * step * size, test.f.device, f"directions of {step} inputs", "Fit a smaller network.",
                    fitted.settings.memory_budget)
-    for start in range(0, test.num_examples, step):
-        yield slice(start, min(start + step, test.num_examples))
+    return panels(test.num_examples, 1, step)
 
 
 class _Passing:

@@ -20,6 +20,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_root
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["HIGH_LEVERAGE", "ChangedPrecision"]
@@ -194,9 +195,8 @@ class ChangedPrecision(PosteriorPrecision):
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V' = V - V_xT (D + K)⁻¹ V_Tx, diagonal blocks (n, C, C)."""
         blocks = self.base.covariance_blocks(rows)
-        step = max(1, tuning.COVARIANCE_BYTES // (len(self._signs) * rows.num_cotangents * rows.f.element_size()))
-        for start in range(0, rows.num_examples, step):
-            part = slice(start, min(start + step, rows.num_examples))
+        each = len(self._signs) * rows.num_cotangents * rows.f.element_size()
+        for part in panels(rows.num_examples, each, tuning.COVARIANCE_BYTES):
             cross = self._cross(rows.subset(part)).transpose(0, 1)
             blocks[part] -= cross @ self.inner @ cross.mT
         return blocks

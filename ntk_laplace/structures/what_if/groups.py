@@ -13,6 +13,7 @@ from ntk_laplace.model.data import Inputs, Source
 from ntk_laplace.model.network import ManyWeights
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Minima
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.points import TrainingPoints
@@ -133,8 +134,7 @@ class Groups:
 
     def training_outputs(self) -> Iterator[tuple[slice, Tensor]]:
         """Groups, and their outputs at the training points, (S, N, C)."""
-        for start in range(0, len(self.thetas), self._each):
-            some = slice(start, min(start + self._each, len(self.thetas)))
+        for some in panels(len(self.thetas), 1, self._each):
             yield some, self._likelihood.outputs(self.thetas[some])
 
     def log_prob(self) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +14,7 @@ from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.model.data.pictures import require_picture
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.tools.explorer.display import rounded
 from ntk_laplace.tools.explorer.sprites import images_of, sheet
@@ -181,9 +181,9 @@ def _from_rows(
     n, c = num_examples(x), posterior.num_outputs
     removal = JointRemoval(posterior.fitted)
     records: list[dict[str, Any]] = []
-    step = max(1, _AT_ONCE // (posterior.num_examples * c))
-    for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
-        here = take(x, slice(start, min(start + step, n)))
+    parts = list(panels(n, posterior.num_examples * c, _AT_ONCE))
+    for part in track(parts, "ntk_laplace: explanations", len(parts), progress):
+        here = take(x, part)
         found, rows = cast(Explanation, posterior.explain(here, k, output)), posterior.jacobian(here)
         asked = _Asked.of(posterior, found)
         share = found.share * asked.sign.to(found.share)[:, None]
@@ -209,10 +209,9 @@ def _from_data(
     asked = _Asked.of(posterior, found)
     records = asked.records(posterior, x)
     groups = asked.groups()
-    step = max(1, _HELD * n // max(1, 2 * k * rows.nbytes))
-    for start in track(range(0, n, step), "ntk_laplace: joint removals", math.ceil(n / step), progress):
-        here = slice(start, min(start + step, n))
-        members = torch.cat(groups["both"][here]).unique()
+    parts = list(panels(n, 2 * k * rows.nbytes, _HELD * n))
+    for here in track(parts, "ntk_laplace: joint removals", len(parts), progress):
+        start, members = here.start, torch.cat(groups["both"][here]).unique()
         if len(members) == 0:
             members = torch.zeros(1, dtype=torch.long, device=found.f.device)
         removal = GroupRemoval(posterior.fitted, members)
