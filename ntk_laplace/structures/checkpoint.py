@@ -77,7 +77,7 @@ def posterior_record(
 def _outputs_before(structure: Structure) -> dict[str, Tensor | None]:
     """Of the training points of a refit: outputs of the network, and those at which the curvature is taken."""
     points = structure.points
-    return {"f": points.f if structure.base is None else structure.base.f, "expanded": points.expanded}
+    return {"f": structure.trained_points.f, "expanded": points.expanded}
 
 
 def _at_refit(model: LinearizedModel, structure: Any, before: Mapping[str, Tensor | None] | None) -> Structure:

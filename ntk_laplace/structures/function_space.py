@@ -175,7 +175,7 @@ class FunctionSpaceStructure(Structure):
         self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None
     ) -> FunctionSpaceStructure:
         """The structure of changed points, those of `added` last; `base` keeps the training points."""
-        base = self.points if self.base is None else self.base
+        base = self.trained_points
         if added is None:
             return replace(self, points=points, base=base)
         added = of_kind(FunctionSpaceStructure, added)

@@ -187,6 +187,11 @@ class LinearizedModel:
         theta = self.network.theta.to(self.jacobian_pass.dtype)
         return theta if self.displacement is None else theta + self.displacement
 
+    @property
+    def moved(self) -> Tensor:
+        """θ - θ*, (P,), of the linearized model: zero without a displacement."""
+        return torch.zeros_like(self.theta) if self.displacement is None else self.displacement
+
     def outputs(self, rows: Jacobian) -> Tensor:
         """Outputs of the linearized model at rows of J, (n, C): f + J(θ - θ*), or f without a displacement."""
         return rows.f if self.displacement is None else rows.f + rows.jvp(self.network.unflatten(self.displacement))

@@ -363,7 +363,7 @@ class SketchedStructure(StreamedStructure):
         """The structure of changed points, those of `added` last; `base` keeps the training points."""
         more = None if added is None else of_kind(SketchedStructure, added)
         source = self.data if more is None else Joined([self.data, more.data])
-        return self._with(points, source, more, self.points if self.base is None else self.base)
+        return self._with(points, source, more, self.trained_points)
 
     def _with(
         self, points: TrainingPoints, source: Source, more: SketchedStructure | None, base: TrainingPoints | None

@@ -210,6 +210,11 @@ class Structure(ABC):
         return None
 
     @property
+    def trained_points(self) -> TrainingPoints:
+        """The points the network was trained on, before any what-if."""
+        return self.points if self.base is None else self.base
+
+    @property
     def points_to_change(self) -> TrainingPoints:
         """The points that a what-if changes, outputs at the start of its first step."""
         return self.points

@@ -152,7 +152,7 @@ class SummedStructure(StreamedStructure):
     ) -> SummedStructure:
         """The structure of changed points, those of `added` last; `base` keeps the training points."""
         source = self.data if added is None else Joined([self.data, of_kind(SummedStructure, added).data])
-        other = SummedStructure(self.spec, source, points, self.points if self.base is None else self.base)
+        other = SummedStructure(self.spec, source, points, self.trained_points)
         sums = self._updated(model, other)
         if sums is not None:
             other.at = _AtLikelihood(sums, copy.deepcopy(model.likelihood))

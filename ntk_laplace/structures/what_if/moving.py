@@ -144,7 +144,7 @@ def remaining_gradient(model: LinearizedModel, structure: Structure) -> Tensor:
     still = replace(model, displacement=None)
     if model.refitted:
         return torch.zeros_like(still.theta)
-    points, known = structure.points if structure.base is None else structure.base, model.training_gradient
+    points, known = structure.trained_points, model.training_gradient
     if known is not None and known.holds(model, points):
         return known.value
     with torch.no_grad():

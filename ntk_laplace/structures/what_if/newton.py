@@ -153,9 +153,8 @@ def refitted(fitted: FittedModel) -> Tensor:
     NumericalError
         If it is not reached.
     """
-    displacement = fitted.model.displacement
+    start = fitted.model.moved
     with torch.no_grad():
         problem = Objective.own(fitted)
-        start = fitted.theta.new_zeros(len(fitted.theta)) if displacement is None else displacement
         _, end = descend(problem, Iterate(start, problem.points.f), None)
     return start - end.displacement

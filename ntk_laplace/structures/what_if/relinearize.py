@@ -69,7 +69,7 @@ def _at_the_network(fitted: FittedModel, still: LinearizedModel) -> Structure:
     structure, points, displacement = fitted.structure, fitted.structure.points, fitted.model.displacement
     if displacement is None:
         return structure
-    base = points if structure.base is None else structure.base
+    base = structure.trained_points
     f = torch.cat([base.f, (points.f - structure.jvp(still, displacement))[len(base.f) :]])
     return structure.changed(still, replace(points, f=f, expanded=None))
 

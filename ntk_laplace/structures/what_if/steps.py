@@ -54,12 +54,10 @@ def stepped(
         If the optimum is not reached.
     """
     model, structure = fitted.model, fitted.structure
-    base = structure.points if structure.base is None else structure.base
     with torch.no_grad():
         changed = FittedModel(model, structure.changed(model, points, added))
-        problem = Objective.own(changed) if model.refitted else Objective.tilted(changed, points, base)
-        start = model.theta.new_zeros(len(model.theta)) if model.displacement is None else model.displacement
-        before, at = descend(problem, Iterate(start, points.f), steps)
+        problem = Objective.own(changed) if model.refitted else Objective.tilted(changed, points, structure.trained_points)
+        before, at = descend(problem, Iterate(model.moved, points.f), steps)
     moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
     return fitted.derived(structure.changed(model, moved, added), replace(model, displacement=at.displacement))
 
@@ -75,8 +73,7 @@ def at_optimum(fitted: FittedModel) -> FittedModel:
     model, structure = fitted.model, fitted.structure
     with torch.no_grad():
         problem = Objective.own(fitted)
-        start = model.theta.new_zeros(len(model.theta)) if model.displacement is None else model.displacement
-        before, at = descend(problem, Iterate(start, problem.points.f), None)
+        before, at = descend(problem, Iterate(model.moved, problem.points.f), None)
     points = replace(problem.points, f=at.f, expanded=before.f)
     return fitted.derived(structure.changed(model, points), replace(model, displacement=at.displacement, refitted=True))
 
