@@ -56,9 +56,8 @@ def stepped(
     model, structure = fitted.model, fitted.structure
     with torch.no_grad():
         changed = FittedModel(model, structure.changed(model, points, added))
-        problem = Objective.own(changed)
-        if not model.refitted:
-            problem = Objective.tilted(changed, points, structure.trained_points)
+        problem = (Objective.own(changed) if model.refitted else
+                   Objective.tilted(changed, points, structure.trained_points))
         before, at = descend(problem, Iterate(model.moved, points.f), steps)
     moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
     return fitted.derived(structure.changed(model, moved, added), replace(model, displacement=at.displacement))
