@@ -176,6 +176,7 @@ class TestConformance:
         assert fantasy.posterior(points).mean.shape == (2, *batch, 3, m)
         assert fantasy.posterior(draws(*batch, 2, D, seed=6, dtype=dtype)).variance.shape == (2, *batch, 2, m)
 
+    @pytest.mark.slow
     def test_noise_of_each_fantasy(self, m: int, batch: tuple, q: int, dtype: torch.dtype, transforms: bool) -> None:
         """Variances may have more batch dimensions than X: each is the model with that noise, once and twice."""
         model, points = fitted(m, transforms, dtype), draws(3, D, seed=5, dtype=dtype)

@@ -234,6 +234,7 @@ def test_equal_examples_are_one() -> None:
         plain.fit(x, y, sample_weight=np.zeros(20))
 
 
+@pytest.mark.slow
 def test_equal_rows_of_several_sources_count_for_each() -> None:
     """Two annotators of the same items: the effects are those of the posterior of all rows."""
     x, y = sine(16)
