@@ -17,6 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -193,6 +194,10 @@ class TestConformance:
                 found, wanted = many.posterior(points), single.posterior(points)
                 assert torch.allclose(found.mean[place], wanted.mean, rtol=1e-4, atol=1e-5)
                 assert torch.allclose(joint(found)[place], joint(wanted), rtol=1e-3, atol=1e-5)
+        exact = model.condition_on_observations(x, y, noise=torch.zeros_like(noise))
+        assert exact.thompson_path()(points.expand(*noise.shape[:-2], 3, D)).isfinite().all()
+        for flag in (None, 0, np.bool_(False)):
+            assert torch.equal(joint(model.posterior(x, observation_noise=flag)), joint(model.posterior(x)))
         noisy = model.posterior(x, observation_noise=noise)
         assert noisy.mean.shape == noise.shape
         assert torch.allclose(joint(noisy), joint(model.posterior(x)) + torch.diag_embed(

@@ -141,8 +141,10 @@ def test_sources_of_equal_rows(folder: Path, capsys: pytest.CaptureFixture) -> N
 @pytest.mark.slow
 def test_the_output_that_is_explained(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """The first target, or the one that is named; of classes the predicted one."""
-    fit(["price", "rent"])
+    fit(["price", "rent"], "--group", "month")
     predict(frame("price", "rent").iloc[:4])
+    first, second = (page("--output", name) for name in ("price", "rent"))
+    assert [p["sources"]["effect"] for p in first["points"]] != [p["sources"]["effect"] for p in second["points"]]
     for more, output in (((), 0), (("--output", "rent"), 1), (("--output", "1"), 1)):
         assert {point["output"] for point in page(*more)["points"]} == {output}
     assert {point["output"] for point in content("out/explanations.html")["points"]} == {0}
@@ -159,15 +161,17 @@ def test_the_output_that_is_explained(folder: Path, capsys: pytest.CaptureFixtur
 def test_labels_of_another_type_are_known_by_their_text(folder: Path) -> None:
     """A file without the class "K" has whole numbers, and the names of booleans are text in a table."""
     table = frame()
-    table["grade"], table["good"] = np.array(["1", "2", "K"])[np.arange(20) % 3], np.arange(20) % 2 == 0
-    table.to_csv("data.csv", index=False)
+    table["good"], table["grade"] = np.arange(20) % 2 == 0, np.array(["1", "2", "K"])[np.arange(20) % 3]
+    for name, kinds in {"zero": ("01", "02"), "point": ("1.0", "2.5"), "power": ("1e3", "2e3"), "flag": ("TRUE", "NO"),
+                        "space": (" 1", "2")}.items():
+        table[name] = np.array([*kinds, "K"])[np.arange(20) % 3]
     Path("out").mkdir()
-    for name in ("grade", "good"):
+    for name in ("grade", "good", "zero", "point", "power", "flag", "space"):
         model = ntkl.LaplaceClassifier(**QUICK).fit(table[["height", "width"]], table[name])
         joblib.dump(model, "out/model.joblib")
         new = table[table["grade"] != "K"].iloc[:5]
-        found = predict(new[["height", "width"]].assign(target=new[name]))
-        assert found["target"].astype(str).tolist() == new[name].astype(str).tolist()
+        predict(new[["height", "width"]].assign(target=new[name]))
+        assert pandas.read_csv("p.csv", dtype=str)["target"].tolist() == new[name].astype(str).tolist()
     number = ntkl.LaplaceClassifier(**QUICK).fit(table[["height", "width"]].to_numpy(), np.arange(20) % 2)
     joblib.dump(number, "out/model.joblib")
     np.savez("new.npz", X=table[["height", "width"]], y=np.arange(20.0) % 2)

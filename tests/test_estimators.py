@@ -239,7 +239,7 @@ def test_equal_rows_of_several_sources_count_for_each() -> None:
     """Two annotators of the same items: the effects are those of the posterior of all rows."""
     x, y = sine(16)
     x, who = np.concatenate([x, x, x[:1]]), ["Ann"] * 16 + ["Bob"] * 16 + ["Ann"]
-    weight = np.r_[np.ones(32), 0.0]
+    weight = np.r_[np.full(16, 0.5), np.full(16, 1.5), 0.0]
     labels = np.r_[y > 7, y > 6, True].astype(int)
     values = np.r_[y, y, 9.0]
     for model, own_y in ((ntkl.LaplaceClassifier(**QUICK), labels), (ntkl.LaplaceRegressor(**QUICK), values)):
@@ -249,15 +249,27 @@ def test_equal_rows_of_several_sources_count_for_each() -> None:
         assert np.array_equal(model.y_train_[rows], own_y[:32])
         found = model.source_effects(x[:5], who, own_y[:5])
         own = model.posterior_
-        data = model.network_inputs(x[:32]), model.network_targets(own_y[:32])
+        data = model.network_inputs(x[:32]), model.network_targets(own_y[:32]), torch.as_tensor(weight[:32])
         whole = ntkl.laplace(model.network_, data, own.likelihood, own.prior, "full")
         assert float(whole.log_marginal_likelihood()) == pytest.approx(float(own.log_marginal_likelihood()), rel=1e-9)
         wanted = whole.source_effects(data[0][:5], who[:32], y=data[1][:5])
         assert found.num_points.tolist() == [16, 16] and found.names == ("Ann", "Bob")
         for name in ("effect", "single", "own_log_prob", "own_log_prob_without", "log_prob_change"):
             assert relative_error(getattr(found, name), getattr(wanted, name)) < 1e-6, name
-        with refused(ntkl.DataError, "the sources of 33 rows", "32 labels", "one label for each row"):
-            model.source_effects(x[:5], who[:32])
+        for wrong, got in ((who[:32], "32 labels"), ("a" * 33, "'aaa"), (None, "None"), (np.ones((33, 1)), "33, 1")):
+            with refused(ntkl.DataError, "the sources of 33 training points", got, "one label for each"):
+                model.source_effects(x[:5], wrong)
+    again = ntkl.LaplaceRegressor(**QUICK, structure="diag", curvature="ef", predictive=None)
+    x, y = sine(16)
+    x, y, who = np.repeat(x, 3, 0), np.repeat(y, 3), ["a", "b", "b"] * 16  # b has each row twice: one point of b
+    found = again.fit(x, y).source_effects(x[:3], who)
+    assert found.num_points.tolist() == [16, 16]
+    own = again.posterior_
+    parts = (again.network_inputs(np.repeat(x[::3], 2, 0)), again.network_targets(np.repeat(y[::3], 2)),
+             torch.tensor([1.0, 2.0]).repeat(16))
+    whole = ntkl.laplace(again.network_, parts, own.likelihood, own.prior, "diag", "ef", dtype=own.dtype)
+    wanted = whole.source_effects(parts[0][[0, 0, 0]], ["a", "b"] * 16)
+    assert relative_error(found.effect, wanted.effect) < 1e-6 and own.structure == "diag"
     x, y = sine(16)
     model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
     assert np.array_equal(model.training_point_, np.arange(16))
@@ -363,7 +375,7 @@ def test_wrong_data() -> None:
         ntkl.LaplaceRegressor(**QUICK).fit(x, y).predict(x, return_std=True, return_cov=True)
 
 
-@pytest.mark.parametrize("wrong", [1.0, [1.0, 2.0, 3.0], np.ones((3, 3))])
+@pytest.mark.parametrize("wrong", [1.0, [], [1.0, 2.0, 3.0], np.ones((3, 3))])
 def test_targets_of_another_width_are_refused(wrong: Any) -> None:
     """A column of two targets would be taken as both."""
     x, y = sine(10, 2)

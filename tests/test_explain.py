@@ -185,6 +185,18 @@ def test_the_first_output_is_explained_where_they_are_no_classes():
     assert torch.equal(posterior.removal_effects(case.x_new), posterior.removal_effects(case.x_new, 0))
 
 
+def test_of_several_labels_the_most_probable_one_is_explained():
+    """Independent labels, and a likelihood of one's own that says that its outputs are classes."""
+    case = problem("deep_mlp")
+    f = outputs(case.network, case.x)
+    own = ntkl.CustomLikelihood(lambda f, y: (y * f.log_softmax(1)).sum(1), lambda f: f.softmax(1), classifies=True)
+    for likelihood, y in ((ntkl.Bernoulli(), (f > f.mean()).to(f)), (own, torch.eye(5).to(f)[f.argmax(1)])):
+        posterior = ntkl.laplace(case.network, (case.x, y), likelihood)
+        assert torch.equal(posterior.explain(case.x_new, k=2).output, outputs(case.network, case.x_new).argmax(1))
+    with pytest.raises(ntkl.UnsupportedError, match="classifies True or False"):
+        ntkl.CustomLikelihood(lambda f, y: f.sum(1), classifies="yes")
+
+
 def test_signs_and_order_match_the_text():
     """Supporting points come first by how far their removal lowers the output."""
     case = problem("deep_mlp")

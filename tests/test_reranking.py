@@ -131,6 +131,11 @@ def test_refusals(tmp_path: Path) -> None:
         posterior.rerank(NEW, 2, groups=[[9]])
     with refused(ntkl.DataError, "that is left", "none in group 1", "fewer"):
         posterior.rerank(NEW, 2, groups=[[0], range(9)])
+    y = labels().double().unsqueeze(1)
+    y[3:] = torch.nan
+    few = ntkl.laplace(network(outputs=1), (inputs(), y), ntkl.Gaussian(0.3, missing="nan"))
+    with refused(ntkl.DataError, "that is left", "none in group 0", "fewer"):
+        few.rerank(NEW, 2, groups=[[0, 1, 2]])
     vars(posterior.fitted.settings)["memory_budget"] = 10  # the class is frozen
     with refused(ntkl.MemoryBudgetError, "networks", "need of", "fewer candidates"):
         posterior.rerank(NEW, 2)

@@ -332,12 +332,31 @@ def test_points_that_choose_the_scale_have_targets() -> None:
     others = ntkl.laplace(network, (x[keep], y[keep]), ntkl.Gaussian(0.1))
     wanted = rest_given(others.fitted, torch.arange(11), 8, None, None, 100)
     assert found.calibration == wanted.calibration
-    missing[order[:9]] = torch.nan
+    missing[order[:8]] = torch.nan
+    missing[order[8]] = 0.0
     posterior = ntkl.laplace(network, (x, missing), ntkl.Gaussian(0.1, missing="nan"))
-    with pytest.raises(ntkl.DataError, match=r"a target among the first 9, to choose the scale; got none"):
+    with pytest.raises(ntkl.DataError, match=r"two points with targets among the first 9, .*; got 1\."):
         rest_given(posterior.fitted, order, 9, None, None, 100)
+    assert rest_given(posterior.fitted, order, 9, 0.5, None, 100).calibration.scale == 0.5
+    missing[order[8]] = torch.nan
+    posterior = ntkl.laplace(network, (x, missing), ntkl.Gaussian(0.1, missing="nan"))
     with pytest.raises(ntkl.DataError, match="at least one example with a target"):
         posterior.subset(order[:9])
+
+
+def test_of_few_points_with_targets_one_chooses_the_scale() -> None:
+    """A seventeenth of those with targets, not of all: the others are the fit."""
+    network, x = nn.Linear(2, 2).double(), torch.randn(60, 2, generator=torch.Generator().manual_seed(0)).double()
+    y, order = (x[:, 0] > 0).long(), torch.arange(60)
+    y[torch.arange(60) % 5 != 0] = -100
+    weight = torch.ones(60).double()
+    weight[50] = 0.0
+    posterior = ntkl.laplace(network, (x, y, weight), ntkl.Categorical())
+    found = rest_given(posterior.fitted, order, 51, None, None, 100)
+    kept = torch.tensor([*range(0, 50, 5), 55])
+    others = ntkl.laplace(network, (x[kept], y[kept]), ntkl.Categorical())
+    wanted = rest_given(others.fitted, torch.arange(11), 10, None, None, 100)
+    assert found.calibration == wanted.calibration
 
 
 # --- criteria

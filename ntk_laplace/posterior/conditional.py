@@ -84,12 +84,12 @@ def rest_given(
     tuned = scale is None or temperature is not None
     first, rest = order[:m], order[m:].sort().values
     informs = fitted.points.observed_counts(fitted.likelihood).to(order.device)[first] > 0
-    held_out = torch.zeros_like(informs)
-    held_out[informs.nonzero().squeeze(1)[-max(1, round(m / _TUNED)) :]] = tuned
-    given, seen = (first[some].sort().values for some in (~held_out, held_out))
-    if tuned and not len(seen):
-        raise DataError(f"a point with a target among the first {m}, to choose the scale", "none",
+    held_out, count = torch.zeros_like(informs), int(informs.sum())
+    if tuned and count < 2:
+        raise DataError(f"two points with targets among the first {m}, to choose the scale by one", f"{count}",
                         "Give scale=1.0, or take more points first.")
+    held_out[informs.nonzero().squeeze(1)[-max(1, round(count / _TUNED)) :]] = tuned
+    given, seen = (first[some].sort().values for some in (~held_out, held_out))
     fit = LinearRefit(fitted, given)
     if temperature is not None:
         calibration = fit.calibrated(seen, scale, TEMPERATURES[temperature])

@@ -90,7 +90,7 @@ class WhatIfs:
             return self._groups.log_prob()
 
     def posterior(self, index: int) -> WhatIfVerbs:
-        """The posterior of one group, with every verb.
+        """The posterior of one group, with every verb but `save` and `retrain`.
 
         Raises
         ------

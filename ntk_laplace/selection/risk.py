@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -298,7 +299,7 @@ def _betas(beta: object, kind: str) -> tuple[float, ...]:
         return _BETAS
     if kind != "catoni":
         raise UnsupportedError('beta= for kind="catoni"', f"kind={kind!r}", "Leave beta= out.")
-    values = beta.tolist() if isinstance(beta, Tensor) else beta
+    values = beta.tolist() if isinstance(beta, (Tensor, np.ndarray)) else beta
     found = tuple(values) if isinstance(values, Iterable) else (values,)
     if not found or not all(is_number(one, above=0) for one in found):
         raise HyperparameterError("a positive finite beta, or several", f"{beta!r}"[:80], "Leave it out for a grid.")

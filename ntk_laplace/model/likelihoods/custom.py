@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import UnsupportedError, require_flags
 from ntk_laplace.model.likelihoods.base import Likelihood
 
 __all__ = ["CustomLikelihood"]
@@ -24,6 +24,9 @@ class CustomLikelihood(Likelihood):
         Mean response (N, C) of f; needed for `mean` and `variance` of predictions, and for ``method="blr"``.
     covariance : callable, optional
         Covariance of the response given f, (N, C, C); needed for `variance`, and for ``method="blr"``.
+    classifies : bool
+        Whether the outputs are classes, and the mean response their probabilities: predictions then have `probs`, and
+        explanations are of the predicted class.
 
     Examples
     --------
@@ -36,8 +39,11 @@ class CustomLikelihood(Likelihood):
         log_density: Callable[[Tensor, Tensor], Tensor],
         mean: Callable[[Tensor], Tensor] | None = None,
         covariance: Callable[[Tensor], Tensor] | None = None,
+        classifies: bool = False,
     ) -> None:
         super().__init__()
+        require_flags(classifies=classifies)
+        self.classifies = bool(classifies)
         self._log_density, self._mean, self._covariance = log_density, mean, covariance
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:

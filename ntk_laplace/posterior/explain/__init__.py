@@ -8,7 +8,7 @@ from ntk_laplace.posterior.explain.ranked import Entry, Ranked, joined
 from ntk_laplace.posterior.explain.ranking import Ranking, effects, rank
 from ntk_laplace.posterior.explain.reliability import Reliability
 from ntk_laplace.posterior.explain.reranking import Reranking
-from ntk_laplace.posterior.explain.source_effects import SourceEffects, Sources, numbered
+from ntk_laplace.posterior.explain.source_effects import SourceEffects, Sources, numbered, source_labels
 
 __all__ = [
     "SPREADS",
@@ -33,4 +33,5 @@ __all__ = [
     "leave_some_out",
     "numbered",
     "rank",
+    "source_labels",
 ]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["SourceEffects", "Sources", "numbered"]
+__all__ = ["SourceEffects", "Sources", "numbered", "source_labels"]
 
 Sources = Sequence[Any] | NDArray[Any] | Tensor
 """The source of each training point: names or numbers, as a list, an array, a Series or a tensor."""
@@ -179,7 +179,7 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
     import pandas
 
     n = len(counts)
-    labels = _labels(sources, n)
+    labels = source_labels(sources, n)
     missing = [i for i, label in enumerate(labels) if pandas.isna(label)]
     if missing:
         raise DataError("a source for each training point", f"none for point {missing[0]}"
@@ -201,7 +201,14 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
     return tuple(names), number
 
 
-def _labels(sources: Sources, n: int) -> list[Any]:
+def source_labels(sources: Sources, n: int) -> list[Any]:
+    """One label for each of n training points or rows of data.
+
+    Raises
+    ------
+    DataError
+        If they are not as many, or one is neither a name nor a number.
+    """
     import pandas
 
     shape = tuple(sources.shape) if hasattr(sources, "shape") else None

@@ -9,6 +9,7 @@ of H^-½ H' H^-½ that are not 1,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property, partial
 
 import torch
@@ -177,8 +178,16 @@ class ChangedPrecision(PosteriorPrecision):
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H'⁻¹ v for vectors (..., P)."""
-        step = self.base.solve(vectors.reshape(-1, self.num_parameters))
-        return (step - self._solved_vjp(self._jvp(step) @ self.inner)).view_as(vectors)
+        found = torch.empty_like(flat := vectors.reshape(-1, self.num_parameters))
+        for part in self._together(flat):
+            step = self.base.solve(flat[part])
+            found[part] = step - self._solved_vjp(self._jvp(step) @ self.inner)
+        return found.view_as(vectors)
+
+    @staticmethod
+    def _together(vectors: Tensor) -> Iterator[slice]:
+        """Vectors (k, P) that are solved for at a time."""
+        return panels(len(vectors), vectors.shape[1] * vectors.element_size(), tuning.WEIGHT_SAMPLE_BYTES)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """H'v = H v + JᵀT D TᵀJ v for vectors (..., P)."""
@@ -230,4 +239,6 @@ class ChangedPrecision(PosteriorPrecision):
         root = self._values.sqrt()
         shape = (self._vectors / (root * (1.0 + root))) @ self._vectors.mT
         update = -self._scaled @ shape @ torch.linalg.pinv(self._root)  # X
-        return draws + self._solved_vjp(self._jvp(draws) @ update.mT)
+        for part in self._together(draws):
+            draws[part] += self._solved_vjp(self._jvp(draws[part]) @ update.mT)
+        return draws

@@ -18,7 +18,7 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from linear_operator.operators import DenseLinearOperator
 from torch import Size, Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, require_whole
+from ntk_laplace.errors import DataError, UnsupportedError, is_flag, require_whole
 
 __all__ = ["GaussianModel", "require_transforms"]
 
@@ -126,7 +126,7 @@ class GaussianModel(Model, FantasizeMixin):
     # --- the posterior
 
     def posterior(
-        self, X: Tensor, output_indices: list[int] | None = None, observation_noise: bool | Tensor = False,
+        self, X: Tensor, output_indices: list[int] | None = None, observation_noise: bool | Tensor | None = False,
         posterior_transform: Any = None,
     ) -> GPyTorchPosterior:
         """Joint posterior over q points and m outputs, for each batch.
@@ -150,7 +150,9 @@ class GaussianModel(Model, FantasizeMixin):
             chosen = self._chosen(output_indices)
             if chosen != list(range(self.num_outputs)):
                 return self.subset_output(chosen).posterior(X, None, observation_noise, posterior_transform)
-        if not isinstance(observation_noise, bool):
+        if observation_noise is None or is_flag(observation_noise):
+            observation_noise = bool(observation_noise)
+        else:
             _require_variances("observation_noise", observation_noise, X.shape[-2], self.num_outputs)
         self.eval()
         inputs = self._transformed(X)

@@ -85,6 +85,8 @@ def load_estimator(options: argparse.Namespace) -> Estimator:
         kind = f"a {type(found).__name__}"
         got = f"{kind} without a fit" if hasattr(found, "get_params") else kind
         raise ntkl.DataError("a model.joblib that ntk-laplace fit wrote", f"{got} in {path}", _AGAIN)
+    if not hasattr(found, "training_point_"):
+        raise ntkl.DataError("a model of this version", f"one of an earlier version in {path}", "Fit it again.")
     told = vars(found).get(_TOLD, {"targets": _names(found)})
     return Estimator(found, **{"group": None, "sources": None, "dropped": [], **told})
 
@@ -180,7 +182,8 @@ class Estimator:
     def _table(self, path: Path, what: str) -> NewExamples:
         if self.features is None:
             raise self._another("the table", path)
-        frame = read_table(path, what)
+        names = all(isinstance(label, str) for label in getattr(self.model, "classes_", [None]))
+        frame = read_table(path, what, self.targets if names else ())
         ignored = [name for name in (self.group, *self.dropped) if name is not None and name not in self.features]
         frame = frame.drop(columns=ignored, errors="ignore")
         columns = input_columns(frame, path, self.targets, self.features)

@@ -60,12 +60,12 @@ def run(options: argparse.Namespace) -> None:
     _tell_evidence(model)
     _tell_relevance(model)
     tell_first(predictions, options.level)
-    few, index = new.subset(np.arange(min(_EXPLAINED, len(new.y)))), model.training_index_
-    sources = None if training.sources is None else model.source_effects(few.x, training.sources, few.y)
-    explained = estimator_page(model, few.x, few.y, training.x.iloc[index], new.targets, new.shape, sources)
     options.out.mkdir(parents=True, exist_ok=True)
     predictions.to_csv(table, index=False)
     save_estimator(model, saved, training, options.source, options.drop)
+    few, index = new.subset(np.arange(min(_EXPLAINED, len(new.y)))), model.training_index_
+    sources = None if training.sources is None else model.source_effects(few.x, training.sources, few.y)
+    explained = estimator_page(model, few.x, few.y, training.x.iloc[index], new.targets, new.shape, sources)
     explained.write(page)
     if sources is not None:
         print(f"\n{in_words(model, sources)}")

@@ -41,7 +41,7 @@ def _ending(path: Path) -> str:
     return endings[-2] if endings[-2:-1] == [".csv"] and endings[-1] in _COMPRESSED else "".join(endings[-1:])
 
 
-def read_table(path: Path, what: str) -> pandas.DataFrame:
+def read_table(path: Path, what: str, text: Sequence[str] = ()) -> pandas.DataFrame:
     """Read a table with at least one row, whose columns have different names.
 
     Parameters
@@ -49,6 +49,8 @@ def read_table(path: Path, what: str) -> pandas.DataFrame:
     path : Path
     what : str
         What the file contains, for messages.
+    text : sequence of str
+        Columns of a CSV file that are read as they are written, without a type.
 
     Raises
     ------
@@ -56,7 +58,7 @@ def read_table(path: Path, what: str) -> pandas.DataFrame:
         If the file is missing, cannot be read, or is no such table.
     """
     require_file(path, f"a table of {what}")
-    frame = _READERS[_ending(path)](path)
+    frame = _csv(path, text) if _ending(path) == ".csv" else _READERS[_ending(path)](path)
     if frame.empty:
         raise DataError("a table with at least one row below the names of its columns", f"{path} without rows",
                         "Check the file.")
@@ -64,9 +66,9 @@ def read_table(path: Path, what: str) -> pandas.DataFrame:
     return frame.astype(dict.fromkeys(decimal, float)) if decimal else frame
 
 
-def _csv(path: Path) -> pandas.DataFrame:
+def _csv(path: Path, text: Sequence[str] = ()) -> pandas.DataFrame:
     expected = "a table with commas between the columns, and their names in the first line"
-    options: dict[str, Any] = {"index_col": False, "low_memory": False, **_EXACT}
+    options: dict[str, Any] = {"index_col": False, "low_memory": False, "dtype": dict.fromkeys(text, str), **_EXACT}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pandas.errors.ParserWarning)  # columns that it would drop

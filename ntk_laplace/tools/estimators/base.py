@@ -30,7 +30,7 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
-from ntk_laplace.posterior.explain import Explanation, Ranking, SourceEffects
+from ntk_laplace.posterior.explain import Explanation, Ranking, SourceEffects, source_labels
 from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Auto, Settings, StructureSpec
@@ -261,7 +261,7 @@ class LaplaceEstimator(BaseEstimator):
     def source_effects(self, X: Any, sources: Any, y: Any = None, **options: Any) -> SourceEffects:
         """What changes at X without each source of the data of `fit`: `Posterior.source_effects`.
 
-        Equal rows are one training point, and may have several sources. Here each row counts on its own, which does
+        Equal rows are one training point, and may have several sources. Here they are one for each source, which does
         not change the posterior.
 
         Parameters
@@ -281,27 +281,31 @@ class LaplaceEstimator(BaseEstimator):
         Raises
         ------
         DataError
-            If the labels are not one for each row.
+            As `Posterior.source_effects`, if the labels are not one for each row.
         """
         x, targets = self.network_inputs(X), None if y is None else self.network_targets(y)
-        labels, points, weight = list(sources), self.training_point_, self._row_weight
-        if len(labels) != len(points):
-            raise DataError(f"the sources of {len(points):,} rows of the data of fit", f"{len(labels):,} labels",
-                            "Pass one label for each row.")
+        points, weight = self.training_point_, self._row_weight
+        labels = source_labels(sources, len(points))
         rows = np.flatnonzero(points >= 0)
-        posterior = self.posterior_ if len(rows) == self.posterior_.num_examples else self._of_rows(
-            torch.as_tensor(points[rows]), torch.as_tensor(weight[rows]))
-        return posterior.source_effects(x, [labels[row] for row in rows], y=targets, **options)
+        pairs: dict[tuple[int, Any], float] = {}  # of a training point and a source, with their weight
+        for row in rows:
+            pair = int(points[row]), labels[row]
+            pairs[pair] = pairs.get(pair, 0.0) + weight[row]
+        if len(pairs) == self.posterior_.num_examples:
+            return self.posterior_.source_effects(x, [label for _, label in pairs], y=targets, **options)
+        found = self._of_points(torch.tensor([point for point, _ in pairs]), torch.tensor(list(pairs.values())))
+        return found.source_effects(x, [label for _, label in pairs], y=targets, **options)
 
-    def _of_rows(self, points: Tensor, weight: Tensor) -> Posterior:
-        """The posterior whose training points are rows, with the numbers of their points and their weights."""
+    def _of_points(self, points: Tensor, weight: Tensor) -> Posterior:
+        """The posterior whose training points are these, some of them several times, with other weights."""
         own = self.posterior_
         source = own.fitted.structure.source
         if source is None:
             raise DataError("an estimator with its training data", "none", "Fit it again.")
         x, y = (torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
         data = x[points], y[points], weight
-        return laplace(own.network.module, data, own.likelihood, own.prior, own.fitted.structure.spec,
+        spec = own.fitted.structure.spec  # of two exact ones another may be smaller for more points
+        return laplace(own.network.module, data, own.likelihood, own.prior, "auto" if spec.exact else spec,
                        own.curvature_type, dtype=own.dtype, settings=own.fitted.settings)
 
     # --- evidence

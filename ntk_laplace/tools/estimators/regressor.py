@@ -162,7 +162,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         """Targets as `posterior_` takes them, (n, targets): standardized if the estimator does that."""
         check_is_fitted(self)
         values, count = np.asarray(y, dtype=np.float64), len(self._targets.scale)
-        if values.ndim == 0 or values.size != len(values) * count:
+        if values.ndim == 0 or not len(values) or values.size != len(values) * count:
             raise DataError("y of shape (n,)" if self._single else f"y of shape (n, {count})", f"shape {values.shape}",
                             "Pass the targets that the estimator was fitted to, one row for each input.")
         return torch.as_tensor(self._targets(values.reshape(len(values), -1)))

@@ -154,7 +154,8 @@ def explore(
         If positive, `Posterior.rerank` this many training points of each input: a table of linear and moving effects,
         and the network's own answers without the groups. It moves a network for each point and group of all inputs.
     sources : SourceEffects, optional
-        ``posterior.source_effects(x, labels)``: the page then has a section on the sources of the training data.
+        ``posterior.source_effects(x, labels, output=output)``: the page then has a section on the sources of the
+        training data.
     output : int, optional
         The output to explain, as in `Posterior.explain`.
 

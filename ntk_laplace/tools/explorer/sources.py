@@ -68,7 +68,8 @@ def _check(posterior: Posterior, found: SourceEffects, content: dict[str, Any]) 
         raise DataError(f"effects of sources on outputs of the {n:,} inputs of the page",
                         f"effects on {found.by!r} of {len(found.f):,}", remedy)
     if content["kind"] != "binary" and not torch.equal(found.quantity.output.cpu(), outputs):
-        raise DataError("effects of sources on the outputs that the page explains", "those of other outputs", remedy)
+        raise DataError("effects of sources on the outputs that the page explains", "those of other outputs",
+                        "Pass one output= to both, explore and source_effects, or none.")
     if posterior.fitted.model.displacement is None and not _same(found.f, content):
         raise DataError("effects of sources on the inputs of the page", "those of other inputs", remedy)
 
