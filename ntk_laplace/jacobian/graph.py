@@ -114,6 +114,16 @@ class Graph:
         """Shape of a node's first output."""
         return output_shape(self.nodes[number], 0)
 
+    def added_at(self, number: int) -> int | None:
+        """Number of the addition that reads a node's whole output, if nothing else reads it; views may lie between."""
+        while len(self.consumers[number]) == 1:
+            size, number = self.shape(number).numel(), self.consumers[number][0].consumer
+            if node_kind(self.nodes[number]) == "AddBackward":
+                return number
+            if not is_view(self.nodes[number]) or self.shape(number).numel() != size:
+                break
+        return None
+
     def saved_bytes(self, apart: Iterable[Tensor]) -> int:
         """Bytes of the tensors that the nodes have saved for backward, without those that share memory with `apart`.
 

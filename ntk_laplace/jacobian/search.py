@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.jacobian.blocks import Block, Dense, Outer
 from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
-from ntk_laplace.jacobian.graph import Graph, is_view, node_kind, uncast
+from ntk_laplace.jacobian.graph import Graph, is_view, uncast
 from ntk_laplace.jacobian.layout import Layout, find_layout, shape_layout
 from ntk_laplace.jacobian.plan import Plan, UsePlan, extractor_of, joined
 from ntk_laplace.jacobian.rules import Extractor
@@ -217,16 +217,16 @@ def _find_partners(
 ) -> dict[str, str]:
     """Biases whose rows are the sums of a weight's output gradients, by the weight's name; they share a block.
 
-    Candidates are the weights of the same node, and those of the same module, whose bias a separate addition may add.
-    Weights whose rows are computed at once store no output gradients and are excluded. Zero rows equal any other zero
-    rows; such a bias matches a weight of its module only if an addition uses it.
+    Candidates are the weights of the same node, and those of the same module to whose whole output an addition adds the
+    bias. That rows are equal in the examples of the search is not enough: a bias that is switched off in some examples,
+    or added after the outputs of several positions were mixed, has other rows there. Weights whose rows are computed at
+    once store no output gradients and are excluded.
     """
     enters: dict[str, set[int]] = {}
     for use in uses:
         enters.setdefault(use.name, set()).add(use.step.consumer)
-    silent = [use for use in uses if use.by_shape and not use.idle]
-    zero = {use.name for use in silent if node_kind(graph.nodes[use.step.consumer]) != "AddBackward"}
     early = {use.name for use in uses if use.at_once}
+    added_at = {use.step.consumer: graph.added_at(use.step.consumer) for use in uses}
     kept = [block for name in blocks if name not in early for block in blocks[name]]
     weights = [block for block in kept if isinstance(block, Outer) and block.index is None]
     found: dict[str, str] = {}
@@ -235,8 +235,8 @@ def _find_partners(
             continue
         rows, module = own[0].values, name.rpartition(".")[0]
         beside = [w for w in weights if enters[w.weight] == enters[name]]
-        if name not in zero:
-            beside += [w for w in weights if w.weight.rpartition(".")[0] == module and enters[w.weight] != enters[name]]
+        beside += [w for w in weights if w.weight.rpartition(".")[0] == module
+                   and {added_at[number] for number in enters[w.weight]} == enters[name]]
         for weight in beside:
             sums = weight.sums()
             same = weight.weight not in found and sums.shape == rows.shape

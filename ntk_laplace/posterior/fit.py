@@ -82,7 +82,8 @@ def laplace(
     curvature : str or CurvatureType
         "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``CurvatureType("mc", samples, seed)``).
     parameters : optional
-        Which parameters are linearized: names or prefixes, a predicate, or "last_layer". Frozen ones are excluded.
+        Which parameters are linearized: names or prefixes, a predicate, or "last_layer", those of the module that is
+        registered last. Frozen ones are excluded.
     dtype : torch.dtype, optional
         Of the algebra; float64 by default. The network runs in its own dtype.
     settings : Settings, optional
@@ -269,6 +270,8 @@ def _fit(model: LinearizedModel, spec: StructureSpec | Auto, batches: Batches) -
     """Fit the structure, or the one that is chosen, and factorize, so that errors appear at the fit."""
     first, _ = batches.first()
     model.jacobian_pass.prepare(first)
+    if model.settings.reducer.world_size == 1 and batches.length is not None:
+        model.likelihood.bind(batches.length, model.network.num_outputs)  # forecasts ask for single examples
     reason = ""
     if isinstance(spec, Auto):
         spec, reason = spec.chosen(_problem(model, batches, first))

@@ -21,7 +21,8 @@ def clusters(blocks: Sequence[Block]) -> list[Cluster]:
     for block in blocks:
         touching = [c for c in found if any(_overlap(block, member) for member in c)]
         merged = [member for cluster in touching for member in cluster] + [block]
-        found = [cluster for cluster in found if cluster not in touching] + [merged]
+        # by identity: blocks are compared entry by entry
+        found = [cluster for cluster in found if not any(cluster is other for other in touching)] + [merged]
     return [tuple(cluster) for cluster in found]
 
 

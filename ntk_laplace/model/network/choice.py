@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,8 +14,37 @@ __all__ = ["ParameterChoice", "choose"]
 ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
 
+def _last_layer(module: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str]:
+    """Names of the parameters of the module that is registered last, its parametrizations' included.
+
+    Raises
+    ------
+    NetworkError
+        If another module uses one of them too.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    every = [(name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+    owners = [_owner(name) for name, _ in every]
+    own = [pair for pair, owner in zip(every, owners, strict=True) if owner == owners[-1]]
+    for name, parameter in own:
+        if names[id(parameter)] != name:
+            raise NetworkError('a last layer with parameters of its own, for parameters="last_layer"',
+                               f"{name!r}, which is {names[id(parameter)]!r} too",
+                               f"Untie it, network.{name} = torch.nn.Parameter(network.{name}.detach().clone()), or "
+                               "name the parameters.")
+    return {name for name, _ in own}
+
+
+def _owner(name: str) -> str:
+    """Name of the module that a parameter belongs to; one that a parametrization makes belongs to the parametrized."""
+    before, made, _ = f".{name}".partition(".parametrizations.")
+    return (before if made else before.rpartition(".")[0]).removeprefix(".")
+
+
 def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
     """Names of the parameters to linearize: all that require gradients, "last_layer", names, prefixes, or a predicate.
+
+    "last_layer" is the module that is registered last, of those that have such parameters themselves.
 
     Raises
     ------
@@ -29,8 +58,7 @@ def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
     elif callable(choice) and not isinstance(choice, nn.Module):
         chosen = {name for name in free if choice(name, named[name])}
     elif isinstance(choice, str) and choice == "last_layer":
-        last = free[-1].rpartition(".")[0] if free else ""
-        chosen = {name for name in free if name.rpartition(".")[0] == last}
+        chosen = _last_layer(module, named)
     else:
         wanted: list[Any] = [choice] if isinstance(choice, str) or not isinstance(choice, Iterable) else list(choice)
         if not all(isinstance(want, str) for want in wanted):

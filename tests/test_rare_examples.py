@@ -1,0 +1,136 @@
+"""Examples unlike those that the rules of the rows were searched with: what differs in a few of them is exact too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ntk_laplace as ntkl
+from ntk_laplace.jacobian import JacobianPass
+from ntk_laplace.jacobian.blocks import Outer
+from ntk_laplace.model.network import Network
+from reference import relative_error
+
+
+class Biased(nn.Module):
+    """A weight with a bias that is added apart; the last input says how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
+
+
+class Gated(Biased):
+    """The bias is added where the last input is 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x[:, :3], self.weight) + x[:, 3:] * self.bias
+
+
+class Mixed(Biased):
+    """A graph of two nodes: their mean is biased, and an isolated node has none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.linear(torch.stack([x[:, :3], 1 - x[:, :3]], 1), self.weight)
+        mean = torch.stack([torch.full_like(x[:, 3], 0.5), 0.5 * x[:, 3]], 1).unsqueeze(1)
+        return (mean @ h + self.bias).squeeze(1)
+
+
+class Twice(Biased):
+    """What the bias is added to is read again, where the last input is 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.linear(x[:, :3], self.weight)
+        return (h + self.bias).sin() + (1 - x[:, 3:]) * h
+
+
+class Apart(Biased):
+    """The bias is added to the whole output, through views: one block has both rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x[:, :3] @ self.weight.T).view(-1, 2, 2) + self.bias.view(2, 2)).flatten(1)
+
+
+def rare(layer: type[Biased]) -> tuple[nn.Module, Tensor]:
+    """A network, and 200 inputs of which three beyond the first have another last entry."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 4).double()
+    x[:, 3] = 1.0
+    x[[50, 90, 150], 3] = 0.0
+    return nn.Sequential(layer(), nn.Tanh(), nn.Linear(4, 2)).double(), x
+
+
+@pytest.mark.parametrize("layer", [Gated, Mixed, Twice, Apart])
+def test_a_bias_has_rows_of_its_own_where_it_acts_otherwise(layer: type[Biased]) -> None:
+    """In the examples of the search its rows are those of the weight's output gradients; that is no rule."""
+    network, x = rare(layer)
+    rows = JacobianPass(Network(network), torch.float64).rows(x)
+    shapes, parameters = {name: p.shape for name, p in network.named_parameters()}, list(network.parameters())
+    found = rows.dense(shapes)
+    for i in (0, 50, 90, 150):
+        for c in range(2):
+            own = torch.autograd.grad(network(x[i : i + 1])[0, c], parameters)
+            assert relative_error(found[c, i], torch.cat([part.flatten() for part in own])) < 1e-12
+    together = [set(block.names) for block in rows.blocks if isinstance(block, Outer)]
+    assert ({"0.weight", "0.bias"} in together) == (layer is Apart)
+    assert {"2.weight", "2.bias"} in together
+
+
+class Slices(nn.Module):
+    """Two slices of one parameter, and its mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.head = nn.Parameter(torch.randn(2, 3, 3)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x @ self.w[0]) + torch.tanh(x @ self.w[1]) + x @ self.w.mean(0))
+
+
+@pytest.mark.parametrize("structure", ["gp", "iterative"])
+def test_a_parameter_as_slices_and_as_a_whole(structure: str) -> None:
+    torch.manual_seed(0)
+    network, data = Slices().double(), (torch.randn(12, 3).double(), torch.arange(12) % 2)
+    full, found = (ntkl.laplace(network, data, ntkl.Categorical(), structure=own) for own in ("full", structure))
+    assert relative_error(found.log_marginal_likelihood(), full.log_marginal_likelihood()) < 1e-9
+    for other in ("kfac", "ekfac", "diag"):
+        assert bool(ntkl.laplace(network, data, ntkl.Categorical(), structure=other).log_det().isfinite())
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_embeddings_with_sparse_gradients(structure: str) -> None:
+    """The library's copy has dense ones; the caller's network stays as it is."""
+    torch.manual_seed(0)
+    tokens, y = torch.randint(0, 9, (20, 5)), torch.arange(20) % 2
+    values = []
+    for sparse in (True, False):
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Flatten(), nn.Linear(20, 2)).double()
+        values.append(float(ntkl.laplace(network, (tokens, y), ntkl.Categorical(), structure=structure).log_det()))
+        assert network[0].sparse == sparse
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+
+
+def test_noise_of_each_point_of_a_linear_network() -> None:
+    """Its kind follows from its shape before the memory of a single example is asked for."""
+    torch.manual_seed(0)
+    network, x, y = nn.Linear(3, 4).double(), torch.randn(9, 3).double(), torch.randn(9, 4).double()
+    noise = torch.linspace(0.1, 1.0, 9).double()
+    values = [float(ntkl.laplace(network, (x, y), ntkl.Gaussian(noise, kind), structure=structure).log_det())
+              for structure in ("gp", "full", "auto") for kind in ("auto", "point")]
+    assert values == pytest.approx([values[0]] * 6, rel=1e-9)
+
+
+def test_the_last_layer_is_a_whole_module_of_its_own() -> None:
+    """A parametrized layer with its bias; a head that is tied to an embedding is refused."""
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), head).double()
+    chosen = Network(network, "last_layer").shapes
+    assert set(chosen) == {name for name, _ in network.named_parameters() if name.startswith("2.")} and len(chosen) == 3
+    tied = nn.Module()
+    tied.embedding, tied.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+    tied.head.weight = tied.embedding.weight
+    with pytest.raises(ntkl.NetworkError, match=r"got 'head.weight', which is 'embedding.weight' too\. Untie it, "):
+        Network(tied, "last_layer")
