@@ -270,6 +270,7 @@ def test_equal_rows_of_several_sources_count_for_each() -> None:
     whole = ntkl.laplace(again.network_, parts, own.likelihood, own.prior, "diag", "ef", dtype=own.dtype)
     wanted = whole.source_effects(parts[0][[0, 0, 0]], ["a", "b"] * 16)
     assert relative_error(found.effect, wanted.effect) < 1e-6 and own.structure == "diag"
+    assert relative_error(found.single, wanted.single) < 1e-6
     x, y = sine(16)
     model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
     assert np.array_equal(model.training_point_, np.arange(16))

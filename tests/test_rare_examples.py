@@ -9,7 +9,8 @@ from torch.nn import functional
 
 import ntk_laplace as ntkl
 from ntk_laplace.jacobian import JacobianPass
-from ntk_laplace.jacobian.blocks import Outer
+from ntk_laplace.jacobian.blocks import Dense, Outer
+from ntk_laplace.jacobian.gradient_check import GradientCheck
 from ntk_laplace.model.network import Network
 from reference import relative_error
 
@@ -46,6 +47,14 @@ class Twice(Biased):
         return (h + self.bias).sin() + (1 - x[:, 3:]) * h
 
 
+class Before(Biased):
+    """The same, where the other reading comes first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.linear(x[:, :3], self.weight)
+        return (1 - x[:, 3:]) * h + (h + self.bias).sin()
+
+
 class Apart(Biased):
     """The bias is added to the whole output, through views: one block has both rows."""
 
@@ -62,7 +71,7 @@ def rare(layer: type[Biased]) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(layer(), nn.Tanh(), nn.Linear(4, 2)).double(), x
 
 
-@pytest.mark.parametrize("layer", [Gated, Mixed, Twice, Apart])
+@pytest.mark.parametrize("layer", [Gated, Mixed, Twice, Before, Apart])
 def test_a_bias_has_rows_of_its_own_where_it_acts_otherwise(layer: type[Biased]) -> None:
     """In the examples of the search its rows are those of the weight's output gradients; that is no rule."""
     network, x = rare(layer)
@@ -76,6 +85,18 @@ def test_a_bias_has_rows_of_its_own_where_it_acts_otherwise(layer: type[Biased])
     together = [set(block.names) for block in rows.blocks if isinstance(block, Outer)]
     assert ({"0.weight", "0.bias"} in together) == (layer is Apart)
     assert {"2.weight", "2.bias"} in together
+
+
+def test_the_check_of_a_batch_knows_parameters_without_rows() -> None:
+    """A gradient that no row adds up to, rows without a gradient, and neither."""
+    torch.manual_seed(0)
+    weights = {name: nn.Parameter(torch.randn(3)) for name in ("read", "unread")}
+    x, cotangents = torch.randn(5, 3), torch.ones(1, 5, 1)
+    check = GradientCheck((x @ weights["read"]).unsqueeze(1), cotangents, torch.ones(1, 5), weights, torch.float32)
+    right, wrong = Dense.of("read", x[None]), Dense.of("unread", x[None])
+    assert check.disagreeing([]) == ("read",) and check.disagreeing([right]) == ()
+    assert check.disagreeing([wrong]) == ("read", "unread") and check.disagreeing([wrong], ["unread"]) == ("unread",)
+    assert check.disagreeing([], ["unread"]) == ()
 
 
 class Slices(nn.Module):

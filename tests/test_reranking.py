@@ -119,6 +119,15 @@ def test_tables_pictures_and_words() -> None:
     assert axes.get_xlabel() == "linear effect" and "groups" in axes.get_legend_handles_labels()[1]
 
 
+def test_the_page_ranks_the_output_that_it_explains_again() -> None:
+    posterior = classes()
+    for output in (0, 2):
+        found, wanted = ntkl.explore(posterior, NEW, candidates=3, output=output), posterior.rerank(NEW, 3, output)
+        for point, own in zip(found.content["points"], wanted.linear, strict=True):
+            assert [row[1] for row in point["reranked"]] == pytest.approx(own.tolist(), rel=1e-3)
+            assert point["output"] == output
+
+
 def test_refusals(tmp_path: Path) -> None:
     posterior = classes()
     with refused(ntkl.HyperparameterError, "candidates", "-1", "Pass 0"):
