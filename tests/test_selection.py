@@ -361,6 +361,7 @@ def test_of_few_points_with_targets_one_chooses_the_scale() -> None:
     wanted = rest_given(others.fitted, torch.arange(11), 10, None, "draws", 100)
     assert found.calibration.temperature == pytest.approx(wanted.calibration.temperature, rel=1e-6)
     assert found.calibration.scale == pytest.approx(wanted.calibration.scale, rel=1e-6, abs=1e-9)
+    assert relative_error(found.fit.precision.log_det(), wanted.fit.precision.log_det()) < 1e-9
 
 
 # --- criteria
