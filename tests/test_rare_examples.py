@@ -155,3 +155,31 @@ def test_the_last_layer_is_a_whole_module_of_its_own() -> None:
     tied.head.weight = tied.embedding.weight
     with pytest.raises(ntkl.NetworkError, match=r"got 'head.weight', which is 'embedding.weight' too\. Untie it, "):
         Network(tied, "last_layer")
+
+
+class HeadFirst(nn.Module):
+    """A head that is registered before its body, and a scale around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body, self.scale = nn.Linear(4, 2), nn.Linear(3, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.head(torch.tanh(self.body(x)))
+
+
+def test_the_last_layer_runs_last() -> None:
+    """What is registered last and runs earlier is refused; what runs around the last layer is not asked."""
+    x, y = torch.randn(6, 3), torch.arange(6) % 2
+    network = HeadFirst()
+    with pytest.raises(ntkl.NetworkError, match=r"got 'head', which runs after 'body'\. Pass parameters='head'\."):
+        ntkl.laplace(network, (x, y), ntkl.Categorical(), parameters="last_layer")
+    assert list(ntkl.laplace(network, (x, y), ntkl.Categorical(), parameters="head").network.shapes) == [
+        "head.weight", "head.bias"]
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    inner.register_parameter("shift", nn.Parameter(torch.zeros(2)))  # of a module around the last layer
+    network.head.requires_grad_(False)  # a frozen head is no last layer
+    for other, names in ((nn.Sequential(inner), ["0.2.weight", "0.2.bias"]), (network, ["body.weight", "body.bias"])):
+        found = ntkl.laplace(other, (x, y), ntkl.Categorical(), parameters="last_layer")
+        assert list(found.network.shapes) == names
+        assert not any(module._forward_hooks for module in found.network.module.modules())

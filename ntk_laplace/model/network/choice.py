@@ -9,7 +9,7 @@ from torch import nn
 
 from ntk_laplace.errors import NetworkError
 
-__all__ = ["ParameterChoice", "choose"]
+__all__ = ["ParameterChoice", "choose", "owner"]
 
 ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
@@ -24,8 +24,8 @@ def _last_layer(module: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str
     """
     names = {id(parameter): name for name, parameter in named.items()}
     every = [(name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
-    owners = [_owner(name) for name, _ in every]
-    own = [pair for pair, owner in zip(every, owners, strict=True) if owner == owners[-1]]
+    owners = [owner(name) for name, _ in every]
+    own = [pair for pair, name in zip(every, owners, strict=True) if name == owners[-1]]
     for name, parameter in own:
         if names[id(parameter)] != name:
             raise NetworkError('a last layer with parameters of its own, for parameters="last_layer"',
@@ -35,7 +35,7 @@ def _last_layer(module: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str
     return {name for name, _ in own}
 
 
-def _owner(name: str) -> str:
+def owner(name: str) -> str:
     """Name of the module that a parameter belongs to; one that a parametrization makes belongs to the parametrized."""
     before, made, _ = f".{name}".partition(".parametrizations.")
     return (before if made else before.rpartition(".")[0]).removeprefix(".")

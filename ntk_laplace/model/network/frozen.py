@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError
+from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, is_choice
 from ntk_laplace.model.data import (
     InputDtype,
     Inputs,
@@ -42,8 +42,8 @@ class Network:
         Maps a batch of N examples to outputs of shape (N, C) or (N,). It is copied with its weights, its buffers and
         the mode of every submodule.
     parameters : optional
-        Which parameters are linearized: None (all that require gradients), "last_layer" (those of the last module
-        that has any), names or module prefixes, or a predicate ``(name, parameter) -> bool``. Parameters with
+        Which parameters are linearized: None (all that require gradients), "last_layer" (those of the module that is
+        registered last), names or module prefixes, or a predicate ``(name, parameter) -> bool``. Parameters with
         ``requires_grad=False`` are always left out.
     output, targets, positions : optional
         Which returned tensor is the output, which key of dict inputs is not passed to the module, and the shape of the
@@ -65,6 +65,8 @@ class Network:
         C, known after the first evaluation; `evaluated` says whether there was one.
     scalar : bool
         Whether the module returns shape (N,).
+    before_last : set of str
+        The parameters that "last_layer" leaves out; empty for any other choice.
     precision : torch.dtype
         The coarsest floating type that outputs are computed in, known after `probe`. Its rounding is the tolerance of
         comparisons with autograd.
@@ -82,6 +84,8 @@ class Network:
         self.module = private_copy(require_module(module))
         self.caller = Caller(self.module, output, targets, positions)
         chosen = choose(self.module, parameters)
+        free = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        self.before_last = free - chosen if is_choice(parameters, ("last_layer",)) else set()
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in chosen)
         self._parameters = {n: p for n, p in self.module.named_parameters() if n in chosen}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError, NTKLaplaceError
 from ntk_laplace.model.data import Inputs, concatenate, format_of, num_examples, take
+from ntk_laplace.model.network.choice import owner
 from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.precision import DtypesSeen, computation_dtype
@@ -37,7 +39,7 @@ def probe(network: Network, x: Inputs) -> Tensor:
     ------
     NonDeterministicError, MixedExamplesError
     NetworkError
-        If buffers change, or outputs have no graph.
+        If buffers change, outputs have no graph, or a module runs after the one that "last_layer" has chosen.
     """
     n = num_examples(x)
     if n == 0:
@@ -45,8 +47,32 @@ def probe(network: Network, x: Inputs) -> Tensor:
     x = take(x, slice(0, _FIRST) if n >= _FIRST else torch.arange(_FIRST).clamp_max(n - 1))
     with preserved_rng(network.device):
         found = _probed(network, x)
+        _require_last(network, x)
     network.input_format = format_of(x)
     return found
+
+
+def _require_last(network: Network, x: Inputs) -> None:
+    """Refuse "last_layer" where the module that is registered last does not run last.
+
+    Modules around the chosen one do not count, nor do those whose forward() is not called.
+    """
+    ran: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: ran.append(name)
+
+    chosen = owner(network.names[0])
+    others = {name for name in map(owner, network.before_last) if not f"{chosen}.".startswith(f"{name}." * bool(name))}
+    with contextlib.ExitStack() as hooks:
+        for name, module in network.module.named_modules() if others else ():
+            if name in others or name == chosen:
+                hooks.callback(module.register_forward_hook(note(name)).remove)
+        if others:
+            network.without_grad(x)
+    if chosen in ran and ran[-1] != chosen:
+        raise NetworkError('the module that is registered last to run last, for parameters="last_layer"',
+                           f"{ran[-1]!r}, which runs after {chosen!r}", f"Pass parameters={ran[-1]!r}.")
 
 
 def _probed(network: Network, x: Inputs) -> Tensor:
