@@ -134,6 +134,29 @@ def test_embeddings_with_sparse_gradients(structure: str) -> None:
     assert values[0] == pytest.approx(values[1], rel=1e-12)
 
 
+class Looked(nn.Module):
+    """An embedding by function."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.sparse = nn.Parameter(torch.randn(9, 4)), nn.Linear(4, 2), sparse
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(functional.embedding(x, self.table, sparse=self.sparse).sum(1)))
+
+
+@pytest.mark.filterwarnings("ignore:no factor rule covers")
+@pytest.mark.parametrize("structure", ["gp", "full", "diag"])
+def test_a_function_with_sparse_gradients(structure: str) -> None:
+    torch.manual_seed(0)
+    data, values = (torch.randint(0, 9, (20, 5)), torch.arange(20) % 2), []
+    for sparse in (True, False):
+        torch.manual_seed(1)
+        network = Looked(sparse).double()
+        values.append(float(ntkl.laplace(network, data, ntkl.Categorical(), structure=structure).log_det()))
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+
+
 def test_noise_of_each_point_of_a_linear_network() -> None:
     """Its kind follows from its shape before the memory of a single example is asked for."""
     torch.manual_seed(0)

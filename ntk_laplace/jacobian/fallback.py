@@ -52,7 +52,7 @@ class Fallback:
                 gradients = torch.autograd.grad(out, parameters, cotangent, retain_graph=True, allow_unused=True)
                 for rows, gradient in zip(found, gradients, strict=True):
                     if gradient is not None:
-                        rows[k, example] = gradient.flatten()
+                        rows[k, example] = gradient.to_dense().flatten()  # of functional.embedding(..., sparse=True)
         return found
 
     def _dense(self, rows: list[Tensor]) -> list[Dense]:

@@ -71,7 +71,8 @@ class GradientCheck:
             allow_unused=True,
         )
         self._weights, self._parameters, self._precision = weights.to(rows_dtype(parameters)), parameters, precision
-        self._expected = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+        # to_dense: of functional.embedding(..., sparse=True)
+        self._expected = {name: g.to_dense() for name, g in zip(parameters, found, strict=True) if g is not None}
         self._sizes = dict(zip(self._expected, _largest(self._expected.values()), strict=True))
         self._loud = max(self._sizes.values(), key=lambda value: (value != value, value), default=0.0)
 
