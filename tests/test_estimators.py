@@ -277,6 +277,12 @@ def test_equal_rows_of_several_sources_count_for_each() -> None:
     found = model.source_effects(x[:3], ["a"] * 8 + ["b"] * 8)
     wanted = model.posterior_.source_effects(model.network_inputs(x[:3]), ["a"] * 8 + ["b"] * 8)
     assert torch.equal(found.effect, wanted.effect)
+    # a row without weight comes first, its copy last: points are in the order of first rows, weight or not
+    late = ntkl.LaplaceRegressor(**QUICK).fit(np.r_[x, x[:1]], np.r_[y, y[:1]], np.r_[0.0, np.ones(16)])
+    assert np.array_equal(late.training_index_, np.arange(16)) and late.training_point_[-1] == 0
+    found = late.source_effects(x[:3], ["b"] + ["a"] * 8 + ["b"] * 7 + ["a"])
+    wanted = late.posterior_.source_effects(late.network_inputs(x[:3]), ["a"] * 9 + ["b"] * 7)
+    assert torch.equal(found.effect, wanted.effect)
 
 
 def test_a_trained_network() -> None:

@@ -144,9 +144,8 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def _column_squares(self, matrix: Tensor) -> Tensor:
         """Squared norms of the columns of L⁻¹M, for M (N*R, m): (m,), a panel at a time."""
         total = matrix.new_empty(matrix.shape[1])
-        step = max(1, tuning.COVARIANCE_BYTES // (matrix.shape[0] * matrix.element_size()))
-        for start in range(0, matrix.shape[1], step):
-            total[start : start + step] = self.factor.solve_lower(matrix[:, start : start + step]).square().sum(0)
+        for part in panels(matrix.shape[1], matrix.shape[0] * matrix.element_size(), tuning.COVARIANCE_BYTES):
+            total[part] = self.factor.solve_lower(matrix[:, part]).square().sum(0)
         return total
 
     def require_inverse(self) -> None:

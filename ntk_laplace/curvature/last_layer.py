@@ -234,9 +234,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
         """H⁻¹ v for vectors (..., P)."""
         flat = (vectors / self.prior_precision).reshape(-1, self.num_parameters)
         found = flat.clone()
-        step = max(1, tuning.COVARIANCE_BYTES // (8 * self.form.diagonal.numel()))
-        for start in range(0, len(flat), step):
-            part = slice(start, start + step)
+        for part in panels(len(flat), 8 * self.form.diagonal.numel(), tuning.COVARIANCE_BYTES):
             self._scatter_(found[part], self._solved_whitened(self._gather(flat[part]) / self._scale) * self._scale)
         return found.view_as(vectors)
 

@@ -157,13 +157,10 @@ class PosteriorPrecision(ABC):
         p = self.num_parameters
         counts = self._by_group.new_zeros(self._num_groups)
         counts.index_add_(0, self.groups, torch.ones_like(self.prior_precision))
-        step = max(1, tuning.COVARIANCE_BYTES // (p * counts.element_size()))
-        for start in range(0, p, step):
-            width = min(step, p - start)
-            unit = counts.new_zeros(width, p)
-            unit[:, start : start + width].fill_diagonal_(1.0)
-            variances = self._solved(unit)[:, start : start + width].diagonal()
-            here = slice(start, start + width)
+        for here in panels(p, p * counts.element_size(), tuning.COVARIANCE_BYTES):
+            unit = counts.new_zeros(here.stop - here.start, p)
+            unit[:, here].fill_diagonal_(1.0)
+            variances = self._solved(unit)[:, here].diagonal()
             counts.index_add_(0, self.groups[here], -self.prior_precision[here] * variances)
         return counts
 

@@ -29,6 +29,7 @@ from ntk_laplace.jacobian.blocks import Block, Dense, Outer
 from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import buffer_bytes
 
 __all__ = [
@@ -181,9 +182,8 @@ class FusedSums:
         """Σ_nk (b_o a_i)² from the sums of squares, (1, o, i); `ones` appends an input of 1."""
         (n, o), i = self.sums.shape, self.a.shape[1]
         total = self.sums.new_zeros(1, o, i + ones)
-        step = max(1, buffer_bytes(tuning.SQUARED_INPUT_BYTES, self.a.device) // max(1, i * self.a.element_size()))
-        for start in range(0, n, step):
-            part = slice(start, start + step)
+        room = buffer_bytes(tuning.SQUARED_INPUT_BYTES, self.a.device)
+        for part in panels(n, i * self.a.element_size(), room):
             total[0, :, :i].addmm_(self.sums[part].T, self.a[part].square())
         if ones:
             total[0, :, i] = self.sums.sum(0)

@@ -16,6 +16,7 @@ from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import mirror_lower_
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_full_precision
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
@@ -141,11 +142,10 @@ def diagonal_blocks(rows: Jacobian, variances: Variances) -> Tensor:
     """Diagonal blocks of K, one per example, (N, K, K)."""
     k, n = rows.num_cotangents, rows.num_examples
     out, variances = rows.f.new_zeros(n, k, k), read_once(variances)
-    step = max(1, tile_rows(rows.f) // k)
-    for start in range(0, n, step):
-        part = rows.subset(slice(start, start + step))
+    for some in panels(n, k, tile_rows(rows.f)):
+        part = rows.subset(some)
         for own in _contractions(part, part, variances):
-            out[start : start + step] += own.diagonal()
+            out[some] += own.diagonal()
     return out
 
 

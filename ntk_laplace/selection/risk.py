@@ -288,9 +288,8 @@ def _networks(posterior: Posterior, thetas: Tensor, x: Inputs) -> Iterator[tuple
 def _linearized(posterior: Posterior, thetas: Tensor, x: Inputs) -> Iterator[tuple[Tensor, slice]]:
     """Outputs (S, n, C) of the linearized network."""
     rows, shapes = posterior.jacobian(x), posterior.network.shapes
-    step = max(1, tuning.CHAIN_BYTES // (3 * rows.f.numel() * rows.f.element_size()))
-    for start in range(0, len(thetas), step):
-        moves = shapes.parts(thetas[start : start + step] - posterior.fitted.theta)
+    for part in panels(len(thetas), 3 * rows.f.numel() * rows.f.element_size(), tuning.CHAIN_BYTES):
+        moves = shapes.parts(thetas[part] - posterior.fitted.theta)
         yield rows.f + rows.products(moves).permute(2, 1, 0), slice(None)
 
 

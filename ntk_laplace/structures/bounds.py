@@ -21,6 +21,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.model.priors.names import assign
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.data_passes import read_rows, selected
@@ -237,9 +238,9 @@ def _weighted_rows(fitted: FittedModel, index: Tensor, root: Tensor) -> Iterator
 def _pieces(rows: Jacobian, layout: ParameterLayout) -> Iterator[Jacobian]:
     """The rows of some parameters in pieces that fit in memory when written out."""
     own = rows.restricted(layout)
-    step = max(1, tuning.FULL_ROWS_BYTES // (layout.num_parameters * rows.num_cotangents * rows.dtype.itemsize))
-    for start in range(0, rows.num_examples, step):
-        yield own.subset(slice(start, start + step))
+    each = layout.num_parameters * rows.num_cotangents * rows.dtype.itemsize
+    for part in panels(rows.num_examples, each, tuning.FULL_ROWS_BYTES):
+        yield own.subset(part)
 
 
 def _require_memory(fitted: FittedModel, summed: list[ParameterLayout], size: int) -> None:

@@ -20,6 +20,7 @@ from ntk_laplace.model.data import InputData, Inputs, Source, num_examples
 from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.model.network import varying
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import draw_sizes, require_generator
 from ntk_laplace.structures.batch_merging import merged_batches
@@ -151,9 +152,8 @@ def divergence_between(fitted: FittedModel, other: FittedModel) -> Divergence:
 def _trace_of_product(precision: PosteriorPrecision, other: PosteriorPrecision, like: Tensor) -> Tensor:
     """tr(H'H⁻¹) from columns of H⁻¹, a panel at a time."""
     p, total = len(like), like.new_zeros((), dtype=torch.float64)
-    width = max(1, tuning.COVARIANCE_BYTES // (p * like.element_size()))
-    for start in range(0, p, width):
-        columns = torch.arange(start, min(start + width, p), device=like.device)
+    for part in panels(p, p * like.element_size(), tuning.COVARIANCE_BYTES):
+        columns = torch.arange(part.start, part.stop, device=like.device)
         unit = torch.zeros(len(columns), p, dtype=like.dtype, device=like.device)
         unit[torch.arange(len(columns)), columns] = 1.0
         products = other.multiply(precision.solve(unit))

@@ -24,6 +24,7 @@ from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import NewtonStep, Structure, StructureSpec, require_laplace
@@ -199,9 +200,9 @@ class FittedModel:
         p, shapes = self.model.network.num_parameters, self.model.network.shapes
         with torch.no_grad():
             ggn = self.theta.new_zeros(p, p)
-            step = max(1, tuning.FULL_ROWS_BYTES // (p * rows.num_cotangents * ggn.element_size()))
-            for start in range(0, rows.num_examples, step):
-                accumulate_ggn(ggn, rows.subset(slice(start, start + step)), shapes)
+            each = p * rows.num_cotangents * ggn.element_size()
+            for part in panels(rows.num_examples, each, tuning.FULL_ROWS_BYTES):
+                accumulate_ggn(ggn, rows.subset(part), shapes)
             return FullPrecision(ggn, self.prior, shapes)
 
     def sensitivity(self) -> Tensor:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reflections import Reflections
 from ntk_laplace.runtime.resources import buffer_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-from ntk_laplace.runtime.panels import panels
 
 __all__ = ["Block", "Factored", "GramCost", "LayerRows", "cat_positions", "over_cotangents", "steps", "weigh"]
 

@@ -63,7 +63,7 @@ def _require_last(network: Network, x: Inputs) -> None:
         return lambda *_: ran.append(name)
 
     chosen = owner(network.names[0])
-    others = {name for name in map(owner, network.before_last) if not f"{chosen}.".startswith(f"{name}." * bool(name))}
+    others = {name for name in map(owner, network.before_last) if name and not chosen.startswith(f"{name}.")}
     with contextlib.ExitStack() as hooks:
         for name, module in network.module.named_modules() if others else ():
             if name in others or name == chosen:

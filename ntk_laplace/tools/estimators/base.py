@@ -286,11 +286,11 @@ class LaplaceEstimator(BaseEstimator):
         x, targets = self.network_inputs(X), None if y is None else self.network_targets(y)
         points, weight = self.training_point_, self._row_weight
         labels = source_labels(sources, len(points))
-        rows = np.flatnonzero(points >= 0)
-        pairs: dict[tuple[int, Any], float] = {}  # of a training point and a source, with their weight
-        for row in rows:
-            pair = int(points[row]), labels[row]
-            pairs[pair] = pairs.get(pair, 0.0) + weight[row]
+        pairs: dict[tuple[int, Any], float] = {}  # of a training point and a source, with their weight, by point
+        for row in np.argsort(points, kind="stable"):
+            if points[row] >= 0:
+                pair = int(points[row]), labels[row]
+                pairs[pair] = pairs.get(pair, 0.0) + weight[row]
         if len(pairs) == self.posterior_.num_examples:
             return self.posterior_.source_effects(x, [label for _, label in pairs], y=targets, **options)
         found = self._of_points(torch.tensor([point for point, _ in pairs]), torch.tensor(list(pairs.values())))
