@@ -213,6 +213,19 @@ assert "matplotlib.pyplot" not in sys.modules, "importing what draws imports pyp
 
 
 @pytest.mark.slow
+def test_the_first_import_is_without_warnings_of_scripted_functions() -> None:
+    script = """
+import warnings
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    import ntk_laplace
+told = [str(one.message) for one in found if "torch.jit.script" in str(one.message)]
+assert not told, told
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+@pytest.mark.slow
 def test_lint() -> None:
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
+from gpytorch.distributions import MultitaskMultivariateNormal
+from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision, prior_variances
@@ -28,11 +29,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import normal, require_generator
-
-with warnings.catch_warnings():  # linear_operator scripts a function on import; newer torch warns
-    warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
-    from gpytorch.distributions import MultitaskMultivariateNormal
-    from linear_operator.operators import DenseLinearOperator
 
 __all__ = ["PredictionVerbs"]
 
