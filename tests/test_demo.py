@@ -90,33 +90,30 @@ def training_case() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], ntkl.
 @pytest.mark.slow
 def test_training_reaches_a_stationary_point_of_the_log_joint() -> None:
     network, (x, y), likelihood, prior = training_case()
-    threads = torch.get_num_threads()
-    training = train_map(network, (x, y), likelihood, prior, tolerance=1e-4)
+    train_map(network, (x, y), likelihood, prior, tolerance=1e-9)
     # the objective once more, in other words: cross entropy and weight decay
     decay = sum(d * (p - 0.1).square().sum() for d, p in zip((2.0, 2.0, 0.7, 0.7), network.parameters(), strict=True))
     loss = nn.functional.cross_entropy(network(x), y, reduction="sum") + 0.5 * decay
-    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(network.parameters()))])
-    assert training.loss == pytest.approx(loss.item(), rel=1e-12)
-    assert training.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-6) and training.gradient_norm <= 1e-4
-    assert torch.get_num_threads() == threads
+    gradients = torch.autograd.grad(loss, list(network.parameters()))
+    bound = sum(0.5 * g.square().sum() / d for d, g in zip((2.0, 2.0, 0.7, 0.7), gradients, strict=True)) / len(x)
+    assert float(bound) <= 1e-9
 
 
 def test_training_leaves_gradients_and_hyperparameters_alone() -> None:
     network, pairs, likelihood, prior = training_case()
-    train_map(network, pairs, likelihood, prior, tolerance=1.0)
+    train_map(network, pairs, likelihood, prior, tolerance=1e-3)
     assert all(p.grad is None for module in (network, likelihood, prior) for p in module.parameters())
     torch.testing.assert_close(prior.precision.detach(), torch.tensor([2.0, 0.7], dtype=torch.float64))
 
 
 @pytest.mark.slow
 def test_training_is_repeatable_and_stops_on_request() -> None:
-    losses = []
-    for _ in range(2):
+    ends = []
+    for steps in (40, 40, 20):
         network, *rest = training_case()
-        seen: list[float] = []
-        losses.append(train_map(network, *rest, tolerance=0.0, max_evaluations=120, report=seen.append))
-        assert seen and losses[-1].evaluations < 300
-    assert losses[0].loss == losses[1].loss
+        train_map(network, *rest, tolerance=0.0, steps=steps)
+        ends.append(torch.cat([p.detach().flatten() for p in network.parameters()]))
+    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
 
 
 # --- the study
@@ -135,7 +132,7 @@ def test_candidates_are_scored_by_training_data(small_classes: Any) -> None:
     assert len(said) == 2 and "prior precision" in said[0]
     network = seeded(small_classes.build, 0)
     data, prior = (small_classes.split.x_train, small_classes.split.y_train), ntkl.GaussianPrior(3.0)
-    train_map(network, data, ntkl.Categorical(), prior, 0.05)
+    train_map(network, data, ntkl.Categorical(), prior)
     posterior = ntkl.laplace(network, data, ntkl.Categorical(), prior)
     assert candidates[0].evidence == pytest.approx(float(posterior.log_marginal_likelihood()) / 40)
     assert candidates[0].leave_one_out == pytest.approx(float(posterior.leave_one_out().log_density.mean()))

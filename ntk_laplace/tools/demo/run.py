@@ -57,8 +57,7 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     steps = sum(len(problem.candidates) + 5 + problem.compares for problem in chosen) + 4
     with Screen(console, steps) as screen:
         studies = [study(problem, seed, screen.step) for problem in chosen]
-        effort = 150 if small else 1000
-        trained = [(toy, settled(toy, seed, screen.step, effort)) for toy in (wave, moons)]
+        trained = [(toy, settled(toy, seed, screen.step)) for toy in (wave, moons)]
         screen.step("drawing")
         drawn = _draw({found.problem.name: found for found in studies}, trained, seed)
         screen.step("writing explanations")

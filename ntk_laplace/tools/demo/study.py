@@ -17,7 +17,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.tools.demo.networks import seeded
 from ntk_laplace.tools.demo.problems import Problem
-from ntk_laplace.tools.demo.training import Training, train_map
+from ntk_laplace.tools.demo.training import train_map
 
 __all__ = ["Candidate", "Choice", "Study", "confidence", "score_candidates", "settled", "study"]
 
@@ -27,8 +27,6 @@ BINS = 10
 """Number of confidence bins; small, because there are few held-out images."""
 POINTS = 256
 """Number of quasi-Monte-Carlo points for scoring a candidate; they give three digits."""
-ROUGH = 0.05
-"""Gradient norm at which training to a MAP stops."""
 PRECISION = 1.0
 """Prior precision, that is weight decay, of the network as it is usually trained."""
 _QUIET = ntkl.Settings(progress=False)  # the demo has its own progress display
@@ -67,7 +65,6 @@ class Choice:
     likelihood: ntkl.Likelihood
     precision: float
     noise: float | None
-    training: Training
 
     def posterior(self, problem: Problem, structure: str) -> ntkl.Posterior:
         """Fit the Laplace posterior to the training data."""
@@ -103,14 +100,14 @@ class Study:
     summary: dict[str, Any] = field(repr=False)
 
 
-def settled(problem: Problem, seed: int, report: Report, max_evaluations: int = 1000) -> Choice:
-    """Train a problem with one candidate to moderate accuracy, which is sufficient for a figure."""
+def settled(problem: Problem, seed: int, report: Report) -> Choice:
+    """Train a problem with one candidate."""
     ((precision, noise),) = problem.candidates
     report(f"{problem.title}: training")
     network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
     data = (problem.split.x_train, problem.split.y_train)
-    training = train_map(network, data, likelihood, ntkl.GaussianPrior(precision), ROUGH, max_evaluations)
-    return Choice(network, likelihood, precision, noise, training)
+    train_map(network, data, likelihood, ntkl.GaussianPrior(precision))
+    return Choice(network, likelihood, precision, noise)
 
 
 def score_candidates(problem: Problem, seed: int, report: Report) -> list[Candidate]:
@@ -138,8 +135,8 @@ def _trained(
     network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
     data = (problem.split.x_train[part], problem.split.y_train[part])
     prior = ntkl.GaussianPrior(precision * len(data[0]) / len(problem.split.x_train))
-    training = train_map(network, data, likelihood, prior, ROUGH)
-    return Choice(network, likelihood, precision, noise, training)
+    train_map(network, data, likelihood, prior)
+    return Choice(network, likelihood, precision, noise)
 
 
 def _usual(problem: Problem, seed: int) -> tuple[ntkl.Posterior, ntkl.PredictiveFit]:
