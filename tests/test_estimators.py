@@ -257,7 +257,7 @@ def test_equal_rows_of_several_sources_count_for_each() -> None:
         for name in ("effect", "single", "own_log_prob", "own_log_prob_without", "log_prob_change"):
             assert relative_error(getattr(found, name), getattr(wanted, name)) < 1e-6, name
         for wrong, got in ((who[:32], "32 labels"), ("a" * 33, "'aaa"), (None, "None"), (np.ones((33, 1)), "33, 1")):
-            with refused(ntkl.DataError, "the sources of 33 training points", got, "one label for each"):
+            with refused(ntkl.DataError, "the sources of 33 rows", got, "one label for each"):
                 model.source_effects(x[:5], wrong)
     again = ntkl.LaplaceRegressor(**QUICK, structure="diag", curvature="ef", predictive=None)
     x, y = sine(16)

@@ -23,7 +23,7 @@ __all__ = ["SourceEffects", "Sources", "numbered", "source_labels"]
 Sources = Sequence[Any] | NDArray[Any] | Tensor
 """The source of each training point: names or numbers, as a list, an array, a Series or a tensor."""
 
-_REMEDY = "Pass one label for each training point of the fit, in the order of the data."
+_REMEDY = "Pass one label for each, in the order of the data of the fit."
 
 
 @dataclass(frozen=True, repr=False)
@@ -201,8 +201,8 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
     return tuple(names), number
 
 
-def source_labels(sources: Sources, n: int) -> list[Any]:
-    """One label for each of n training points or rows of data.
+def source_labels(sources: Sources, n: int, what: str = "training points") -> list[Any]:
+    """One label for each of n training points, or of what the caller counts.
 
     Raises
     ------
@@ -214,13 +214,13 @@ def source_labels(sources: Sources, n: int) -> list[Any]:
     shape = tuple(sources.shape) if hasattr(sources, "shape") else None
     if isinstance(sources, (str, bytes)) or shape not in (None, (n,)):
         got = f"shape {shape}" if shape is not None else f"{sources!r}"[:80]
-        raise DataError(f"the sources of {n:,} training points", got, _REMEDY)
+        raise DataError(f"the sources of {n:,} {what}", got, _REMEDY)
     try:
         labels = sources.tolist() if shape is not None and hasattr(sources, "tolist") else list(sources)
     except TypeError as error:
-        raise DataError(f"the sources of {n:,} training points", f"{sources!r}"[:80], _REMEDY) from error
+        raise DataError(f"the sources of {n:,} {what}", f"{sources!r}"[:80], _REMEDY) from error
     if len(labels) != n:
-        raise DataError(f"the sources of {n:,} training points", f"{len(labels):,} labels", _REMEDY)
+        raise DataError(f"the sources of {n:,} {what}", f"{len(labels):,} labels", _REMEDY)
     labels = [label.item() if isinstance(label, Tensor) and label.ndim == 0 else label for label in labels]
     wrong = [label for label in labels if not pandas.api.types.is_scalar(label)]
     if wrong:

@@ -285,7 +285,7 @@ class LaplaceEstimator(BaseEstimator):
         """
         x, targets = self.network_inputs(X), None if y is None else self.network_targets(y)
         points, weight = self.training_point_, self._row_weight
-        labels = source_labels(sources, len(points))
+        labels = source_labels(sources, len(points), "rows of the data of fit")
         pairs: dict[tuple[int, Any], float] = {}  # of a training point and a source, with their weight, by point
         for row in np.argsort(points, kind="stable"):
             if points[row] >= 0:
