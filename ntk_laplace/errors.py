@@ -209,9 +209,29 @@ def optional_package(name: str, remedy: str) -> Iterator[None]:
         raise MissingPackageError(f"the package {name}", "none installed", remedy) from cause
 
 
+def first_line(cause: BaseException) -> str:
+    """First line of an exception's message without its period, or its class if it has none."""
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
+
+
 def is_choice(value: object, choices: Iterable[object]) -> bool:
     """Whether an option is one of its choices, names or None. No array is, whatever its comparison returns."""
     return any(value is choice or (isinstance(value, str) and value == choice) for choice in choices)
+
+
+def require_choice(
+    value: object, choices: Iterable[object], expected: str, remedy: str = "Choose one of them.",
+    error: type[NTKLaplaceError] = UnsupportedError,
+) -> None:
+    """Refuse an option that is none of its choices.
+
+    Raises
+    ------
+    NTKLaplaceError
+        Of the type `error`.
+    """
+    if not is_choice(value, choices):
+        raise error(expected, repr(value)[:80], remedy)
 
 
 def is_number(value: object, above: float = -math.inf, below: float = math.inf) -> TypeGuard[float]:

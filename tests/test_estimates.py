@@ -457,11 +457,22 @@ class Stateful(nn.Module):
         return self.linear(x) * (1.0 if float(self.linear.bias.detach()[0]) < 1e6 else 2.0)
 
 
+class Wordless(Stateful):
+    """Refuses tensors of vmap without a message."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except RuntimeError:
+            raise NotImplementedError from None
+
+
+@pytest.mark.parametrize("kind", [Stateful, Wordless])
 @pytest.mark.filterwarnings("ignore:the evidence of")
-def test_a_network_that_vmap_does_not_take() -> None:
+def test_a_network_that_vmap_does_not_take(kind: type[Stateful]) -> None:
     x, y = sines()
     torch.manual_seed(0)
-    network = Stateful().double()
+    network = kind().double()
     plain = network.linear
     options = (x, y), ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0), "full"
     with pytest.warns(ntkl.NTKLaplaceWarning, match="each is evaluated alone") as told:

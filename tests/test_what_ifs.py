@@ -10,6 +10,7 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from minima import case
+from ntk_laplace.model.network import ManyWeights
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import minimize
 from ntk_laplace.structures.weight_likelihood import LocalCurvature
@@ -17,6 +18,22 @@ from reference import relative_error
 from refusals import inputs, labels, network, refused
 
 GROUPS = [[0], [1, 4], [2, 3, 5, 7], []]
+
+
+def test_outputs_of_many_inputs_are_evaluated_in_parts(monkeypatch):
+    """A few inputs at a time where the graph of all does not fit; the outputs are the same."""
+    posterior, *_ = case("classes", "gp")
+    found, new = posterior.what_ifs(GROUPS[:2], linearization="moving"), inputs(23)
+    whole, rows, plain = found.outputs(new), [], ManyWeights.__call__
+
+    def counted(many, thetas, x, *rest):
+        rows.append(len(x))
+        return plain(many, thetas, x, *rest)
+
+    monkeypatch.setattr(tuning, "CHAIN_BYTES", 4096)
+    monkeypatch.setattr(ManyWeights, "__call__", counted)
+    assert relative_error(found.outputs(new), whole) < 1e-12
+    assert max(rows) < 23
 
 
 @pytest.mark.parametrize("linearization", ["moving", "fixed"])

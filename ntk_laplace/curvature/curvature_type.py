@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
+from ntk_laplace.errors import require_choice, require_whole
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.runtime.random_state import seeded_rng
 
@@ -36,9 +36,8 @@ class CurvatureType:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not is_choice(self.kind, CURVATURES):
-            raise UnsupportedError(f"curvature among {', '.join(CURVATURES)}", repr(self.kind),
-                                   "Use 'ggn' for the exact Laplace-GGN.")
+        require_choice(self.kind, CURVATURES, f"curvature among {', '.join(CURVATURES)}",
+                       "Use 'ggn' for the exact Laplace-GGN.")
         require_whole("samples", self.samples, 1, "Pass for instance CurvatureType('mc', 1).")
         require_whole("seed", self.seed, 0, "Pass for instance CurvatureType('mc', 1, seed=0).")
 

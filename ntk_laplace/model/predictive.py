@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 from torch.quasirandom import SobolEngine
 
-from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
+from ntk_laplace.errors import UnsupportedError, require_choice, require_whole
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.likelihoods.mixture import plug_in
@@ -81,12 +81,8 @@ class Predictive:
         self, likelihood: Likelihood, method: str = "glm", samples: int = 1000, generator: Generator | None = None,
         scalar: bool = False,
     ) -> None:
-        if not is_choice(method, ("glm", *METHODS)):
-            raise UnsupportedError(
-                f"a method among {sorted([*METHODS, 'glm'])} for moments of f",
-                f"{method!r}",
-                'Pass one of them; "nn" needs samples of the weights.',
-            )
+        require_choice(method, ("glm", *METHODS), f"a method among {sorted([*METHODS, 'glm'])} for moments of f",
+                       'Pass one of them; "nn" needs samples of the weights.')
         if method == "glm":
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
         self.likelihood, self.method, self.samples, self.scalar = likelihood, method, samples, scalar

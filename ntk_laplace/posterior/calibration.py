@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError, is_choice, require_flags, warn
+from ntk_laplace.errors import UnsupportedError, require_choice, require_flags, warn
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
@@ -102,8 +102,7 @@ class CalibrationVerbs(PredictionVerbs):
         -------
         PredictiveFit
         """
-        if not is_choice(temperature, _TEMPERATURES):
-            raise UnsupportedError('temperature "draws", "average" or "network"', repr(temperature), "Choose one.")
+        require_choice(temperature, _TEMPERATURES, 'temperature "draws", "average" or "network"')
         likelihood, held_out = self.likelihood.for_new_points(), self._held_out(data)
         names = [_TEMPERATURES[temperature]] if likelihood.classifies else ["noise"]
         if temperature == "network":

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ntk_laplace.curvature.posterior_precision import checked_form
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_choice, is_number
+from ntk_laplace.errors import DataError, HyperparameterError, is_number, require_choice
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import CalibratedPredictive, Calibration
 from ntk_laplace.posterior.calibrate import LeftOut, densities, fit_calibration
@@ -79,8 +79,7 @@ def rest_given(
     if scale is not None and not (is_number(scale) and scale >= 0):
         raise HyperparameterError("a scale of the covariance, finite and at least 0", f"{scale!r}",
                                   "Leave it out, to have it chosen by held-out points.")
-    if not is_choice(temperature, (None, *TEMPERATURES)):
-        raise UnsupportedError('temperature "draws" or "average", or None', repr(temperature), "Choose one.")
+    require_choice(temperature, (None, *TEMPERATURES), 'temperature "draws" or "average", or None')
     tuned = scale is None or temperature is not None
     first, rest = order[:m], order[m:].sort().values
     informs = fitted.points.observed_counts(fitted.likelihood).to(order.device)[first] > 0

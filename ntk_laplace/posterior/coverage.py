@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, require_flags, warn
+from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_flags, warn
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.calibration import CalibrationVerbs
 from ntk_laplace.posterior.conformal import (
@@ -279,8 +279,7 @@ def _method(data: Any) -> str:
 
 
 def _require_score(score: object, known: tuple[str, ...]) -> None:
-    if not isinstance(score, str) or score not in known:
-        raise UnsupportedError(f"a score among {', '.join(known)}", f"{score!r}", "Choose one of these.")
+    require_choice(score, known, f"a score among {', '.join(known)}")
 
 
 def _require_some(kept: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
-from ntk_laplace.errors import UnsupportedError, is_choice
+from ntk_laplace.errors import UnsupportedError, is_choice, require_choice
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.data import Batches, Inputs, take
 from ntk_laplace.model.likelihoods import Likelihood, positions_of
@@ -198,9 +198,8 @@ def linearized(
         prior.bind(frozen.shapes)
     curvature_type = CurvatureType.of(curvature)
     dtype = torch.float64 if dtype is None else dtype
-    if not is_choice(dtype, (torch.float32, torch.float64)):
-        raise UnsupportedError("dtype torch.float64 or torch.float32 for the algebra", repr(dtype),
-                               "Leave it out for float64; the network itself may run in any other.")
+    require_choice(dtype, (torch.float32, torch.float64), "dtype torch.float64 or torch.float32 for the algebra",
+                   "Leave it out for float64; the network itself may run in any other.")
     settings = Settings.of(settings).agreed(frozen.device)
     for module in (prior, likelihood):
         module.to(frozen.device)  # hyperparameters are on the network's device

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision, prior_variances
 from ntk_laplace.curvature.posterior_precision import checked_form, require_finite
-from ntk_laplace.errors import UnsupportedError, is_choice, require_flags, require_whole
+from ntk_laplace.errors import UnsupportedError, is_choice, require_choice, require_flags, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.calibration import CalibratedPredictive
@@ -297,8 +297,7 @@ class PredictionVerbs(Fitted):
 
     def _shift(self, mean: str) -> Tensor:
         """θ - θ̄, (P,)."""
-        if not is_choice(mean, ("posterior",)):
-            raise UnsupportedError('mean "map" or "posterior"', repr(mean), "Choose one of the two.")
+        require_choice(mean, ("posterior",), 'mean "map" or "posterior"')
         return self._refit_step()
 
     def _weights(self, count: int, generator: torch.Generator | None) -> Tensor:

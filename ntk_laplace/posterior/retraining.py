@@ -13,8 +13,8 @@ from ntk_laplace.errors import (
     HyperparameterError,
     RetrainingInterrupted,
     UnsupportedError,
-    is_choice,
     is_number,
+    require_choice,
     require_whole,
 )
 from ntk_laplace.model.data import Batches
@@ -173,6 +173,5 @@ def require_predictive(predictive: object) -> None:
     ------
     UnsupportedError
     """
-    if not is_choice(predictive, (None, "loo")):
-        raise UnsupportedError('predictive="loo" or None', repr(predictive)[:80],
-                               "For other data, call fit_predictive(data) on the posterior afterwards.")
+    require_choice(predictive, (None, "loo"), 'predictive="loo" or None',
+                   "For other data, call fit_predictive(data) on the posterior afterwards.")

@@ -11,8 +11,8 @@ from ntk_laplace.errors import (
     DataError,
     HyperparameterError,
     UnsupportedError,
-    is_choice,
     is_number,
+    require_choice,
     require_flags,
     require_whole,
     warn,
@@ -192,7 +192,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
     # --- inside
 
     def _require_sampling(self, model: object, generator: object) -> None:
-        _require_among("model", model, _MODELS)
+        require_choice(model, _MODELS, f"model among {', '.join(map(repr, _MODELS))}")
         require_generator(generator)
         self._fitted.settings.reducer.require_one("evidences by sampling", "Save the fit, and load it on one process.")
 
@@ -216,16 +216,11 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         return draws
 
 
-def _require_among(what: str, given: object, known: tuple[str, ...]) -> None:
-    if not is_choice(given, known):
-        raise UnsupportedError(f"{what} among {', '.join(map(repr, known))}", repr(given)[:80], "Choose one of these.")
-
-
 def _require_chains(temperatures: object, chains: object, leapfrog: object, start: object) -> None:
     require_whole("temperatures", temperatures, 1, "Leave it out for 1,000.")
     require_whole("chains", chains, 1, "Leave it out for 64.")
     require_whole("leapfrog", leapfrog, 1, "Leave it out for 8.")
-    _require_among("start", start, _STARTS)
+    require_choice(start, _STARTS, f"start among {', '.join(map(repr, _STARTS))}")
 
 
 def _require_wide(inflation: object) -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_flags, require_whole
+from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_flags, require_whole
 from ntk_laplace.posterior.conditional import Rest, rest_given
 from ntk_laplace.posterior.estimates import conditional_estimate, warn_of
 from ntk_laplace.posterior.evidence import EvidenceVerbs
@@ -226,8 +226,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         return self.subset(index).log_marginal_likelihood(correction=True)
 
     def _selection_method(self, method: str) -> str:
-        if not is_choice(method, _METHODS):
-            raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method), "Choose one of these.")
+        require_choice(method, _METHODS, f"a method among {', '.join(_METHODS)}")
         exact = self.supports_conditional_evidence
         if method == "evidence" and not exact:
             raise UnsupportedError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, warn
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_choice, warn
 from ntk_laplace.model.data import Batches, InputData
 from ntk_laplace.posterior.calibrate import with_left_out_hyperparameters
 from ntk_laplace.posterior.fitted import Fitted, require_noise_of_new_points
@@ -202,8 +202,7 @@ class WhatIfVerbs(Fitted):
         NumericalError
             If the optimum is not reached.
         """
-        if not is_choice(objective, (None, "loo")):
-            raise UnsupportedError('objective None or "loo"', repr(objective), "Leave it out to keep hyperparameters.")
+        require_choice(objective, (None, "loo"), 'objective None or "loo"', "Leave it out to keep hyperparameters.")
         self._fitted.require_exact(" for a refit", "Fit one of them, or train the network again.")
         with torch.inference_mode(False):
             fitted = self._fitted if objective is None else with_left_out_hyperparameters(self._fitted)
@@ -291,9 +290,8 @@ def is_moving(linearization: object, steps: int | None) -> bool:
     HyperparameterError
         If steps are limited where the network moves to its optimum.
     """
-    if not is_choice(linearization, ("fixed", "moving")):
-        raise UnsupportedError('linearization="fixed" or "moving"', f"{linearization!r}"[:80],
-                               'Use "moving" for the optimum of the network itself.')
+    require_choice(linearization, ("fixed", "moving"), 'linearization="fixed" or "moving"',
+                   'Use "moving" for the optimum of the network itself.')
     if linearization == "moving" and steps not in (1, None):
         raise HyperparameterError('no steps= with linearization="moving", which goes to the optimum',
                                   f"steps={steps!r}",

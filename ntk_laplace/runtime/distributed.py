@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ntk_laplace.errors import ProcessLostError, UnsupportedError, is_number
+from ntk_laplace.errors import ProcessLostError, UnsupportedError, first_line, is_number
 from ntk_laplace.runtime.reduction import Reducer
 
 __all__ = ["ProcessGroupReducer", "process_group"]
@@ -137,7 +137,7 @@ def _lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as cause:  # of the backend: a closed connection, or the timeout
-        words = str(cause).strip().splitlines()[0].partition(". ")[0]
+        words = first_line(cause).partition(". ")[0]
         raise ProcessLostError(
             "an answer of all processes of the group", f"none of at least one ({words})",
             "Look at the messages of the others. A structured fit with Settings(checkpoint=path) continues with "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_choice, is_number
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number, require_choice
 from ntk_laplace.model.likelihoods import Likelihood
 
 __all__ = ["BoundedLoss", "CustomLoss", "bounded_loss"]
@@ -85,9 +85,7 @@ def bounded_loss(
     if callable(loss):
         low, high = _ordered(bounds)
         return BoundedLoss(getattr(loss, "__name__", "custom"), low, high, loss)
-    if not is_choice(loss, _NAMES):
-        raise UnsupportedError(f"a bounded loss: {', '.join(map(repr, _NAMES))}, or a function with bounds=",
-                               f"{loss!r}"[:80], _FIXED)
+    require_choice(loss, _NAMES, f"a bounded loss: {', '.join(map(repr, _NAMES))}, or a function with bounds=", _FIXED)
     if bounds is not None:
         raise UnsupportedError("bounds= for a loss that is a function", f"bounds={bounds!r} for {loss!r}",
                                "Leave bounds= out.")

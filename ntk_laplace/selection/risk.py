@@ -11,8 +11,15 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_choice, is_number, require_whole
-from ntk_laplace.model.data import Batches, Inputs, num_examples, take
+from ntk_laplace.errors import (
+    DataError,
+    HyperparameterError,
+    UnsupportedError,
+    is_number,
+    require_choice,
+    require_whole,
+)
+from ntk_laplace.model.data import Batches, Inputs, num_examples
 from ntk_laplace.model.network import ManyWeights, outside_autocast
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.runtime import tuning
@@ -276,13 +283,10 @@ def _gibbs_risk(
 
 def _networks(posterior: Posterior, thetas: Tensor, x: Inputs) -> Iterator[tuple[Tensor, slice]]:
     """Outputs (S, n, C) of the network at some of the weights and of the inputs."""
-    network, budget = ManyWeights(posterior.network, x), posterior.fitted.settings.memory_budget
-    many, few = network.at_once(x, tuning.CHAIN_BYTES if budget is None else min(tuning.CHAIN_BYTES, int(budget)))
-    n = num_examples(x)
-    for part in panels(n, 1, few):
-        inputs = x if few >= n else take(x, part)
-        for start in range(0, len(thetas), many):
-            yield network(thetas[start : start + many], inputs).to(thetas.dtype), part
+    budget = posterior.fitted.settings.memory_budget
+    room = tuning.CHAIN_BYTES if budget is None else min(tuning.CHAIN_BYTES, int(budget))
+    for _, part, f in ManyWeights(posterior.network, x).passes(thetas, x, room):
+        yield f, part
 
 
 def _linearized(posterior: Posterior, thetas: Tensor, x: Inputs) -> Iterator[tuple[Tensor, slice]]:
@@ -313,9 +317,7 @@ def _require_options(
         if not isinstance(given, Posterior) and not (what == "prior_posterior" and given is None):
             raise UnsupportedError(f"a Posterior as {what}", f"a {type(given).__name__}", "Fit it with laplace(...).")
     for what, option, known in (("kind", kind, _KINDS), ("model", model, ("nn", "glm"))):
-        if not is_choice(option, known):
-            raise UnsupportedError(f"{what} among {', '.join(map(repr, known))}", f"{option!r}"[:80],
-                                   "Choose one of these.")
+        require_choice(option, known, f"{what} among {', '.join(map(repr, known))}")
     require_generator(generator)
     if not is_number(delta, above=0, below=1):
         raise HyperparameterError("a probability delta between 0 and 1", f"{delta!r}"[:80], "Leave it out for 0.05.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError, is_choice
+from ntk_laplace.errors import DataError, NonFiniteError, require_choice
 from ntk_laplace.model.data import as_tensor
 from ntk_laplace.posterior.estimates import ConditionalEstimate, conditional_estimate, warn_of
 
@@ -48,8 +48,7 @@ def conditional_from_samples(log_likelihood: Tensor | np.ndarray, kind: str = "j
     NonFiniteError
         If a log likelihood is NaN or +inf; -inf is a density of zero.
     """
-    if not is_choice(kind, _KINDS):
-        raise UnsupportedError('kind "joint" or "marginal"', repr(kind), "Choose one.")
+    require_choice(kind, _KINDS, 'kind "joint" or "marginal"')
     try:
         values = as_tensor(log_likelihood)
     except (TypeError, ValueError, RuntimeError) as cause:

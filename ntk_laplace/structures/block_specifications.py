@@ -14,7 +14,7 @@ from ntk_laplace.curvature import BlockPrecision, Eigenbasis, LowRank, Summary
 from ntk_laplace.curvature.block_summary import SHARING
 from ntk_laplace.curvature.inf import InfBlock, check_rank
 from ntk_laplace.curvature.spectral import KroneckerBlock, SpectralBlock
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, require_whole, warn
+from ntk_laplace.errors import HyperparameterError, require_choice, require_whole, warn
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.block_spec import HasEigenbasis
 from ntk_laplace.structures.registry import register_structure
@@ -27,9 +27,8 @@ class KroneckerSpec(StructuredSpec):
     """Base of the structures with Kronecker-factored eigenvectors."""
 
     def __post_init__(self) -> None:
-        if not is_choice(self.sharing, SHARING):
-            raise UnsupportedError(f"weight sharing among {', '.join(SHARING)}", repr(self.sharing),
-                                   "Use 'expand' (positions are independent) or 'reduce' (they are averaged).")
+        require_choice(self.sharing, SHARING, f"weight sharing among {', '.join(SHARING)}",
+                       "Use 'expand' (positions are independent) or 'reduce' (they are averaged).")
 
     def check(self, prior: GaussianPrior) -> None:
         """Raise an error for a prior that the structure does not support.
@@ -175,8 +174,7 @@ class INF(KroneckerSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rank(self.rank)
-        if not is_choice(self.violation, ("shrink", "raise")):
-            raise UnsupportedError('violation "shrink" or "raise"', repr(self.violation), "Choose one of the two.")
+        require_choice(self.violation, ("shrink", "raise"), 'violation "shrink" or "raise"')
 
     def finalized(self, summaries: Sequence[Summary], eigenbases: Sequence[Eigenbasis]) -> Sequence[LowRank | None]:
         """The kept eigenvectors of each parameter block; checks the two conditions of [S20] lemma 3."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
 from ntk_laplace.curvature.posterior_precision import group_numbers
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, require_whole
+from ntk_laplace.errors import HyperparameterError, require_choice, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.model.priors.names import assign
@@ -91,10 +91,8 @@ def evidence_bound(
     gradient: bool,
 ) -> EvidenceBound:
     """A lower bound of the evidence; see `Posterior.evidence_bound`."""
-    if not is_choice(parameters, _PARAMETERS):
-        raise UnsupportedError('parameters None, "layers" or "diagonal"', repr(parameters), "Choose one of them.")
-    if not is_choice(outputs, _OUTPUTS):
-        raise UnsupportedError('outputs "all" or "one"', repr(outputs), "Choose one of them.")
+    require_choice(parameters, _PARAMETERS, 'parameters None, "layers" or "diagonal"')
+    require_choice(outputs, _OUTPUTS, 'outputs "all" or "one"')
     n = fitted.num_examples
     if examples is not None:
         require_whole("examples", examples, 1, "Leave it out for all examples in one block.")

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from ntk_laplace.curvature import GivenPrecision, PosteriorPrecision
 from ntk_laplace.curvature.posterior_precision import checked_form
-from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_whole
+from ntk_laplace.errors import DataError, require_choice, require_whole
 from ntk_laplace.model.data import InputData, Inputs, Source, num_examples
 from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.model.network import varying
@@ -166,9 +166,8 @@ def lower_bound(
     generator: Generator | None = None,
 ) -> LowerBound:
     """E_q log p(D given f) - KL(q ‖ prior); arguments as in `Posterior.elbo`."""
-    if not is_choice(method, _METHODS):
-        raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method),
-                               'Use "glm" for the linearized model, "nn" for the network.')
+    require_choice(method, _METHODS, f"a method among {', '.join(_METHODS)}",
+                   'Use "glm" for the linearized model, "nn" for the network.')
     require_whole("samples", samples, _FEWEST, "Pass a number of draws, such as 1000.")
     require_generator(generator)
     kl = divergence(fitted)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, UnsupportedError, is_choice, require_whole
+from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, UnsupportedError, require_choice, require_whole
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.data import Batches, Inputs, Selected
 from ntk_laplace.posterior import Posterior
@@ -248,8 +248,7 @@ def step_evidence(
     HyperparameterError
         If `examples` is missing, is not a whole number, or has no use.
     """
-    if not is_choice(evidence, ("posterior", "subset")):
-        raise UnsupportedError('evidence="posterior" or "subset"', repr(evidence), "Choose one of them.")
+    require_choice(evidence, ("posterior", "subset"), 'evidence="posterior" or "subset"')
     remedy = 'Pass for example evidence="subset", examples=500.'
     if evidence == "subset":
         return SubsetEvidence(require_whole("examples", examples, 1, remedy), total, epochs, evaluations, batches)

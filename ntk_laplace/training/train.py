@@ -18,8 +18,8 @@ from ntk_laplace.errors import (
     NumericalError,
     TrainingInterrupted,
     UnsupportedError,
-    is_choice,
     is_whole,
+    require_choice,
 )
 from ntk_laplace.model.data import Batches, Inputs, take
 from ntk_laplace.model.likelihoods import Likelihood, positions_of
@@ -161,8 +161,7 @@ def train_with_evidence(
         # a step costs about as much as a minibatch of a small network
         schedule = EvidenceSchedule() if predictive is None else EvidenceSchedule(max(1, epochs // 10), 20)
     _require_kinds(schedule, callbacks)
-    if not is_choice(scheduler_interval, ("epoch", "batch")):
-        raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
+    require_choice(scheduler_interval, ("epoch", "batch"), 'scheduler_interval "epoch" or "batch"')
     if settings.checkpoint is not None:
         require_writable(settings.checkpoint)
     likelihood = copy.deepcopy(Likelihood.of(likelihood))

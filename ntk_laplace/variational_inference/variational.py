@@ -16,8 +16,8 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import (
     HyperparameterError,
     UnsupportedError,
-    is_choice,
     is_number,
+    require_choice,
     require_flags,
     require_whole,
     warn,
@@ -326,10 +326,8 @@ def _algorithm(name: object, samples: int | None, expectations: object) -> Algor
     """The algorithm of a name, with its samples."""
     if samples is not None:
         require_whole("samples", samples, 1, "Pass an even number, such as samples=2.")
-    if not is_choice(expectations, ("outputs", "weights")):
-        raise UnsupportedError('expectations="outputs" or "weights"', repr(expectations)[:80], "Leave it out.")
-    if not is_choice(name, ("voggn", "lgva", "oggn")):
-        raise UnsupportedError('algorithm among "voggn", "lgva", "oggn"', repr(name)[:80], 'Use "voggn".')
+    require_choice(expectations, ("outputs", "weights"), 'expectations="outputs" or "weights"', "Leave it out.")
+    require_choice(name, ("voggn", "lgva", "oggn"), 'algorithm among "voggn", "lgva", "oggn"', 'Use "voggn".')
     if expectations == "weights" and name != "lgva":
         raise UnsupportedError('expectations="weights" for algorithm="lgva"', f"algorithm={name!r}", "Leave it out.")
     if name == "oggn":

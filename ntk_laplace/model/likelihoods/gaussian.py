@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_choice
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import marginal_factor
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
@@ -61,8 +61,7 @@ class Gaussian(PerOutput):
 
     def __init__(self, noise: float | Tensor = 1.0, kind: str = "auto", missing: str | None = None) -> None:
         super().__init__(missing)
-        if not is_choice(kind, KINDS):
-            raise HyperparameterError(f"a kind among {KINDS}", f"{kind!r}", "Pass one of them.")
+        require_choice(kind, KINDS, f"a kind among {KINDS}", error=HyperparameterError)
         values = numbers(noise)
         self._kinds = (kind,) if kind != "auto" else _possible_kinds(values)
         if "scalar" in self._kinds:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributions as td
 from torch.nn.functional import logsigmoid
 
-from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, is_choice
+from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, require_choice
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
@@ -79,9 +79,8 @@ class HeteroscedasticGaussian(PerOutput):
 
     def __init__(self, parametrization: str = "log variance", missing: str | None = None) -> None:
         super().__init__(missing)
-        if not is_choice(parametrization, _PARAMETRIZATIONS):
-            raise HyperparameterError(f"a parametrization among {_PARAMETRIZATIONS}", repr(parametrization),
-                                      "Pass one of them.")
+        require_choice(parametrization, _PARAMETRIZATIONS, f"a parametrization among {_PARAMETRIZATIONS}",
+                       error=HyperparameterError)
         self.parametrization = parametrization
 
     def extra_repr(self) -> str:

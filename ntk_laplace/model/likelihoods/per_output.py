@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from ntk_laplace.errors import HyperparameterError, is_choice
+from ntk_laplace.errors import HyperparameterError, require_choice
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.targets import read_columns
 
@@ -33,9 +33,8 @@ class PerOutput(Likelihood):
 
     def __init__(self, missing: str | None = None) -> None:
         super().__init__()
-        if not is_choice(missing, (None, "nan")):
-            raise HyperparameterError('missing="nan", or None where no target is missing', repr(missing),
-                                      "Leave it out, or write NaN where a target is missing.")
+        require_choice(missing, (None, "nan"), 'missing="nan", or None where no target is missing',
+                       "Leave it out, or write NaN where a target is missing.", error=HyperparameterError)
         self.missing = missing
 
     def observed(self, y: Tensor) -> Tensor | None:

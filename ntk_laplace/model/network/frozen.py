@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, is_choice
+from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, first_line, is_choice
 from ntk_laplace.model.data import (
     InputDtype,
     Inputs,
@@ -325,7 +325,7 @@ class Network:
             like = "" if self._input_format is None else f", such as {describe_inputs(self._input_format, 'n')}"
             where = f" in the batch from example {offset:,} on" if offset else ""
             remedy = (self._input_format is None and self.caller.remedy(x)) or input_remedy(x, self._input_format)
-            got = f"{describe_inputs(x)}{where}, which raise {type(cause).__name__}: {_first_line(cause)}"
+            got = f"{describe_inputs(x)}{where}, which raise {type(cause).__name__}: {first_line(cause)}"
             raise DataError(f"inputs that the network takes{like}", got, remedy) from cause
         if not out.is_floating_point() or out.ndim not in (1, 2) or len(out) != n:
             raise self._wrong_outputs(f"({n}, C) or ({n},), floating point", f"{tuple(out.shape)} ({out.dtype})", x)
@@ -349,7 +349,3 @@ class Network:
         known = describe_inputs(self._input_format, "n")
         return DataError(f"network outputs of shape {expected}, from inputs such as {known}",
                          f"{got} from {describe_inputs(x)}", input_remedy(x, self._input_format))
-
-
-def _first_line(cause: Exception) -> str:
-    return (str(cause).strip().splitlines() or ["no message"])[0].rstrip(".")

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ntk_laplace.errors import NTKLaplaceError, warn
+from ntk_laplace.errors import NTKLaplaceError, first_line, warn
 from ntk_laplace.model.data import Inputs, num_examples, take
 from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 
 __all__ = ["ManyWeights", "twice_differentiable"]
 
@@ -72,6 +73,14 @@ class ManyWeights:
                 return torch.func.vmap(one)(thetas, *own)
             return torch.stack([one(*each) for each in zip(thetas, *own, strict=True)])
 
+    def passes(self, thetas: Tensor, x: Inputs, room: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Some of the weights, some of the examples, and the outputs (S, n, C) of a pass, whose graph fits in bytes."""
+        (many, few), n = self.at_once(x, room), num_examples(x)
+        for part in panels(n, 1, few):
+            inputs = x if few >= n else take(x, part)
+            for some in panels(len(thetas), 1, many):
+                yield some, part, self(thetas[some], inputs).to(thetas.dtype)
+
     def _one(self, theta: Tensor, x: Inputs) -> Tensor:
         values = {f"module.{name}": value for name, value in self.network.unflatten(theta).items()}
         found = torch.func.functional_call(self.network.caller, values, (x,), tie_weights=self._tied)
@@ -88,7 +97,7 @@ class ManyWeights:
                 found = torch.cat([self(thetas, x), self(thetas, x, numbers)])
                 torch.autograd.grad(found.sum(), thetas)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, NTKLaplaceError) as error:
-            return self._alone(f"an error, {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            return self._alone(f"an error, {type(error).__name__}: {first_line(error)}")
         self.batched = False
         with torch.no_grad():
             alone = self(thetas, x).repeat(2, 1, 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Size, Tensor
 from torch.nn.functional import one_hot
 
-from ntk_laplace.errors import DataError, UnsupportedError, is_choice, is_whole
+from ntk_laplace.errors import DataError, is_whole, require_choice
 from ntk_laplace.model.likelihoods import Likelihood
 
 __all__ = ["SPREADS", "Output", "Quantity", "quantity_of", "require_quantity"]
@@ -160,8 +160,7 @@ def require_quantity(by: object) -> None:
     ------
     UnsupportedError
     """
-    if not is_choice(by, _WORDS):
-        raise UnsupportedError(f"an effect on one of {', '.join(_WORDS)}", repr(by), 'Leave it out for "output".')
+    require_choice(by, _WORDS, f"an effect on one of {', '.join(_WORDS)}", 'Leave it out for "output".')
 
 
 def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: Output, y: object) -> Quantity:

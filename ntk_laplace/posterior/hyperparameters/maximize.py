@@ -14,8 +14,8 @@ from ntk_laplace.errors import (
     HyperparameterError,
     NumericalError,
     UnsupportedError,
-    is_choice,
     is_number,
+    require_choice,
     require_flags,
     require_whole,
     warn,
@@ -373,9 +373,7 @@ def _follow_an_estimate(method: str, moving: list[str]) -> None:
 
 
 def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float], rate: float) -> None:
-    if not is_choice(method, METHODS):
-        raise UnsupportedError(f"a method among {', '.join(METHODS)}", repr(method),
-                               "Use 'lbfgs' unless you know better.")
+    require_choice(method, METHODS, f"a method among {', '.join(METHODS)}", "Use 'lbfgs' unless you know better.")
     require_whole("steps", steps, 1, "Leave it out for 200.")
     if not is_number(tolerance, above=0):
         raise HyperparameterError("a positive tolerance", repr(tolerance), "Leave it out for 1e-6.")

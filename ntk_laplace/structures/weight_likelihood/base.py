@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import UnsupportedError, first_line
 from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.structures.weight_likelihood.many_points import ManyPoints
 
@@ -85,8 +85,8 @@ def differentiated(value: Tensor, at: Tensor, cotangent: Tensor | None) -> Tenso
     except RuntimeError as error:
         if is_about_memory(error):
             raise
-        line = str(error).strip().splitlines()[0].rstrip(".")
-        raise no_second_derivatives(f"a second backward pass that raises {type(error).__name__}: {line}") from error
+        got = f"a second backward pass that raises {type(error).__name__}: {first_line(error)}"
+        raise no_second_derivatives(got) from error
 
 
 def no_second_derivatives(got: str) -> UnsupportedError:

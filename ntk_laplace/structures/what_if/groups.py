@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.model.data import Inputs, Source
+from ntk_laplace.model.data import Inputs, Source, num_examples
 from ntk_laplace.model.network import ManyWeights
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Minima
@@ -121,11 +121,12 @@ class Groups:
 
     def outputs(self, x: Inputs) -> Tensor:
         """Outputs of the moved networks, (G, n, C), at inputs of n examples."""
-        network = self.model.network
-        many = ManyWeights(network, x, len(self.thetas) > 1)
-        each, _ = many.at_once(x, tuning.CHAIN_BYTES)
+        network, thetas = self.model.network, self.thetas
+        f = thetas.new_empty(len(thetas), num_examples(x), network.num_outputs)
         with torch.no_grad():
-            return torch.cat([many(some, x).to(self.thetas) for some in self.thetas.split(each)])
+            for some, part, own in ManyWeights(network, x, len(thetas) > 1).passes(thetas, x, tuning.CHAIN_BYTES):
+                f[some, part] = own
+        return f
 
     def linearized_outputs(self, rows: Jacobian) -> Tensor:
         """f + J(θ - θ*), (G, n, C), at rows of J."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError, is_choice, require_whole
+from ntk_laplace.errors import UnsupportedError, require_choice, require_whole
 from ntk_laplace.model.data import InputData
 from ntk_laplace.model.likelihoods import Bernoulli, Categorical, Gaussian
 from ntk_laplace.model.likelihoods.covariances import covariance_root
@@ -153,8 +153,7 @@ def require_posterior(posterior: Any) -> None:
 
 def require_method(method: Any, targets: InputData | None) -> None:
     """Refuse an unknown method, and targets that it has no use for."""
-    if not is_choice(method, METHODS):
-        raise UnsupportedError(f"a method among {', '.join(METHODS)}", repr(method), 'Use "information".')
+    require_choice(method, METHODS, f"a method among {', '.join(METHODS)}", 'Use "information".')
     if (method == "epig") != (targets is not None):
         raise UnsupportedError('targets= for method="epig", and for no other', f"method={method!r}",
                                "Pass the inputs at which you want to predict." if method == "epig" else

@@ -13,7 +13,7 @@ from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, require_whole
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, require_choice, require_whole
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
 from ntk_laplace.model.network import Network, probe
@@ -119,8 +119,7 @@ class Surrogate:
         seed: int = 0,
     ) -> Posterior:
         """The posterior of a trained copy of the network, or of that of `start`; `seed` is of the initial weights."""
-        if self.prior_mean not in ("zero", "initial"):
-            raise UnsupportedError('prior_mean "zero" or "initial"', repr(self.prior_mean), "Choose one of the two.")
+        require_choice(self.prior_mean, ("zero", "initial"), 'prior_mean "zero" or "initial"')
         if self.noise is not None and self.variances is not None:
             raise HyperparameterError("noise= or train_Yvar", "both", "Pass one: each is the noise of the data.")
         require_whole("rounds", rounds, 1, "Pass rounds=2.")

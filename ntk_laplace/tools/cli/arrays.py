@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, first_line
 from ntk_laplace.model.data import Inputs
-from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
+from ntk_laplace.tools.cli.python_files import first_few, require_file
 from ntk_laplace.tools.cli.tables import TABLES
 
 __all__ = ["ARRAYS", "load_data", "load_inputs", "load_sources"]

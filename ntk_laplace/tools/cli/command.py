@@ -35,7 +35,6 @@ from ntk_laplace.tools.cli.options import (
     structures,
     widths,
 )
-from ntk_laplace.tools.cli.python_files import first_line
 from ntk_laplace.tools.cli.tables import TABLES, is_table
 
 __all__ = ["main"]
@@ -236,7 +235,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _own(options: argparse.Namespace) -> int:
     """Run a command on the user's network, in one process or in those that torchrun started."""
-    from ntk_laplace.errors import NTKLaplaceError, UnsupportedError
+    from ntk_laplace.errors import NTKLaplaceError, UnsupportedError, first_line
     from ntk_laplace.runtime.distributed import process_group
     from ntk_laplace.runtime.resources import is_about_memory
     from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict
@@ -257,7 +256,7 @@ def _own(options: argparse.Namespace) -> int:
     except (MemoryError, RuntimeError) as cause:
         if not is_about_memory(cause):
             raise
-        return _complain(f"expected more memory; got {type(cause).__name__}: {first_line(cause).rstrip('.')}. "
+        return _complain(f"expected more memory; got {type(cause).__name__}: {first_line(cause)}. "
                          "Take fewer examples, or a smaller network.", FAILED)
     return OK
 

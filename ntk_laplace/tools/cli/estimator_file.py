@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from ntk_laplace.errors import first_line
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.examples import Examples, array_rows, table_labels
 from ntk_laplace.tools.cli.images import ImageFolder, ImageNetwork, read_images
-from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file, run_file
+from ntk_laplace.tools.cli.python_files import first_few, require_file, run_file
 from ntk_laplace.tools.cli.tables import input_columns, is_table, numbers, read_table
 
 __all__ = ["Estimator", "NewExamples", "load_estimator", "save_estimator"]
@@ -76,11 +77,11 @@ def load_estimator(options: argparse.Namespace) -> Estimator:
         found = joblib.load(path)
     except (ImportError, AttributeError) as cause:
         raise ntkl.DataError(f"a model whose classes Python can find, in {path}",
-                             f"{type(cause).__name__}: {first_line(cause).rstrip('.')}",
+                             f"{type(cause).__name__}: {first_line(cause)}",
                              "Pass the file of its network, --network FILE.py.") from cause
     except Exception as cause:  # damaged bytes may raise anything
         raise ntkl.DataError("a model.joblib that ntk-laplace fit wrote", f"{path}, which joblib cannot load "
-                             f"({type(cause).__name__}: {first_line(cause).rstrip('.')})", _AGAIN) from cause
+                             f"({type(cause).__name__}: {first_line(cause)})", _AGAIN) from cause
     if not isinstance(found, (ntkl.LaplaceRegressor, ntkl.LaplaceClassifier)) or not hasattr(found, "posterior_"):
         kind = f"a {type(found).__name__}"
         got = f"{kind} without a fit" if hasattr(found, "get_params") else kind

@@ -13,13 +13,14 @@ import pandas
 from torch import nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.errors import first_line
 from ntk_laplace.tools.cli.described import Model, describe, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import save_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
 from ntk_laplace.tools.cli.examples import Examples, read_examples
 from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.model import require_writable
-from ntk_laplace.tools.cli.python_files import first_line, load_network
+from ntk_laplace.tools.cli.python_files import load_network
 from ntk_laplace.tools.cli.tables import require_sources
 
 __all__ = ["run"]
@@ -109,7 +110,7 @@ def _require_saved(network: nn.Module) -> None:
         pickle.dumps(network)
     except Exception as cause:  # __reduce__ of a layer may raise anything
         raise ntkl.NetworkError("a network that pickle can save, for model.joblib",
-                                f"{type(cause).__name__}: {first_line(cause).rstrip('.')}",
+                                f"{type(cause).__name__}: {first_line(cause)}",
                                 "Define its classes and functions at the top of the file, without lambda.") from cause
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import nn
 
-from ntk_laplace.errors import DataError
-from ntk_laplace.tools.cli.python_files import first_few, first_line
+from ntk_laplace.errors import DataError, first_line
+from ntk_laplace.tools.cli.python_files import first_few
 
 __all__ = ["ImageFolder", "ImageNetwork", "read_images", "require_no_sources"]
 

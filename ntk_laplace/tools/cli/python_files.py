@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, UnsupportedError
+from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, UnsupportedError, first_line
 from ntk_laplace.model.likelihoods import Likelihood
 
-__all__ = ["first_few", "first_line", "load_likelihood", "load_network", "require_file", "run_file"]
+__all__ = ["first_few", "load_likelihood", "load_network", "require_file", "run_file"]
 
 
 def load_network(path: Path, factory: str) -> nn.Module:
@@ -137,11 +137,6 @@ def require_file(path: Path, what: str) -> None:
         if path.is_dir():
             raise DataError(what, f"the directory {path}", "Name a file in it.")
         raise DataError(what, f"{path}, where there is no file", "Check the path.")
-
-
-def first_line(cause: BaseException) -> str:
-    """First line of an exception's message, or its class."""
-    return (str(cause).strip() or type(cause).__name__).splitlines()[0]
 
 
 def first_few(names: Sequence[Any], quote: bool = True) -> str:

@@ -19,8 +19,8 @@ from pandas.api.types import (
     is_timedelta64_dtype,
 )
 
-from ntk_laplace.errors import DataError
-from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
+from ntk_laplace.errors import DataError, first_line
+from ntk_laplace.tools.cli.python_files import first_few, require_file
 
 __all__ = ["TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table", "require_64_bits",
     "require_columns", "require_no_dropped", "require_sources", "source_labels", "target_classes", "without_dropped"]

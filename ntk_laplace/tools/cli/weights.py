@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError
+from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, first_line
 from ntk_laplace.model.data import Inputs, describe_inputs, take
 from ntk_laplace.model.network import Caller
 from ntk_laplace.runtime.serialization import is_safetensors, read_tensors
-from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
+from ntk_laplace.tools.cli.python_files import first_few, require_file
 
 __all__ = ["check_forward", "load_weights"]
 

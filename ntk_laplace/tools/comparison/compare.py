@@ -24,6 +24,7 @@ from ntk_laplace.errors import (
     NTKLaplaceWarning,
     NumericalError,
     UnsupportedError,
+    first_line,
     is_choice,
     require_flags,
 )
@@ -301,7 +302,7 @@ def _measure(
 
 def _reason(error: Exception) -> str:
     if not isinstance(error, NTKLaplaceError):
-        return f"failed: out of memory ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        return f"failed: out of memory ({first_line(error)})"
     refused = isinstance(error, (MemoryBudgetError, HyperparameterError, UnsupportedError))
     return f"{'refused' if refused else 'failed'}: {error}"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, is_choice, warn
+from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_choice, warn
 from ntk_laplace.model.data import Batches
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import leave_one_out_score
@@ -157,9 +157,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _method(conditional: str, named: dict[str, Posterior]) -> str:
-    if not is_choice(conditional, _CONDITIONAL):
-        raise UnsupportedError(f"conditional= among {', '.join(_CONDITIONAL)}", repr(conditional),
-                               "Choose one of these.")
+    require_choice(conditional, _CONDITIONAL, f"conditional= among {', '.join(_CONDITIONAL)}")
     if conditional != "auto":
         return conditional
     exact = all(one.supports_conditional_evidence for one in named.values() if _is_laplace(one))

@@ -12,7 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, HyperparameterError, NetworkError, NTKLaplaceError, UnsupportedError, is_whole
+from ntk_laplace.errors import (
+    DataError,
+    HyperparameterError,
+    NetworkError,
+    NTKLaplaceError,
+    UnsupportedError,
+    first_line,
+    is_whole,
+)
 from ntk_laplace.model.objective import in_mode
 from ntk_laplace.runtime.resources import require_memory
 
@@ -122,7 +130,7 @@ def require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:
             raise
         except Exception as cause:  # of the caller's module, which may raise anything
             raise NetworkError(f"a network that takes X of shape {tuple(x[:2].shape)} and type {x.dtype}",
-                               f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}",
+                               f"{type(cause).__name__}: {first_line(cause)}",
                                "An estimator passes X as real numbers: convert token numbers in forward(), x.long(), "
                                "and reshape other inputs there.") from cause
     own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
