@@ -78,10 +78,8 @@ class GaussianStructure(StreamedStructure):
 
     def displaced(self, model: LinearizedModel) -> GaussianStructure:
         """The structure with the outputs of the linearized network at the model's displacement."""
-        if model.displacement is None:
-            return self
-        f = self.points.f + self.jvp(model, model.displacement)
-        return replace(self, points=replace(self.points, f=f), base=self.points)
+        found = super().displaced(model)
+        return found if found is self else replace(found, base=self.points)
 
     def posterior_precision(self, model: LinearizedModel) -> GivenPrecision:
         """H beside the present prior."""
@@ -112,5 +110,4 @@ class GaussianStructure(StreamedStructure):
         like = self.inner.prior_precision
         same = (like.device, like.dtype) == (device, dtype)
         inner = self.inner if same else moved_precision(self.inner, device, dtype)
-        return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), inner=inner,
-                       base=None if self.base is None else self.base.to(device, dtype))
+        return self._moved(device, dtype, inner=inner)

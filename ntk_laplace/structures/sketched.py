@@ -7,7 +7,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -92,11 +92,7 @@ class SketchSpec(StructureSpec):
     def fit(self, model: LinearizedModel, source: Source) -> SketchedStructure:
         """Read outputs and targets; products follow on first use."""
         self.require_rank(model, 1)
-        found = SketchedStructure(self, source, read_points(model, source))
-        if model.displacement is None:
-            return found
-        moved = replace(found.points, f=found.points.f + found.jvp(model, model.displacement))
-        return replace(found, points=moved)
+        return SketchedStructure(self, source, read_points(model, source)).displaced(model)
 
     def require_rank(self, model: LinearizedModel, rank: int) -> None:
         """Refuse a rank whose vectors do not fit in memory.
@@ -405,8 +401,7 @@ class SketchedStructure(StreamedStructure):
                            values=tuple(value.to(device) for value in self.at.values), saved=self.at.saved,
                            changed=self.at.changed)
         rows = self.rows if self.rows is None else [rows.to(dtype, device) for rows in self.rows]
-        return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), rows=rows, at=at,
-                       base=None if self.base is None else self.base.to(device, dtype))
+        return self._moved(device, dtype, rows=rows, at=at)
 
 
 def _vector_bytes(model: LinearizedModel) -> int:

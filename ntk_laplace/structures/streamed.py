@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.model.data import Source
+from ntk_laplace.model.data import Missing, Source
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.data_passes import jvp, per_example, read_rows, selected, vjp
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import Structure, StructureSpec, require_one_process
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["StreamedStructure", "max_batch"]
 
@@ -38,21 +43,28 @@ class StreamedStructure(Structure):
     base: TrainingPoints | None = None
 
     @property
-    def source(self) -> Source:
-        """The training data, for another pass."""
-        return self.data
+    def source(self) -> Source | None:
+        """The training data, for another pass; None if they are missing."""
+        return None if isinstance(self.data, Missing) else self.data
+
+    def displaced(self, model: LinearizedModel) -> Self:
+        """The structure with the outputs of the linearized network at the model's displacement."""
+        if model.displacement is None:
+            return self
+        f = self.points.f + self.jvp(model, model.displacement)
+        return replace(self, points=replace(self.points, f=f))
 
     def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
         """Jᵀr, (P,), in one pass with cotangent r."""
-        return vjp(model, self.data, residual, max_batch(model, 1))
+        return vjp(model, self.data, residual, self._batch(model, 1))
 
     def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
         """J v, (N, C)."""
-        return jvp(model, self.data, vector, max_batch(model, model.network.num_outputs))
+        return jvp(model, self.data, vector, self._batch(model, model.network.num_outputs))
 
     def training_covariances(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
         """V_nn at the training points, (N, C, C), in one pass."""
-        batch = max_batch(model, model.network.num_outputs)
+        batch = self._batch(model, model.network.num_outputs)
         return per_example(model, self.data, batch, "Jacobians", precision.covariance_blocks)
 
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
@@ -60,7 +72,16 @@ class StreamedStructure(Structure):
         require_one_process(model)
         n = self.points.num_examples
         source = self.data if len(index) == n else selected(model, self.data, index, n)
-        yield from read_rows(model, source, None, max_batch(model, model.network.num_outputs), "Jacobians")
+        yield from read_rows(model, source, None, self._batch(model, model.network.num_outputs), "Jacobians")
+
+    def _batch(self, model: LinearizedModel, cotangents: int) -> int | None:
+        """Examples at a time; None leaves the batches as they are."""
+        return max_batch(model, cotangents)
+
+    def _moved(self, device: torch.device, dtype: torch.dtype, **own: Any) -> Self:
+        """The structure with data and points on another device, and with its own parts moved."""
+        base = None if self.base is None else self.base.to(device, dtype)
+        return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), base=base, **own)
 
 
 def max_batch(model: LinearizedModel, cotangents: int) -> int:

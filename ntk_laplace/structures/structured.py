@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from ntk_laplace.curvature import (
     Summary,
 )
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Source
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
@@ -30,16 +29,13 @@ from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbas
 from ntk_laplace.structures.data_passes import (
     ModelSignature,
     common_factor,
-    jvp,
     per_example,
-    read_rows,
     selected,
-    vjp,
 )
 from ntk_laplace.structures.model import LinearizedModel
-from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.resuming import require_same_model, resumed, save_regularly
-from ntk_laplace.structures.structure import Saved, Structure, no_basis, of_kind, require_one_process
+from ntk_laplace.structures.streamed import StreamedStructure
+from ntk_laplace.structures.structure import Saved, Structure, no_basis, of_kind
 
 __all__ = ["StructuredSpec", "StructuredStructure", "block_precision"]
 
@@ -70,7 +66,7 @@ class StructuredSpec(BlockSpec):
         gathered = Accumulation.from_record(saved.state)
         extras = [None if extra is None else LowRank(**extra) for extra in saved.state["extras"]]
         at = _AtLikelihood(gathered, extras, copy.deepcopy(model.likelihood))
-        return StructuredStructure(of_kind(StructuredSpec, gathered.spec), saved.source, saved.points, at)
+        return StructuredStructure(of_kind(StructuredSpec, gathered.spec), saved.source, saved.points, at=at)
 
 
 def _fitted(
@@ -86,7 +82,7 @@ def _fitted(
     points = accumulated.points()
     accumulated.forget()
     model.likelihood.bind(*points.f.shape)
-    return StructuredStructure(spec, source, points, _AtLikelihood.of(accumulated, model.likelihood))
+    return StructuredStructure(spec, source, points, at=_AtLikelihood.of(accumulated, model.likelihood))
 
 
 def block_precision(
@@ -148,7 +144,7 @@ class _AtLikelihood:
 
 
 @dataclass
-class StructuredStructure(Structure):
+class StructuredStructure(StreamedStructure):
     """Block-diagonal weight space: Kronecker factors, dense blocks, diagonals.
 
     A change of the prior costs O(P). A change of the likelihood that multiplies all Λ_n by one number (a Gaussian's
@@ -158,21 +154,12 @@ class StructuredStructure(Structure):
     ----------
     spec : StructuredSpec
         KFAC, EKFAC, INF or Diagonal, with their options.
-    data : Source
-    points : TrainingPoints
     at : _AtLikelihood
         A cache of the sums.
     """
 
     spec: StructuredSpec
-    data: Source
-    points: TrainingPoints
-    at: _AtLikelihood
-
-    @property
-    def source(self) -> Source:
-        """The training data, for another pass."""
-        return self.data
+    at: _AtLikelihood = field(kw_only=True)
 
     @property
     def parameter_blocks(self) -> list[ParameterBlock]:
@@ -210,13 +197,9 @@ class StructuredStructure(Structure):
 
     # --- further passes
 
-    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
-        """Jᵀr, (P,), in one pass with cotangent r."""
-        return vjp(model, self.data, residual, model.settings.batch_size)
-
-    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
-        """J v, (N, C)."""
-        return jvp(model, self.data, vector, model.settings.batch_size)
+    def _batch(self, model: LinearizedModel, cotangents: int) -> int | None:
+        """Batches of the fit: rows are blocks of layers, never dense."""
+        return model.settings.batch_size
 
     def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C), at fixed eigenbases."""
@@ -225,10 +208,6 @@ class StructuredStructure(Structure):
     def curve_sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision, z: Tensor) -> Tensor:
         """∂ zᵀHz/∂Λ_n with z fixed, (N, C, C), at fixed eigenbases."""
         return self._sensitivity(model, precision, z)
-
-    def training_covariances(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
-        """V_nn at the training points, (N, C, C), in one pass."""
-        return per_example(model, self.data, model.settings.batch_size, "Jacobians", precision.covariance_blocks)
 
     def _sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision, z: Tensor | None) -> Tensor:
         blocks = of_kind(BlockDiagonalPrecision, precision)
@@ -249,12 +228,6 @@ class StructuredStructure(Structure):
         """Sums over some points, in this eigenbasis, from another pass."""
         return self.refit_on(model, selected(model, self.data, index, self.points.num_examples))
 
-    def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
-        """Rows of J, from another pass."""
-        require_one_process(model)
-        source = selected(model, self.data, index, self.points.num_examples)
-        yield from read_rows(model, source, None, model.settings.batch_size, "Jacobians")
-
     def merged(self, model: LinearizedModel, other: Structure) -> StructuredStructure:
         """Sums over both data sets; structures whose sums are in an eigenbasis must share it."""
         other = of_kind(StructuredStructure, other)
@@ -269,7 +242,7 @@ class StructuredStructure(Structure):
         )
         points = self.points.joined(model.likelihood, other.points)
         return StructuredStructure(self.spec, Joined([self.data, other.data]), points,
-                                   _AtLikelihood.of(total, model.likelihood))
+                                   at=_AtLikelihood.of(total, model.likelihood))
 
     # --- storage
 
@@ -295,7 +268,7 @@ class StructuredStructure(Structure):
         )
         moved = _AtLikelihood(gathered, [None if extra is None else extra.to(device, dtype) for extra in at.extras],
                               copy.deepcopy(at.likelihood).to(device), at.scale)
-        return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), at=moved)
+        return self._moved(device, dtype, at=moved)
 
     def basis(self, model: LinearizedModel) -> BlockBasis:
         """The eigenbases, for another fit.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,11 +53,7 @@ class SummedSpec(StructureSpec):
     def fit(self, model: LinearizedModel, source: Source) -> SummedStructure:
         """Read outputs and targets; the sums follow on first use."""
         self.check_memory(model)
-        found = SummedStructure(self, source, read_points(model, source))
-        if model.displacement is None:
-            return found
-        moved = replace(found.points, f=found.points.f + found.jvp(model, model.displacement))
-        return replace(found, points=moved)
+        return SummedStructure(self, source, read_points(model, source)).displaced(model)
 
     def check_memory(self, model: LinearizedModel) -> None:
         """Raise MemoryBudgetError if what the fit stores does not fit in memory; called before anything is read."""
@@ -193,8 +189,5 @@ class SummedStructure(StreamedStructure):
         """The structure on another device, with another dtype."""
         sums, likelihood = self.at.sums, self.at.likelihood
         moved = None if sums is None else {name: total.to(device, dtype) for name, total in sums.items()}
-        return replace(
-            self, data=self.data.on(device), points=self.points.to(device, dtype),
-            base=None if self.base is None else self.base.to(device, dtype),
-            at=_AtLikelihood(moved, None if likelihood is None else copy.deepcopy(likelihood).to(device)),
-        )
+        at = _AtLikelihood(moved, None if likelihood is None else copy.deepcopy(likelihood).to(device))
+        return self._moved(device, dtype, at=at)
