@@ -205,7 +205,7 @@ def test_a_prior_that_one_structure_does_not_support() -> None:
     [
         (ntkl.NumericalError("a factor", "none", "Stop."), "failed: expected a factor; got none. Stop."),
         (MemoryError(), "failed: out of memory (MemoryError)"),
-        (torch.OutOfMemoryError("CUDA out of memory.\nmore"), "failed: out of memory (CUDA out of memory.)"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nmore"), "failed: out of memory (CUDA out of memory)"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
          "failed: out of memory (DefaultCPUAllocator: can't allocate memory: you tried)"),
         (ntkl.NonFiniteError("finite inputs", "NaN", "Look."), "failed: expected finite inputs; got NaN. Look."),

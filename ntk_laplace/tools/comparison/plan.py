@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import html
-import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +30,10 @@ from ntk_laplace.structures import Auto, LinearizedModel, Settings, StructureSpe
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.tools.comparison.compare import in_words, labels_of
-from ntk_laplace.tools.comparison.table import aligned
+from ntk_laplace.tools.comparison.rows import Rows, aligned
 
 if TYPE_CHECKING:
-    import pandas
+    pass
 
 __all__ = ["Plan", "StructurePlan", "duration", "plan"]
 
@@ -77,7 +76,7 @@ class StructurePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Rows[StructurePlan]):
     """Memory and time of a fit with each structure; print it for a table.
 
     In the table, "tight" is a fit that is not refused, and whose peak with all buffers is above the memory.
@@ -95,7 +94,7 @@ class Plan:
         A description of likelihood, prior and curvature.
     """
 
-    rows: tuple[StructurePlan, ...]
+    _row = StructurePlan
     memory: int
     device: str
     processes: int
@@ -103,24 +102,6 @@ class Plan:
     num_outputs: int
     num_parameters: int
     model: str
-
-    def __getitem__(self, structure: str) -> StructurePlan:
-        """The row of a structure, by its label."""
-        for row in self.rows:
-            if row.structure == structure:
-                return row
-        raise KeyError(f"no structure {structure!r} among {', '.join(row.structure for row in self.rows)}")
-
-    def to_dataframe(self) -> pandas.DataFrame:
-        """One line per structure, one column per attribute of `StructurePlan`."""
-        import pandas
-
-        names = [entry.name for entry in fields(StructurePlan)]
-        return pandas.DataFrame.from_records([asdict(row) for row in self.rows], columns=names)
-
-    def to_json(self) -> str:
-        """All numbers, as a JSON object keyed by attribute name."""
-        return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
         """A table, and what the forecasts assume."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.tools.comparison.table import aligned
+from ntk_laplace.tools.comparison.rows import Rows, aligned
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.figure import Figure
 
 __all__ = ["BOUNDS", "CRITERIA", "SAMPLED", "ModelComparison", "ModelScores"]
@@ -124,7 +123,7 @@ class ModelScores:
 
 
 @dataclass(frozen=True)
-class ModelComparison:
+class ModelComparison(Rows[ModelScores]):
     """Scores of several models of the same data; print it for a table.
 
     Attributes
@@ -139,17 +138,11 @@ class ModelComparison:
         Its method, "evidence", "average" or "none".
     """
 
-    rows: tuple[ModelScores, ...]
+    _row = ModelScores
+    _what = "model"
     num_examples: int
     m: int | None
     conditional: str
-
-    def __getitem__(self, name: str) -> ModelScores:
-        """The row of a model."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(f"no model {name!r} among {', '.join(row.name for row in self.rows)}")
 
     @property
     def vague(self) -> tuple[str, ...]:
@@ -186,13 +179,6 @@ class ModelComparison:
         if len(pairs) < 3 or any(len({pair[side] for pair in pairs}) == 1 for side in (0, 1)):
             return float("nan")  # rank correlation is undefined
         return float(spearmanr(*zip(*pairs, strict=True)).statistic)
-
-    def to_dataframe(self) -> pandas.DataFrame:
-        """One line per model, one column per attribute of `ModelScores`."""
-        import pandas
-
-        names = [entry.name for entry in fields(ModelScores)]
-        return pandas.DataFrame.from_records([asdict(row) for row in self.rows], columns=names)
 
     def to_json(self) -> str:
         """All numbers in full precision, and the rank correlations with the test log likelihood."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ntk_laplace.runtime.resources import format_bytes
+from ntk_laplace.tools.comparison.rows import Rows, aligned
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["EvidenceComparison", "StructureEvidence", "aligned"]
+__all__ = ["EvidenceComparison", "StructureEvidence"]
 
 
 _OPTIONAL = ("difference", "correction", "standard_error", "elbo", "elbo_error", "importance",
@@ -74,7 +73,7 @@ class StructureEvidence:
 
 
 @dataclass(frozen=True)
-class EvidenceComparison:
+class EvidenceComparison(Rows[StructureEvidence]):
     """Evidence of one network under several structures; print it for a table.
 
     Attributes
@@ -89,30 +88,12 @@ class EvidenceComparison:
         A description of likelihood, prior and curvature.
     """
 
-    rows: tuple[StructureEvidence, ...]
+    _row = StructureEvidence
     exact: str | None
     num_examples: int | None
     num_outputs: int | None
     num_parameters: int
     model: str
-
-    def __getitem__(self, structure: str) -> StructureEvidence:
-        """The row of a structure, by its label."""
-        for row in self.rows:
-            if row.structure == structure:
-                return row
-        raise KeyError(f"no structure {structure!r} among {', '.join(row.structure for row in self.rows)}")
-
-    def to_dataframe(self) -> pandas.DataFrame:
-        """One line per structure, one column per attribute of `StructureEvidence`."""
-        import pandas
-
-        names = [entry.name for entry in fields(StructureEvidence)]
-        return pandas.DataFrame.from_records([asdict(row) for row in self.rows], columns=names)
-
-    def to_json(self) -> str:
-        """All numbers in full precision, as a JSON object keyed by attribute name."""
-        return json.dumps(asdict(self), indent=2)
 
     def plot(self) -> Figure:
         """Evidence, time and memory side by side, one row per structure."""
@@ -142,15 +123,6 @@ class EvidenceComparison:
     def _lines(self) -> list[str]:
         columns = [_labels(self.rows), *(column for column in _columns(self.rows, self.exact) if column is not None)]
         return aligned(columns)
-
-
-def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table from its columns, headings first; the first column is left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in columns]
-    rows = list(zip(*columns, strict=True))
-    rows.insert(1, tuple("-" * width for width in widths))
-    first, *others = widths
-    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
 
 
 def _labels(rows: Sequence[StructureEvidence]) -> list[str]:
