@@ -2,6 +2,7 @@
 
 import sys
 from importlib.util import find_spec as _find
+from inspect import isroutine
 from pathlib import Path
 
 import ntk_laplace
@@ -33,7 +34,10 @@ autosummary_generate = True
 autodoc_typehints = "signature"
 autodoc_mock_imports = [package for package in ("botorch", "lightning", "transformers") if not _find(package)]
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True}
+# classes whose members the pages of their subclasses leave out
+_DOCUMENTED = ["object", "Exception", "ImportError", "OSError", "EvidenceEstimate", "Likelihood", "StructureSpec",
+               "StructuredSpec", "SketchSpec"]
+autodoc_default_options = {"members": True, "inherited-members": ",".join(_DOCUMENTED)}
 napoleon_google_docstring = False
 napoleon_numpy_docstring = True
 napoleon_use_rtype = False
@@ -52,9 +56,13 @@ _AS_POSTERIOR = ("LaplaceModel.num_outputs", "LaplaceEnsemble.num_outputs", "Lap
 
 
 def _of_host_libraries(app, what, name, member, skip, options):
-    """Leave out scikit-learn's own methods of estimators, whose docstrings refer to its pages, and BoTorch's m."""
-    if getattr(getattr(member, "fget", None), "__qualname__", "") in _AS_POSTERIOR:
+    """Leave out what torch, scikit-learn and BoTorch define, whose docstrings refer to their pages, and BoTorch's m."""
+    own = next((getattr(member, part) for part in ("fget", "func", "__func__") if hasattr(member, part)), member)
+    if getattr(own, "__qualname__", "") in _AS_POSTERIOR:
         return True  # other pages refer to those of `Posterior`
+    where = getattr(own, "__module__", None) or getattr(getattr(own, "__objclass__", own), "__module__", None)
+    if what in ("class", "exception") and isroutine(own) and not (where or "").startswith("ntk_laplace"):
+        return True
     return True if (name.startswith("set_") and name.endswith("_request")) or name == "get_metadata_routing" else None
 
 

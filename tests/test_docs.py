@@ -152,3 +152,6 @@ def test_the_docs_build_without_warnings(tmp_path: Path) -> None:
         app.build()
     assert app.statuscode == 0 and said.getvalue() == "", said.getvalue()[-4000:]
     assert len(list(built.rglob("*.html"))) > len(PAGES) and (built / "index.html").exists()
+    for name, inherited in (("Explanation", "to_dataframe"), ("LaplaceRegressor", "explain"), ("Plan", "to_json")):
+        page = (built / f"api/ntk_laplace.{name}.html").read_text()
+        assert f'id="ntk_laplace.{name}.{inherited}"' in page and f"{name}.register_forward_hook" not in page, name
