@@ -148,5 +148,5 @@ def kill_one(folder: Path, structure: str, n: int, seconds: float, ranks: int = 
 def done(folder: Path) -> str:
     """The pass of each file that is left, and how many examples of it are done."""
     records = [torch.load(path, weights_only=True)["accumulation"] for path in sorted(folder.glob("fit.pt*"))
-               if not path.name.endswith(".block")]
+               if not path.name.endswith(".part")]
     return " and ".join(f"{record['stage']} {len(record['done'])}" for record in records)

@@ -32,7 +32,7 @@ class CachedRows:
 
     def __init__(self, network: Network, form: InputFormat, dtype: torch.dtype) -> None:
         self.network, self.form, self.dtype = network, form, dtype
-        self._factors = JacobianPass(network, dtype)
+        self._jacobian_pass = JacobianPass(network, dtype)
         self._kept: list[tuple[Tensor, Jacobian]] = []
 
     @property
@@ -48,7 +48,7 @@ class CachedRows:
                 self._kept.append(self._kept.pop(place))
                 return rows
         own = x.detach().clone()  # the Jacobian keeps its inputs, and x may change in place later
-        rows = self._factors.rows(self.form.restore(own, self.network))
+        rows = self._jacobian_pass.rows(self.form.restore(own, self.network))
         self._kept = [*self._kept[1 - tuning.GP_CACHED_INPUTS :], (own, rows)]
         return rows
 

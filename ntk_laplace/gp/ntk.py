@@ -46,8 +46,8 @@ def empirical_ntk(
     """
     frozen = Network(network, parameters, output)
     prior = GaussianPrior.of(prior).bind(frozen.shapes)
-    factors = JacobianPass(frozen, frozen.dtype if dtype is None else dtype)
-    left = factors.rows(to_device(as_tensors(x1), frozen.device, frozen.input_dtype))
-    right = None if x2 is None else factors.rows(to_device(as_tensors(x2), frozen.device, frozen.input_dtype))
+    jacobian_pass = JacobianPass(frozen, frozen.dtype if dtype is None else dtype)
+    left = jacobian_pass.rows(to_device(as_tensors(x1), frozen.device, frozen.input_dtype))
+    right = None if x2 is None else jacobian_pass.rows(to_device(as_tensors(x2), frozen.device, frozen.input_dtype))
     with outside_autocast():
         return gram(left, right, prior_variances(prior, frozen.shapes))

@@ -2,7 +2,7 @@
 
 from ntk_laplace.jacobian.blocks import Block, Dense, LayerRows, Lookup, Outer
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums, Products
-from ntk_laplace.jacobian.jacobian import Jacobian
+from ntk_laplace.jacobian.jacobian import Jacobian, grouped
 from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
 from ntk_laplace.jacobian.rules import Extractor, Use, register_rule
 
@@ -22,5 +22,6 @@ __all__ = [
     "Products",
     "RootFunction",
     "Use",
+    "grouped",
     "register_rule",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, summed, written_out
 
-__all__ = ["Jacobian"]
+__all__ = ["Jacobian", "grouped"]
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,17 @@ class Jacobian:
     def vjp(self, cotangent: Tensor, shapes: Mapping[str, torch.Size]) -> Tensor:
         """Jᵀ c for cotangents c (N, K), flat (P,), in the order of `shapes`."""
         total = summed(block.vjp(cotangent.T) for block in self.blocks)
-        return torch.cat([total[n] if n in total else self.f.new_zeros(s.numel()) for n, s in shapes.items()])
+        return torch.cat(self._all_of(total, shapes))
+
+    def _all_of(self, total: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], *lead: int) -> list[Tensor]:
+        """The entries (*lead, p) of every parameter; zero for one that is in no block."""
+        return [total[name] if name in total else self.f.new_zeros(*lead, shape.numel())
+                for name, shape in shapes.items()]
 
     def dense(self, shapes: Mapping[str, torch.Size]) -> Tensor:
         """The rows written out, (K, N, P), parameters in the order of `shapes`."""
         total = written_out(self.blocks)
-        k, n = self.num_cotangents, self.num_examples
-        rows = [total[m] if m in total else self.f.new_zeros(k, n, s.numel()) for m, s in shapes.items()]
-        return torch.cat(rows, -1)
+        return torch.cat(self._all_of(total, shapes, self.num_cotangents, self.num_examples), -1)
 
     def products(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """J v for m parameter vectors v, flat (m, p) by name: (K, N, m)."""
@@ -90,8 +93,7 @@ class Jacobian:
     def transposed_products(self, cotangents: Tensor, shapes: Mapping[str, torch.Size]) -> Tensor:
         """Jᵀ c for m cotangents c (K, N, m): flat (m, P), in the order of `shapes`."""
         total, count = summed(block.pull(cotangents) for block in self.blocks), cotangents.shape[2]
-        flat = [total[n] if n in total else self.f.new_zeros(count, s.numel()) for n, s in shapes.items()]
-        return torch.cat(flat, 1)
+        return torch.cat(self._all_of(total, shapes, count), 1)
 
     @staticmethod
     def concatenate(parts: Sequence[Jacobian]) -> Jacobian:
@@ -108,9 +110,9 @@ class Jacobian:
 
     def densified(self, sizes: dict[str, int]) -> Jacobian:
         """Write out the rows of every parameter in `sizes`; a parameter in no block has zero rows."""
-        total, (k, n) = written_out(self.blocks), (self.num_cotangents, self.num_examples)
-        rows = {name: total[name] if name in total else self.f.new_zeros(k, n, p) for name, p in sizes.items()}
-        return replace(self, blocks=(Dense.cat([Dense.of(name, own) for name, own in rows.items()]),))
+        shapes = {name: torch.Size([size]) for name, size in sizes.items()}
+        rows = self._all_of(written_out(self.blocks), shapes, self.num_cotangents, self.num_examples)
+        return replace(self, blocks=(Dense.cat([Dense.of(*own) for own in zip(sizes, rows, strict=True)]),))
 
     def record(self) -> dict[str, Any]:
         """Plain containers of tensors: each block as its fields and the name of its type. The keys are of version 1."""
@@ -136,3 +138,15 @@ def _block(kind: str, **values: Any) -> Block:
     if kind == "Dense":  # one parameter, with the cotangents first
         return Dense.of(values["weight"], values["rows"])
     return {"Outer": Outer, "Lookup": Lookup}[kind](**values)
+
+
+def grouped(chunks: Iterable[Jacobian], size: Callable[[Jacobian], int], most: int) -> Iterator[Jacobian]:
+    """Consecutive chunks as one while the sum of their sizes is at most `most`; a larger chunk is alone."""
+    group: list[Jacobian] = []
+    for rows in chunks:
+        group.append(rows)
+        if sum(map(size, group)) + size(rows) > most:  # the next is about as large
+            yield Jacobian.concatenate(group)
+            group.clear()
+    if group:
+        yield Jacobian.concatenate(group)

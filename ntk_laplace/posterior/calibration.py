@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, require_choice, require_flags, warn
 from ntk_laplace.model.calibration import Calibration
-from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior.calibrate import LeftOut, PredictiveFit, densities, fit_calibration, mean_log_density
 from ntk_laplace.posterior.explain import Reliability, leave_one_out, leave_some_out
@@ -158,8 +157,8 @@ class CalibrationVerbs(PredictionVerbs):
 
     def _held_out(self, data: Any) -> LeftOut:
         """Moments of held-out points, in one pass over them."""
-        network, likelihood = self.network, self.likelihood.for_new_points()
-        batches = Batches(data, self._fitted.settings.batch_size, network.device, network.input_dtype, network.targets)
+        likelihood = self.likelihood.for_new_points()
+        batches = self.network.batches(data, self._fitted.settings.batch_size)
         means, covariances, targets = [], [], []
         for x, y in batches:
             mean, covariance = self.latent_moments(x, per_position=likelihood.positions is not None)
@@ -170,4 +169,4 @@ class CalibrationVerbs(PredictionVerbs):
         weights = batches.weights
         points = TrainingPoints(f, likelihood.targets(torch.cat(targets), *f.shape).to(f.device),
                                 None if weights is None else weights.to(f))
-        return LeftOut.of(points, likelihood, f, torch.cat(covariances), network.scalar)
+        return LeftOut.of(points, likelihood, f, torch.cat(covariances), self.network.scalar)

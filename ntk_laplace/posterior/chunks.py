@@ -64,7 +64,7 @@ class Chunks:
 
         The caller should delete the rows of a chunk before it requests the next; otherwise two are in memory.
         """
-        model, factors = self._model, self._model.jacobian_pass
+        model, jacobian_pass = self._model, self._model.jacobian_pass
         step, seen = self._chosen, 0
         for x in shown(model, self._read(), "predictions", self.length, num_examples):
             n, start = num_examples(x), 0
@@ -74,7 +74,7 @@ class Chunks:
                 left = n - start
                 size = -(-left // -(-left // step))  # even chunks: the allocator reuses the memory
                 part = x if size == n else take(x, slice(start, start + size))
-                rows = factors.rows(part, batch_size=self._chosen, offset=seen + start)
+                rows = jacobian_pass.rows(part, batch_size=self._chosen, offset=seen + start)
                 start += rows.num_examples
                 if self._chosen is None:
                     step = self._fitting(rows.nbytes // rows.num_examples, each)
@@ -85,10 +85,10 @@ class Chunks:
 
     def _first(self, x: Inputs, each: int) -> int:
         """Examples of the first chunk, assuming dense rows: the size of a row is not known yet."""
-        factors, network = self._model.jacobian_pass, self._model.network
-        written_out = network.num_parameters * network.num_outputs * factors.dtype.itemsize
+        jacobian_pass, network = self._model.jacobian_pass, self._model.network
+        written_out = network.num_parameters * network.num_outputs * jacobian_pass.dtype.itemsize
         fitting = self._fitting(written_out, each, tuning.FEWEST_CHUNK_EXAMPLES)
-        return min(fitting, factors.examples_at_once(x))
+        return min(fitting, jacobian_pass.examples_at_once(x))
 
     def _fitting(self, size: int, each: int, fewest: int = 1) -> int:
         """Examples that fit, if each takes `size` bytes of rows and `each` bytes of results."""

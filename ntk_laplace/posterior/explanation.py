@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, require_flags, warn
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, grouped
 from ntk_laplace.model.data import InputData, fill_buffer
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.explain import (
@@ -77,8 +78,7 @@ class ExplanationVerbs(Fitted):
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(k, output, by, y)
         if self._fitted.structure.spec.keeps_jacobian:
             return joined(self._explained(chunks, request), chunks.length or 0)
-        groups = _grouped(chunks.rows(), batch_size)
-        return joined(rank(self._fitted, groups, request), chunks.length or 0)
+        return joined(rank(self._fitted, _merged(chunks, batch_size), request), chunks.length or 0)
 
     def removal_effects(
         self, x: InputData, output: Output = None, *, by: str = "output", y: Any = None,
@@ -161,7 +161,7 @@ class ExplanationVerbs(Fitted):
         """Effects of all training points, (n, N), chunk by chunk of the inputs."""
         if self._fitted.structure.spec.keeps_jacobian:
             return (one.effect for one in self._explained(chunks, request))
-        return effects(self._fitted, _grouped(chunks.rows(), batch_size), request)
+        return effects(self._fitted, _merged(chunks, batch_size), request)
 
     def _left_out(self) -> LeaveOneOut:
         return leave_one_out(self._fitted)
@@ -179,13 +179,6 @@ class ExplanationVerbs(Fitted):
         return explain(self._fitted, chunks.rows(bytes_of_each(self._fitted)), request)
 
 
-def _grouped(chunks: Iterable[Jacobian], batch_size: int | None) -> Iterator[Jacobian]:
-    """Group chunks for a pass over the training data: up to 512 MiB of rows, or each alone if `batch_size` is given."""
-    group: list[Jacobian] = []
-    for rows in chunks:
-        group.append(rows)
-        if batch_size is not None or sum(one.nbytes for one in group) + rows.nbytes > tuning.EXPLAINED_BYTES:
-            yield Jacobian.concatenate(group)
-            group.clear()
-    if group:
-        yield Jacobian.concatenate(group)
+def _merged(chunks: Chunks, batch_size: int | None) -> Iterator[Jacobian]:
+    """Chunks for a pass over the training data: up to 512 MiB of rows, or each alone if `batch_size` is given."""
+    return grouped(chunks.rows(), attrgetter("nbytes"), tuning.EXPLAINED_BYTES if batch_size is None else 0)

@@ -13,7 +13,7 @@ from ntk_laplace.curvature import CurvatureType, ParameterBlock, PosteriorPrecis
 from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_flags
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import Calibration
-from ntk_laplace.model.data import Batches, InputData
+from ntk_laplace.model.data import InputData
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
@@ -277,11 +277,10 @@ class Fitted:
         data : DataLoader, Dataset, (X, y), or a mapping
             As for `laplace`.
         """
-        network, model, structure = self.network, self._fitted.model, self._fitted.structure
+        model, structure = self._fitted.model, self._fitted.structure
         require_noise_of_new_points(model.likelihood)
         settings = model.settings
-        batches = settings.own(
-            Batches(data, settings.batch_size, network.device, network.input_dtype, network.targets))
+        batches = settings.own(self.network.batches(data, settings.batch_size))
         with torch.inference_mode(False):
             new = structure.refit_on(model, batches)
             return self._derived(self._fitted.derived(structure.merged(model, new)))

@@ -115,7 +115,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         prior = _divided(model, groups) if evidence_steps and groups is not None else model.prior
         model = replace(model, prior=prior, settings=settings)
         network = model.network
-        batches = Batches(data, settings.batch_size, network.device, network.input_dtype, network.targets)
+        batches = network.batches(data, settings.batch_size)
         held = Held(batches)
         if held.num_examples != self.num_examples:
             raise DataError(f"the {self.num_examples:,} training examples of the fit", f"{held.num_examples:,}",
@@ -127,8 +127,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
                 own = self._derived(_fit_at(model, self._fitted, batches)())
                 own.fit_hyperparameters(steps=evidence_steps)
                 model = own.fitted.model
-            network = model.network.at(model.network.theta)
-            model = replace(model, network=network, jacobian_pass=model.jacobian_pass.on(network, self.dtype))
+            model = model.at_weights(model.network.theta)
+            network = model.network
             fit = _fit_at(model, self._fitted, batches)
             objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, self.num_outputs,
                                   held.sum_of_weights)

@@ -210,13 +210,12 @@ def risk_bound(
     betas = _betas(beta, kind)
     with torch.inference_mode(False), torch.no_grad(), outside_autocast():
         own = posterior if prior_posterior is None else prior_posterior
-        likelihood, network = own.likelihood.for_new_points(), posterior.network
+        likelihood = own.likelihood.for_new_points()
         bounded = bounded_loss(loss, bounds, p_min, likelihood, posterior.num_outputs)
         if kind == "germain" and bounded.name != "log":
             raise UnsupportedError('loss="log" for kind="germain", which bounds -log p(y given θ)',
                                    f"loss={bounded.name!r}", 'Use kind="catoni", or "seeger".')
-        points = _Points(Batches(data, posterior.fitted.settings.batch_size, network.device, network.input_dtype,
-                                 network.targets), posterior)
+        points = _Points(posterior.network.batches(data, posterior.fitted.settings.batch_size), posterior)
         targets = points.targets_of(likelihood)
         kl, repeated = require_valid(posterior, prior_posterior, points.parts, targets, model, bounded.by_probability)
         risk = _gibbs_risk(posterior, points.parts, targets, bounded, model, draws, generator)

@@ -130,8 +130,7 @@ def restored_model(
                             refitted=saved.get("refitted", False))
     batches = None
     if data is not None:
-        batches = settings.own(
-            Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets))
+        batches = settings.own(frozen.batches(data, settings.batch_size))
     points = _points(saved, model, batches)
     structure = spec.restored(model, Saved(saved["state"], points, kept_or_missing(batches)))
     if model.refitted:

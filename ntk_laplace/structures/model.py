@@ -202,6 +202,11 @@ class LinearizedModel:
         with torch.no_grad():
             return prior.flat_precision().to(theta) * (theta - prior.flat_mean().to(theta)) - backprojected
 
+    def at_weights(self, theta: Tensor) -> LinearizedModel:
+        """The model with a copy of the network at other weights (P,)."""
+        network = self.network.at(theta)
+        return replace(self, network=network, jacobian_pass=self.jacobian_pass.on(network, self.jacobian_pass.dtype))
+
     def at(self, index: Tensor) -> LinearizedModel:
         """The model restricted to some training points: noise per point is restricted to them."""
         with torch.no_grad():  # a slice of a parameter must not keep its graph

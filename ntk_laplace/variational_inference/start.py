@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from numbers import Real
 
 import torch
-from torch import Tensor
 
 from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number
 from ntk_laplace.model.data import Batches
@@ -17,7 +15,7 @@ from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.structures import FittedModel, LinearizedModel, StructureSpec
 
-__all__ = ["Start", "checked_start", "moved", "optimum", "require_same_network"]
+__all__ = ["Start", "checked_start", "optimum", "require_same_network"]
 
 Start = str | float | Posterior
 """``start=`` of ntk_laplace.variational."""
@@ -45,12 +43,6 @@ def checked_start(start: object) -> float | Posterior | None:
         raise UnsupportedError('start="map", a Posterior of this network, or a precision', repr(start)[:80],
                                'Use start="map".')
     return None
-
-
-def moved(model: LinearizedModel, theta: Tensor) -> LinearizedModel:
-    """The model with the network at other weights (P,), in a copy."""
-    network = model.network.at(theta)
-    return replace(model, network=network, jacobian_pass=model.jacobian_pass.on(network, model.jacobian_pass.dtype))
 
 
 def require_same_network(posterior: Posterior, model: LinearizedModel) -> None:
@@ -81,14 +73,14 @@ def optimum(model: LinearizedModel, batches: Batches, spec: StructureSpec) -> Fi
         raise UnsupportedError('a likelihood that is the same for every example, for start="map"', "noise per point",
                                "Pass start=laplace(network, data, likelihood, prior) of a trained network, or a "
                                "precision such as start=10.0.")
-    model = moved(model, model.network.theta)
+    model = model.at_weights(model.network.theta)
     held, network = Held(batches), model.network
     objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, network.num_outputs,
                           held.sum_of_weights)
 
     def fit() -> FittedModel:
         # a copy: the fit keeps its weights while the objective's network moves on
-        return FittedModel.of(moved(model, network.theta), spec, batches)
+        return FittedModel.of(model.at_weights(network.theta), spec, batches)
 
     with torch.inference_mode(False), torch.enable_grad():
         return converged(objective, held, fit, _STEPS, MOST_DECREMENT, _AIM, model.settings.progress,

@@ -47,7 +47,7 @@ from ntk_laplace.variational_inference.representations import Representation, re
 from ntk_laplace.variational_inference.result import Callback, VariationalFit
 from ntk_laplace.variational_inference.run import Run, StepSizes
 from ntk_laplace.variational_inference.sites import AnchoredSites, AnchoredWeights
-from ntk_laplace.variational_inference.start import Start, checked_start, moved, optimum, require_same_network
+from ntk_laplace.variational_inference.start import Start, checked_start, optimum, require_same_network
 
 __all__ = ["variational"]
 
@@ -230,7 +230,7 @@ def variational(
             model, iteration = _anchored(model, batches, examples, form, method, given)
 
         def posterior(mean: Tensor, precision: PosteriorPrecision) -> FittedModel:
-            at = moved(model, mean) if relinearize else replace(model, displacement=mean - model.theta)
+            at = model.at_weights(mean) if relinearize else replace(model, displacement=mean - model.theta)
             return FittedModel.of(at, GivenGaussian(precision), batches)
 
         def bound(mean: Tensor, precision: PosteriorPrecision) -> tuple[float, float, float, float]:
@@ -261,7 +261,7 @@ def _relinearized(
         state = form.isotropic(model, examples, start)
     else:
         state = form.of(model, optimum(model, batches, form.spec) if start is None else start.fitted)
-        model = moved(model, state.mean)
+        model = model.at_weights(state.mean)
     return model, SampledIteration(model, examples, method, state, seed, form.most_rows)
 
 
@@ -288,7 +288,7 @@ def _anchored(
     if start is None:
         fitted = optimum(model, batches, form.spec)
     else:
-        fitted = FittedModel.of(moved(model, theta), form.spec, batches)
+        fitted = FittedModel.of(model.at_weights(theta), form.spec, batches)
     kind = AnchoredSites if form.spec.keeps_jacobian else AnchoredWeights
     return fitted.model, kind(fitted, start if isinstance(start, float) else None, method.points)
 
@@ -388,7 +388,7 @@ def _laplace(
     model: LinearizedModel, batches: Batches, mean: Tensor, spec: StructureSpec, given: FittedModel, reason: str
 ) -> tuple[FittedModel, str]:
     """The Laplace posterior at μ, if that is an optimum of the log joint; else q with a warning."""
-    fitted = FittedModel.of(moved(model, mean), spec, batches)
+    fitted = FittedModel.of(model.at_weights(mean), spec, batches)
     decrement = newton_decrement(fitted)
     if decrement <= MOST_DECREMENT:
         return fitted, f"{reason}, at an optimum of the log joint: the Laplace posterior"

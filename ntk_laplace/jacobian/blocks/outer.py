@@ -82,16 +82,16 @@ class Outer(Factored):
         return found if self.bias is None else found | {self.bias: self.b.shape[2] * self.b.shape[4]}
 
     def dense(self) -> dict[str, Tensor]:
-        b = self.full_b()
-        rows = _position_product(b, self.a)
-        if self.index is not None:
-            whole = rows.new_zeros(*rows.shape[:2], self.size)
-            whole[..., self.index] = rows
-            rows = whole
-        found = {self.weight: rows}
-        if self.bias is not None:
-            found[self.bias] = self.sums()
-        return found
+        found = {self.weight: self._in_place(_position_product(self.full_b(), self.a))}
+        return found if self.bias is None else found | {self.bias: self.sums()}
+
+    def _in_place(self, entries: Tensor) -> Tensor:
+        """Entries (..., G o i) at their places in the weight, (..., size)."""
+        if self.index is None:
+            return entries
+        whole = entries.new_zeros(*entries.shape[:-1], self.size)
+        whole[..., self.index] = entries
+        return whole
 
     def columns(self, sample: slice) -> Tensor:
         """Rows of the weight for some columns of the layer inputs, in the order of the block, (K, N, G*o*i)."""
@@ -134,15 +134,8 @@ class Outer(Factored):
             backward = (cotangent.T @ self.b[:, 0].flatten(1)).view(-1, *self.b.shape[2:])
         else:
             backward = over_cotangents(cotangent, self.b)
-        flat = _summed_product(backward, self.a).flatten()
-        if self.index is not None:
-            whole = flat.new_zeros(self.size)
-            whole[self.index] = flat
-            flat = whole
-        found = {self.weight: flat}
-        if self.bias is not None:
-            found[self.bias] = backward.sum((0, 2)).flatten()
-        return found
+        found = {self.weight: self._in_place(_summed_product(backward, self.a).flatten())}
+        return found if self.bias is None else found | {self.bias: backward.sum((0, 2)).flatten()}
 
     def push(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """bᵀ(V a + v) for m vectors: per group one product with the inputs, and one with the output gradients."""
@@ -182,10 +175,7 @@ class Outer(Factored):
                     backward = backward.unflatten(2, (t, o)).transpose(1, 2).flatten(0, 1)  # (n T, m, o)
                     biases[:, g] += backward.sum(0)
                     own[:, g] += (backward.flatten(1).T @ self.a[part, g].flatten(0, 1)).view(own[:, g].shape)
-        found = {self.weight: weights.flatten(1)}
-        if self.index is not None:
-            found[self.weight] = b.new_zeros(count, self.size)
-            found[self.weight][:, self.index] = weights.flatten(1)
+        found = {self.weight: self._in_place(weights.flatten(1))}
         return found if self.bias is None else found | {self.bias: sums.flatten(1)}
 
     def _factors_are_cheaper(self, count: int) -> bool:

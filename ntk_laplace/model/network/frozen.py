@@ -12,6 +12,7 @@ from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, first_line, is_choice
 from ntk_laplace.model.data import (
+    Batches,
     InputDtype,
     Inputs,
     check_finite,
@@ -197,6 +198,10 @@ class Network:
         moved.module.to(device)
         moved.device = next(iter(moved._parameters.values())).device
         return moved
+
+    def batches(self, data: Any, batch_size: int | None = None) -> Batches:
+        """Data as batches for this network: on its device, in its type of inputs, with its key of targets."""
+        return Batches(data, batch_size, self.device, self.input_dtype, self.targets)
 
     def at(self, theta: Tensor) -> Network:
         """A copy whose chosen parameters have the values (P,)."""

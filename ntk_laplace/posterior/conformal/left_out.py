@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ntk_laplace.curvature.posterior_precision import require_finite
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, grouped
 from ntk_laplace.posterior.explain import bytes_of_each
 from ntk_laplace.posterior.explain.algebra import SingleRemovals, removal_terms
 from ntk_laplace.runtime import tuning
@@ -49,7 +50,8 @@ class WithoutEach:
 
         Without stored rows, each tile is a pass over the training data, which chunks share as memory allows.
         """
-        for test in chunks if self._stored else self._grouped(chunks):
+        most = max(1, tuning.EXPLAINED_BYTES // self.bytes_of_each)
+        for test in chunks if self._stored else grouped(chunks, attrgetter("num_examples"), most):
             with torch.no_grad():
                 moved, widened = self._removals.effects(test) if self._removals else self._from_data(test)
                 own = require_finite(self._fitted.precision.variances_of_outputs(test))
@@ -83,15 +85,3 @@ class WithoutEach:
                 widened[:, here, output] = seen[1:].square().sum(0).T
             start = here.stop
         return moved, widened
-
-    def _grouped(self, chunks: Iterable[Jacobian]) -> Iterator[Jacobian]:
-        """Chunks concatenated while their tiles fit in memory."""
-        most = max(1, tuning.EXPLAINED_BYTES // self.bytes_of_each)
-        group: list[Jacobian] = []
-        for rows in chunks:
-            group.append(rows)
-            if sum(one.num_examples for one in group) + rows.num_examples > most:
-                yield Jacobian.concatenate(group)
-                group.clear()
-        if group:
-            yield Jacobian.concatenate(group)

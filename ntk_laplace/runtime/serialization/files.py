@@ -24,7 +24,7 @@ __all__ = ["FileFormat", "require_same", "require_writable", "write"]
 def write(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Save atomically: a reader never sees a partial file."""
     path = Path(path)
-    partial = path.with_name(path.name + ".block")
+    partial = path.with_name(path.name + ".part")
     if is_safetensors(path):
         write_record(record, partial)
     else:

@@ -172,8 +172,7 @@ def with_remaining(model: LinearizedModel, gradient: Tensor, points: TrainingPoi
 def fitted_at(model: LinearizedModel, structure: Structure, source: Source, points: TrainingPoints, theta: Tensor
               ) -> FittedModel:
     """The same structure, of a copy of the network at weights θ, fitted to points with their targets and weights."""
-    network = model.network.at(theta)
-    model = replace(model, network=network, jacobian_pass=model.jacobian_pass.on(network, model.jacobian_pass.dtype))
+    model = model.at_weights(theta)
     changed = Replaced.of(source, points.targets, points.counts, model.settings.reducer)
     assert model.training_gradient is not None
     model = with_remaining(model, model.training_gradient.value, points)

@@ -179,7 +179,7 @@ def _examine(
     A stream of unknown length is counted, to make sure that all structures read the same examples.
     """
     bound = copy.deepcopy(prior).bind(frozen.shapes)
-    batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
+    batches = frozen.batches(data, settings.batch_size)
     frozen.caller.positions = positions_of(likelihood, batches)
     with torch.inference_mode(False):
         probe(frozen, batches.first()[0])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_choice, warn
-from ntk_laplace.model.data import Batches
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import leave_one_out_score
 from ntk_laplace.posterior.scores import require_beginning
@@ -221,9 +220,8 @@ def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, floa
     """Test scores, by the names of `ModelScores`."""
     from ntk_laplace.metrics import held_out_scores  # importing scikit-learn sets warning filters
 
-    network = posterior.network
     parts, targets = [], []
-    batches = Batches(test, None, network.device, network.input_dtype, network.targets)
+    batches = posterior.network.batches(test)
     for x, y in batches:
         parts.append(posterior.predict(x, method=method))
         targets.append(y)
