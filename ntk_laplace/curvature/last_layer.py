@@ -42,10 +42,7 @@ __all__ = ["LastLayerPrecision", "last_layer"]
 def last_layer(rows: Jacobian, variances: Variances) -> Outer | None:
     """The rows of J as those of a last linear layer with one prior precision for each tensor; None if they are not."""
     block = rows.blocks[0] if len(rows.blocks) == 1 else None
-    if not (isinstance(block, Outer) and block.single and block.index is None):
-        return None
-    b = block.b[:, 0, 0, 0]
-    if not block.constant or b.shape != rows.f.shape[1:] * 2 or not torch.equal(b, torch.eye(len(b)).to(b)):
+    if not (isinstance(block, Outer) and block.reads_cotangents(rows.f.shape[1])):
         return None
     read = read_once({name: variances[name] for name in block.names})
     return block if all(isinstance(value, float) for value in read.values()) else None

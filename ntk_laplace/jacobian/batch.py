@@ -54,19 +54,29 @@ class Batch:
             return None
         return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:count].sort().values.to(self.out.device)
 
-    def disagreeing(self, blocks: Sequence[Block], whole: bool = False) -> tuple[str, ...]:
+    def disagreeing(
+        self, blocks: Sequence[Block], whole: bool = False, uncertain: bool = False
+    ) -> tuple[str, ...]:
         """Parameters whose randomly weighted rows do not sum to autograd's gradient of the batch.
 
         The check costs one more backward pass. Random weights reveal rows of the wrong example and mixed examples.
         In larger batches a random sample of examples is evaluated alone, which also reveals mixing. If the sample
-        fails, the check is repeated on the full batch; `whole` skips the sample.
+        fails, the check is repeated on the full batch.
+
+        Parameters
+        ----------
+        blocks : sequence of Block
+        whole : bool
+            Check the full batch in any case, and no sample.
+        uncertain : bool
+            Check the full batch after the sample.
 
         Raises
         ------
         NonFiniteError
             If rows are NaN or infinite, with the index of the example.
         """
-        if not whole and self.sample is not None and self.sample_agrees(blocks):
+        if not whole and self.sample is not None and self.sample_agrees(blocks) and not uncertain:
             self._require_finite(blocks)
             return ()
         wrong = self._sums_disagree(blocks, self.out, self.cotangents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +24,8 @@ _VIEWS = {
     "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "Unbind", "Alias", "Clone", "Narrow",
     "ToCopy",
 }
+# nodes that select or reorder entries by values, which differ from batch to batch
+_REORDERS = re.compile(r"(Index|Gather|Scatter|Masked(?!Fill)|Take|Put|Sort|Topk|Segment)")
 _SAVED: dict[type, tuple[str, ...]] = {}  # of each class of nodes that was asked for
 _DIGIT = 256  # positions are sent through a view in base 256, which is exact in every floating dtype
 
@@ -135,6 +138,10 @@ class Graph:
             for saved in chain.from_iterable(_saved(node, name) for name in _saved_names(node)):
                 sizes |= {storage: size for storage, size in _storage(saved) if storage not in counted}
         return sum(sizes.values())
+
+    def reorders(self) -> bool:
+        """Whether a node selects or reorders entries by values."""
+        return any(_REORDERS.match(node_kind(node)) for node in self.nodes)
 
     def signature(self) -> tuple:
         """Key of the graph: a plan made on one batch applies to batches with the same signature."""

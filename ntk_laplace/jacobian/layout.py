@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "find_layout", "shape_layout"]
+__all__ = ["Layout", "find_layouts", "shape_layout"]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _COARSE = 3e-2  # for 16-bit types
@@ -69,8 +69,8 @@ def shape_layout(shape: torch.Size, n: int, other: torch.Size, m: int) -> Layout
     return Layout(grown[0])
 
 
-def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor, precision: torch.dtype) -> Layout | None:
-    """Find the axis along which ``scaled = weights[example] * plain``; None if the tensor mixes examples.
+def find_layouts(plain: Tensor, scaled: Tensor, weights: Tensor, precision: torch.dtype) -> list[Layout]:
+    """Find the axes along which ``scaled = weights[example] * plain``; none if the tensor mixes examples.
 
     Parameters
     ----------
@@ -83,8 +83,9 @@ def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor, precision: torch
     """
     n = len(weights)
     size = float(scaled.abs().max()) if scaled.numel() else 0.0
+    found: list[Layout] = []
     if size == 0.0:
-        return None
+        return found
     tolerance = _TOLERANCE.get(precision, _COARSE) * size
     for dim, length in enumerate(plain.shape):
         if length % n or length == 0:
@@ -94,5 +95,5 @@ def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor, precision: torch
             shape = [1] * plain.ndim
             shape[dim] = length
             if float((scaled - plain * per_row.reshape(shape)).abs().max()) <= tolerance:
-                return Layout(dim, positions_first)
-    return None
+                found.append(Layout(dim, positions_first))
+    return found

@@ -12,14 +12,14 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, warn
+from ntk_laplace.errors import DataError, NetworkError, warn
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
 from ntk_laplace.jacobian.batch_size import Edge, batch_size, joined_nodes
 from ntk_laplace.jacobian.blocks import Block, Outer
 from ntk_laplace.jacobian.fallback import Fallback
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums, side_by_side
 from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
-from ntk_laplace.jacobian.graph import Graph, rows_dtype
+from ntk_laplace.jacobian.graph import Graph, node_kind, rows_dtype
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.jacobian.search import Search, make_plan
@@ -231,10 +231,29 @@ class JacobianPass:
 
     def _plan(self, graph: Graph, out: Tensor, x: Inputs, confirm: bool = False) -> Plan:
         signature = graph.signature()
+        if signature not in self._plans:
+            self._require_own(graph)
         if signature not in self._plans or confirm:
             search = Search(graph, out, self._parameters, self.network.precision, partial(self._another, x, len(out)))
             self._plans[signature] = make_plan(search, self.keep_factors, confirm)
         return self._plans[signature]
+
+    def _require_own(self, graph: Graph) -> None:
+        """Refuse a graph that leads to the caller's network, or that hides the parameters from autograd.
+
+        Raises
+        ------
+        NetworkError
+        """
+        name = self.network.read_from_caller(node.variable for node in graph.nodes if hasattr(node, "variable"))
+        if name is not None:
+            raise NetworkError("a network whose copy reads its own parameters",
+                               f"one that reads {name!r} of the network that was passed, through a function on it",
+                               "Make that function a method of the module: a copy keeps what a lambda, a wrapper or a "
+                               "hook refers to.")
+        if any(node_kind(node) == "CheckpointFunctionBackward" for node in graph.nodes):
+            raise NetworkError("a network that autograd can follow", "a reentrant checkpoint",
+                               "Pass use_reentrant=False to torch.utils.checkpoint.")
 
     def _another(self, x: Inputs, n: int) -> tuple[Graph, int]:
         """Graph of m examples of `x`, and m, which differs from n."""
@@ -286,26 +305,27 @@ class JacobianPass:
     ) -> Jacobian:
         """The sums of a last layer, from its rows of J and the output curvature in closed form."""
         rows = self._batch(x, None, offset, NO_FUSED_LAYERS, theta)
-        form = root.form(rows.f, part)
-        sums = [FusedSums.of_last_layer(block, form, fused_layers.squared) for block in rows.blocks
-                if isinstance(block, Outer)]
-        return replace(rows, blocks=tuple(cast("list[Block]", sums)))
+        block = rows.blocks[0] if len(rows.blocks) == 1 else None
+        if not (isinstance(block, Outer) and block.reads_cotangents(rows.f.shape[1])):
+            # in this batch an example's outputs are not those of the layer, unlike in the examples of the plan
+            return self._batch(x, partial(root, part=part), offset, fused_layers, theta)
+        sums = FusedSums.of_last_layer(block, root.form(rows.f, part), fused_layers.squared)
+        return replace(rows, blocks=(cast(Block, sums),))
 
     def _blocks(self, batch: Batch, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> list[Block]:
         graph = Graph(batch.out, self._parameters)
         if len(batch.out) == 1 and graph.signature() not in self._plans:
-            # a single example does not reveal the example axis of a tensor: use it twice
-            twice = take(batch.x, torch.zeros(2, dtype=torch.long))
-            out, cotangents = self.network.evaluate(twice), batch.cotangents.expand(-1, 2, -1)
-            return [block.subset(slice(0, 1)) for block in self._blocks(replace(batch, x=twice, out=out,
-                                                                                cotangents=cotangents))]
+            return self._blocks_of_one(batch)
         plan = self._plan(graph, batch.out, batch.x)
-        if batch.sample is not None and any(use.plain and use.name in fused_layers.weights for use in plan.uses):
+        fusing = any(use.plain and use.name in fused_layers.weights for use in plan.uses)
+        if batch.sample is not None and fusing and not plan.uncertain:
             blocks = self._planned_blocks(batch, graph, plan, FusedAccumulation(fused_layers, batch.sample, self.dtype))
             if batch.sample_agrees(blocks) and all_finite(blocks):
                 return blocks  # else repeat without fusion
         blocks = self._planned_blocks(batch, graph, plan)
-        wrong = batch.disagreeing(blocks)
+        wrong = batch.disagreeing(blocks, uncertain=plan.uncertain)
+        if wrong and len(batch.out) == 1:
+            return self._blocks_of_one(batch)
         if wrong:
             # a rule fails, or the few examples of the probe did not reveal the example axes: plan on this batch
             blocks = self._planned_blocks(batch, graph, self._plan(graph, batch.out, batch.x, confirm=True))
@@ -320,25 +340,38 @@ class JacobianPass:
             raise mixed(f"gradients of {', '.join(wrong[:3])} over the batch that differ from the examples' own")
         return blocks
 
+    def _blocks_of_one(self, batch: Batch) -> list[Block]:
+        """Blocks of a single example, which does not reveal the example axis of a tensor: it is used twice."""
+        twice = take(batch.x, torch.zeros(2, dtype=torch.long))
+        out, cotangents = self.network.evaluate(twice), batch.cotangents.expand(-1, 2, -1)
+        both = self._blocks(replace(batch, x=twice, out=out, cotangents=cotangents))
+        return [block.subset(slice(0, 1)) for block in both]
+
     def _planned_blocks(
         self, batch: Batch, graph: Graph, plan: Plan, accumulation: FusedAccumulation | None = None
     ) -> list[Block]:
-        gradients = self._gradients(batch, graph, plan, accumulation)
-        wrong = plan.contradicted(gradients)
-        if wrong:  # a gradient that was zero is not zero in this batch, which reveals the example axis
+        n = len(batch.out)
+        gradients, wrong = self._gradients(batch, graph, plan, accumulation)
+        if wrong and n == 1:
+            return self._blocks_of_one(batch)
+        if wrong:  # this batch reveals what the plan did not know
             plan = self._plan(graph, batch.out, batch.x, confirm=True)
-            gradients = self._gradients(batch, graph, plan, accumulation)
-            wrong = plan.contradicted(gradients)
+            gradients, wrong = self._gradients(batch, graph, plan, accumulation)
         if wrong:
             plan = plan.without(wrong)
-            gradients = self._gradients(batch, graph, plan, accumulation)
+            gradients, _ = self._gradients(batch, graph, plan, accumulation)
         blocks = plan.blocks(gradients)
         own = self._fallback(plan.unmatched).rows(batch.x, batch.cotangents) if plan.unmatched else []
         return compacted(chain(blocks, own), self.keep_factors)
 
-    def _gradients(self, batch: Batch, graph: Graph, plan: Plan, accumulation: FusedAccumulation | None) -> Gradients:
-        extractions = plan.extractions(graph, len(batch.out), accumulation)
-        return Gradients(graph, extractions, batch.cotangents, self.keep_factors, accumulation).collect(batch.out)
+    def _gradients(
+        self, batch: Batch, graph: Graph, plan: Plan, accumulation: FusedAccumulation | None
+    ) -> tuple[Gradients, set[str]]:
+        """The output gradients that the plan reads, and the parameters for which the plan is wrong in this batch."""
+        wrong = plan.misfits(graph, len(batch.out))
+        extractions = [] if wrong else plan.extractions(graph, len(batch.out), accumulation)
+        found = Gradients(graph, extractions, batch.cotangents, self.keep_factors, accumulation)
+        return (found, wrong) if wrong else (found.collect(batch.out), plan.contradicted(found))
 
 
 def _converted(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:

@@ -63,11 +63,15 @@ class Plan:
     unmatched : tuple of str
     partners : dict of str to str
         Bias by the name of its weight, if the weight's output gradients also give the bias's rows.
+    uncertain : bool
+        A layout was assumed, or the graph selects or reorders entries by their values, so that rows may belong to other
+        examples in each batch: a few examples of a batch do not speak for the others.
     """
 
     uses: tuple[UsePlan, ...]
     unmatched: tuple[str, ...]
     partners: dict[str, str] = field(default_factory=dict)
+    uncertain: bool = False
 
     def extractions(self, graph: Graph, n: int, accumulation: FusedAccumulation | None = None) -> list[Extraction]:
         """Extraction of each use, in the order of `uses`, for a batch of n examples."""
@@ -75,6 +79,14 @@ class Plan:
         for index in self._fused_uses(graph, n, accumulation):
             found[index] = replace(found[index], fused=True)
         return found
+
+    def misfits(self, graph: Graph, n: int) -> set[str]:
+        """Parameters with a use whose example axis cannot have n examples: a layer that runs on some of them alone."""
+        def fits(use: UsePlan) -> bool:
+            shape = graph.shape(use.step.consumer)
+            return use.layout.dim < len(shape) and shape[use.layout.dim] % n == 0
+
+        return {use.name for use in self.uses if not fits(use)}
 
     def contradicted(self, gradients: Gradients) -> set[str]:
         """Parameters with a nonzero gradient where the plan is valid only for a zero gradient."""
@@ -84,7 +96,8 @@ class Plan:
         """The plan with these parameters, and the partner biases of these weights, left to the fallback."""
         left = names | {self.partners[name] for name in names if name in self.partners}
         partners = {name: partner for name, partner in self.partners.items() if name not in left}
-        return Plan(tuple(use for use in self.uses if use.name not in left), (*self.unmatched, *sorted(left)), partners)
+        uses = tuple(use for use in self.uses if use.name not in left)
+        return replace(self, uses=uses, unmatched=(*self.unmatched, *sorted(left)), partners=partners)
 
     def _fused_uses(self, graph: Graph, n: int, accumulation: FusedAccumulation | None) -> list[int]:
         """Uses whose gradients may be summed during the backward passes: no other reads the node or the parameter."""
@@ -92,7 +105,8 @@ class Plan:
             return []
         alone = {family[0]: self.uses[family[0]] for family in self._families() if len(family) == 1}
         return [
-            index for index, use in alone.items() if use.plain
+            index for index, use in alone.items()
+            if use.plain and graph.shape(use.step.consumer)[0] == n  # one position, in this batch too
             and accumulation.suits(use.name, self.partners.get(use.name), n, graph.shape(use.step.consumer)[-1])
         ]
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from ntk_laplace.jacobian.blocks import Block, Dense, Outer
 from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
 from ntk_laplace.jacobian.graph import Graph, is_view, uncast
-from ntk_laplace.jacobian.layout import Layout, find_layout, shape_layout
+from ntk_laplace.jacobian.layout import Layout, find_layouts, shape_layout
 from ntk_laplace.jacobian.plan import Plan, UsePlan, extractor_of, joined
 from ntk_laplace.jacobian.rules import Extractor
 from ntk_laplace.runtime import tuning
@@ -46,6 +46,8 @@ class Search:
         Coarsest floating type of the computation.
     other : callable
         Returns the network's graph for another number of examples, and that number; called only if needed.
+    ambiguous : bool
+        Whether a layout was assumed.
     """
 
     graph: Graph
@@ -53,6 +55,7 @@ class Search:
     parameters: dict[str, nn.Parameter]
     precision: torch.dtype
     other: Callable[[], tuple[Graph, int]]
+    ambiguous: bool = False
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def draw(self, *shape: int) -> Tensor:
@@ -66,6 +69,19 @@ class Search:
         if graph.signature() != self.graph.signature():
             return None
         return [graph.shape(number) for number in range(len(graph.nodes))], m
+
+    def layout(self, number: int, fitting: Sequence[Layout]) -> Layout | None:
+        """The layout of a node among those that its output gradients fit; None if none does.
+
+        Several may fit where few examples have a nonzero gradient. Shapes for another number of examples then tell the
+        axis, and not always the order on it: `ambiguous` says that a layout was assumed.
+        """
+        if len(fitting) < 2:
+            return fitting[0] if fitting else None
+        own = self.layout_by_shape(number)
+        likely = [one for one in fitting if own is not None and one.dim == own.dim] or fitting
+        self.ambiguous |= len(likely) > 1
+        return likely[0]
 
     def layout_by_shape(self, number: int) -> Layout | None:
         """Layout of a node whose output gradient is zero, inferred from shapes."""
@@ -114,7 +130,8 @@ def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) 
             unmatched.append(name)
     partners = _find_partners(blocks, good, graph, search.precision)
     covered = set(partners.values())  # their weights' blocks contain their rows
-    return Plan(tuple(use for use in good if use.name not in covered), tuple(unmatched), partners)
+    uses_apart = tuple(use for use in good if use.name not in covered)
+    return Plan(uses_apart, tuple(unmatched), partners, search.ambiguous or graph.reorders())
 
 
 def _find_uses(
@@ -178,7 +195,8 @@ def _probe(
         found[number] = plain, scaled
         known = bool(plain.any())
         layouts[number] = (
-            find_layout(plain, scaled, weights, search.precision) if known else search.layout_by_shape(number)
+            search.layout(number, find_layouts(plain, scaled, weights, search.precision))
+            if known else search.layout_by_shape(number)
         )
     return found
 

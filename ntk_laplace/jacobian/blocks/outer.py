@@ -73,6 +73,13 @@ class Outer(Factored):
         """One position and one group: the Gram matrix is a Hadamard product."""
         return self.b.shape[2] == 1 and self.b.shape[3] == 1
 
+    def reads_cotangents(self, outputs: int) -> bool:
+        """Whether b is the identity at every example: the network's outputs are those of this layer."""
+        if not (self.single and self.index is None and self.constant and len(self.b) == self.b.shape[4] == outputs):
+            return False
+        b = self.b[:, 0, 0, 0]
+        return torch.equal(b, torch.eye(outputs).to(b))
+
     def full_b(self) -> Tensor:
         """b with a full example axis, also if it is constant."""
         return self.b.expand(-1, self.a.shape[0], -1, -1, -1) if self.constant else self.b

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import NetworkError, is_whole
-from ntk_laplace.model.data import Inputs
+from ntk_laplace.model.data import Inputs, map_tensors
 from ntk_laplace.model.network.precision import Autocast
 
 __all__ = ["Caller"]
@@ -19,7 +21,8 @@ __all__ = ["Caller"]
 class Caller(nn.Module):
     """Calls a module on one input, or unpacks a tuple or dict if its `forward` accepts the parts as arguments.
 
-    Every call runs under the `torch.autocast` state in which this object was created, the state of the fit.
+    Every call runs under the `torch.autocast` state in which this object was created, the state of the fit. Attention
+    is computed alike with and without gradients: torch's fast path without them gives padded positions other outputs.
 
     Parameters
     ----------
@@ -32,6 +35,11 @@ class Caller(nn.Module):
     positions : torch.Size, optional
         Shape of the positions that each example has outputs at, (N, C, *positions) or (N, *positions, C). They become
         rows (N, L C), with the outputs of one position side by side.
+
+    Attributes
+    ----------
+    copies_inputs : bool
+        Whether the module is given a copy of its inputs, for one that writes into them.
 
     Raises
     ------
@@ -52,12 +60,13 @@ class Caller(nn.Module):
             raise NetworkError("targets= as the key of the targets in a batch", repr(targets),
                                'Pass for instance targets="labels".')
         self.module, self.output, self.targets, self.positions = module, output, targets, positions
-        self.autocast = Autocast.present()
+        self.autocast, self.copies_inputs = Autocast.present(), False
         self._signature = _signature(module)
 
     def forward(self, x: Inputs) -> Tensor:
         """The module's output tensor; one row per example if it has positions."""
-        with self.autocast.entered():
+        x = map_tensors(torch.clone, x) if self.copies_inputs else x
+        with self.autocast.entered(), _one_attention():
             found = self._tensor(self._returned(x))
         return found if self.positions is None else _rows(found, self.positions)
 
@@ -101,6 +110,17 @@ class Caller(nn.Module):
         if named & x.keys():
             return f"Leave out {', '.join(map(repr, rest))}, which the network's forward() does not name."
         return "Its forward() names none of these keys and was given the dict: rename them, or wrap the network."
+
+
+@contextmanager
+def _one_attention() -> Iterator[None]:
+    """Without torch's fast path of attention, which is for outputs without a graph."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _signature(module: nn.Module) -> inspect.Signature | None:

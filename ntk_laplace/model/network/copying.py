@@ -98,6 +98,12 @@ class _Stale:
             raise AttributeError(attribute)
         raise _reads(self.name)
 
+    def _read(self, *_: Any) -> Any:
+        raise _reads(self.name)
+
+    __getitem__ = __iter__ = __len__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _read
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = __float__ = __lt__ = __gt__ = _read
+
 
 def _reads(name: str) -> NetworkError:
     return NetworkError("a network that computes its outputs from inputs, parameters and buffers",
@@ -145,10 +151,10 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _with_dense_gradients(module: nn.Module) -> nn.Module:
-    """Let embeddings have dense gradients: sparse ones have no rules, and are no faster for rows."""
+    """Let embeddings have their dense gradients: sparse ones have no rules, and scaled ones mix the examples."""
     for part in module.modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-            part.sparse = False
+            part.sparse = part.scale_grad_by_freq = False
     return module
 
 

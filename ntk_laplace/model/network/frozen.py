@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,12 +24,13 @@ from ntk_laplace.model.data import (
     take,
 )
 from ntk_laplace.model.network.caller import Caller
-from ntk_laplace.model.network.choice import ParameterChoice, choose
+from ntk_laplace.model.network.choice import ParameterChoice, choose, constant_rows
 from ntk_laplace.model.network.copying import compressed_copies, dense_parts, private_copy, require_module
 from ntk_laplace.model.network.precision import Products, whole_convolutions
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
+from ntk_laplace.runtime.random_state import preserved_rng
 from ntk_laplace.runtime.resources import is_about_memory
 
 __all__ = ["Network"]
@@ -100,6 +102,13 @@ class Network:
         self.scalar = False
         self._input_format: Inputs | None = None  # of inputs that were evaluated successfully
         self._channels_last = False
+        self._constant = constant_rows(self.module, chosen)
+        self._takes_values: bool | None = None  # whether outputs follow values that replace the parameters
+        # of the caller's network; without them when it is pickled
+        self._given = {id(p): (name, weakref.ref(p)) for name, p in module.named_parameters()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_given": {}}
 
     @property
     def output(self) -> str | int | None:
@@ -212,7 +221,7 @@ class Network:
     def move_to(self, theta: Tensor) -> None:
         """Give the chosen parameters the values (P,), in new memory: results that share the old one keep it."""
         with torch.no_grad():
-            for name, value in self.unflatten(theta).items():
+            for name, value in self.substituted(self.unflatten(theta)).items():
                 parameter = self._parameters[name]
                 parameter.data = torch.empty_like(parameter).copy_(value)  # in the same memory format
 
@@ -288,10 +297,59 @@ class Network:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def call_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
-        """The network's outputs at these values of the chosen parameters, by name."""
-        named = {f"module.{name}": value for name, value in values.items()}
+        """The network's outputs at these values of the chosen parameters, by name.
+
+        Raises
+        ------
+        NetworkError
+            As `require_values_taken`.
+        """
+        self.require_values_taken(x)
+        return self._called_at(values, x)
+
+    def _called_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        named = {f"module.{name}": value for name, value in self.substituted(values).items()}
         found: Tensor = torch.func.functional_call(self.caller, named, (x,))
         return found
+
+    def substituted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values of parameters by name, in which rows that torch defines as constants are the network's own."""
+        found = dict(values)
+        for name, rows in self._constant.items():
+            if name in found:
+                own = self._parameters[name].detach().to(found[name])
+                found[name] = torch.where(rows.to(own.device), own, found[name])
+        return found
+
+    def require_values_taken(self, x: Inputs) -> None:
+        """Refuse a network that reads its parameters elsewhere than where they are registered; checked once.
+
+        Values that replace the parameters do not reach it there.
+
+        Raises
+        ------
+        NetworkError
+        """
+        if self._takes_values is None:
+            few = take(x, slice(0, 2))
+            moved = 1.01 * self.theta + 0.01
+            with torch.inference_mode(False), torch.no_grad(), preserved_rng(self.device):
+                own = self._called_at(self.values(moved), few)
+                with self.with_theta(moved):
+                    there = self.caller(few)
+            self._takes_values = self.agree(own, there) or not bool(torch.isfinite(there).all())
+        if not self._takes_values:
+            raise NetworkError("a network that reads its parameters where they are registered, for other weights",
+                               "one whose outputs do not follow values that replace them",
+                               "Register layers as attributes or in nn.ModuleList, not in a plain list.")
+
+    def read_from_caller(self, parameters: Iterable[Tensor]) -> str | None:
+        """The name of the first of these that is a parameter of the caller's network itself, not of the copy."""
+        for parameter in parameters:
+            name, known = self._given.get(id(parameter), ("", None))
+            if known is not None and known() is parameter:
+                return name
+        return None
 
     def call(self, x: Inputs) -> Tensor:
         """What the private copy returns; its weights become contiguous if it needs them so."""

@@ -51,6 +51,7 @@ class ManyWeights:
 
     def __init__(self, network: Network, x: Inputs, several: bool = True) -> None:
         self.network = network
+        network.require_values_taken(x)
         module = network.caller
         tensors = [tensor for found in (module.named_parameters, module.named_buffers)
                    for _, tensor in found(remove_duplicate=False)]
@@ -82,7 +83,8 @@ class ManyWeights:
                 yield some, part, self(thetas[some], inputs).to(thetas.dtype)
 
     def _one(self, theta: Tensor, x: Inputs) -> Tensor:
-        values = {f"module.{name}": value for name, value in self.network.unflatten(theta).items()}
+        named = self.network.substituted(self.network.unflatten(theta))
+        values = {f"module.{name}": value for name, value in named.items()}
         found = torch.func.functional_call(self.network.caller, values, (x,), tie_weights=self._tied)
         return found.unsqueeze(1) if found.ndim == 1 else found
 

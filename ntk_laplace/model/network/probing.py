@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError, NTKLaplaceError
-from ntk_laplace.model.data import Inputs, concatenate, format_of, num_examples, take
+from ntk_laplace.model.data import Inputs, concatenate, format_of, leaves, map_tensors, num_examples, take
 from ntk_laplace.model.network.choice import owner
 from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
@@ -44,12 +44,37 @@ def probe(network: Network, x: Inputs) -> Tensor:
     n = num_examples(x)
     if n == 0:
         raise DataError("at least one example", "an empty batch", "Pass one or more inputs.")
-    x = take(x, slice(0, _FIRST) if n >= _FIRST else torch.arange(_FIRST).clamp_max(n - 1))
+    few = take(x, slice(0, _FIRST) if n >= _FIRST else torch.arange(_FIRST).clamp_max(n - 1))
     with preserved_rng(network.device):
-        found = _probed(network, x)
-        _require_last(network, x)
-    network.input_format = format_of(x)
+        found = _probed(network, few)
+        if not found.requires_grad:
+            found = _followed(network, x)
+        _require_last(network, few)
+    network.input_format = format_of(few)
     return found
+
+
+def _followed(network: Network, x: Inputs) -> Tensor:
+    """Outputs (2, C) with a graph, of two examples: others may take a way around the chosen parameters.
+
+    Raises
+    ------
+    NetworkError
+        If all examples do.
+    """
+    with network.arithmetic():
+        found, n = network.evaluate(x), num_examples(x)
+        if not found.requires_grad:
+            count = "" if n == 1 else f" in the first {n:,} examples"
+            raise NetworkError("outputs that autograd can follow to the chosen parameters",
+                               f"outputs without a graph{count}",
+                               "Remove torch.no_grad(), .detach() and .numpy() from forward(), or choose others by "
+                               "parameters=. If few examples use them, begin the data with one that does.")
+        while n > 2:
+            half = take(x, slice(0, (n + 1) // 2))
+            x = half if network.evaluate(half).requires_grad else take(x, slice(n // 2, n))
+            n = num_examples(x)
+        return network.evaluate(take(x, torch.arange(2).clamp_max(n - 1)))
 
 
 def _require_last(network: Network, x: Inputs) -> None:
@@ -77,8 +102,11 @@ def _require_last(network: Network, x: Inputs) -> None:
 
 def _probed(network: Network, x: Inputs) -> Tensor:
     before = {name: b.clone() for name, b in network.module.named_buffers()}
+    own = map_tensors(torch.clone, x)
     with DtypesSeen() as seen:
-        first = network.without_grad(x)
+        first = network.without_grad(own)
+    if not all(map(torch.equal, leaves(own), leaves(x))):
+        network.caller.copies_inputs = True
     network.precision = computation_dtype(network.module, first, seen.found)
     if _channels_last_is_faster(network):
         network.channels_last = True
@@ -107,10 +135,6 @@ def _probed(network: Network, x: Inputs) -> Tensor:
     if moved:
         raise NetworkError("a network that does not change its buffers",
                            f"buffers that a forward pass changes: {', '.join(moved[:3])}", _EVAL)
-    if not alone.requires_grad:
-        raise NetworkError("outputs that autograd can follow to the chosen parameters", "outputs without a graph",
-                           "Remove torch.no_grad(), .detach() and .numpy() from forward(), or choose others by "
-                           "parameters=.")
     return alone
 
 

@@ -1,0 +1,232 @@
+"""Networks that read something other than their registered parameters and inputs, or read them in another way."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ntk_laplace as ntkl
+from ntk_laplace.model.network import Network
+from reference import jacobian, relative_error
+from refusals import refused
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.a(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.hidden(x))
+
+
+def made(kind: Callable[[], nn.Module] = Plain) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double().eval()
+
+
+def data(n: int = 12) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(n, 3).double(), torch.arange(n) % 2
+
+
+# --- functions on a module that a copy does not copy
+
+
+def with_lambda(network: Any) -> None:
+    network.hidden = lambda x: network.a(x).tanh()
+
+
+def with_wrapped_forward(network: Any) -> None:
+    plain = network.forward
+
+    @functools.wraps(plain)
+    def forward(x: Tensor) -> Tensor:
+        return plain(x)
+
+    network.forward = forward
+
+
+def with_hook(network: Any) -> None:
+    network.b.register_forward_hook(lambda module, x, out: out + network.a.bias[:2])
+
+
+def with_vmap(network: Any) -> None:
+    network.hidden = torch.vmap(network.hidden)
+
+
+@pytest.mark.parametrize("structure", ["gp", "diag"])
+@pytest.mark.parametrize("change", [with_lambda, with_wrapped_forward, with_hook, with_vmap])
+def test_a_copy_that_reads_the_caller_s_parameters_is_refused(change: Callable[[Any], None], structure: str) -> None:
+    network = made()
+    change(network)
+    with refused(ntkl.NetworkError, "reads its own parameters", "of the network that was passed", "a method"):
+        ntkl.laplace(network, data(), ntkl.Categorical(), structure=structure)
+
+
+def test_functions_that_copies_do_copy() -> None:
+    """Bound methods, partial ones too, and the network of another process."""
+    plain, bound = made(), made()
+    bound.hidden = functools.partial(bound.hidden)
+    values = [ntkl.laplace(one, data(), ntkl.Categorical()) for one in (plain, bound)]
+    assert relative_error(values[1].log_det(), values[0].log_det()) < 1e-12
+    again = pickle.loads(pickle.dumps(values[0]))
+    assert torch.equal(again.latent_moments(data()[0])[1], values[0].latent_moments(data()[0])[1])
+    assert copy.deepcopy(values[0]).network.read_from_caller(plain.parameters()) == "a.weight"
+    assert again.network.read_from_caller(plain.parameters()) is None
+
+
+# --- parameters that replaced values do not reach
+
+
+class Listed(nn.Module):
+    """Parameters that are registered, of layers that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(3, 4).double(), nn.Linear(4, 2).double()]
+        self.weights = nn.ParameterList(p for layer in self.layers for p in layer.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x).tanh())
+
+
+def test_weights_that_outputs_do_not_follow() -> None:
+    """The linearized model is right; the network at other weights is refused."""
+    network, (x, y) = made(Listed), data()
+    plain = made()
+    with torch.no_grad():
+        for own, other in zip(plain.parameters(), network.parameters(), strict=True):
+            own.copy_(other)
+    found, expected = (ntkl.laplace(one, (x, y), ntkl.Categorical()) for one in (network, plain))
+    assert relative_error(found.log_det(), expected.log_det()) < 1e-12
+    for ask in (lambda: found.predict(x, method="nn"), lambda: found.elbo("nn", x=x),
+                lambda: found.importance_evidence(50), lambda: found.what_ifs([[0]], linearization="moving")):
+        with refused(ntkl.NetworkError, "where they are registered", "do not follow values", "nn.ModuleList"):
+            ask()
+    expected.predict(x, method="nn")
+
+
+# --- constants
+
+
+def test_rows_of_padding_are_constants() -> None:
+    """torch gives them no gradient: weight samples leave them alone."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(6, 3, padding_idx=-6), nn.Flatten(), nn.Linear(12, 1)).double()
+    tokens, y = torch.randint(1, 6, (20, 4)), torch.randn(20, 1).double()
+    tokens[:, 2:] = 0
+    frozen = Network(network)
+    own = network[0].weight.detach()
+    moved = frozen.at(frozen.theta + 1.0).parameters["0.weight"]
+    assert torch.equal(moved[0], own[0]) and torch.equal(moved[1:], own[1:] + 1.0)
+    posterior = ntkl.laplace(network, (tokens, y), ntkl.Gaussian(0.1), structure="full")
+    same = posterior.network.with_parameters(posterior.fitted.theta + torch.eye(len(posterior.fitted.theta))[0], tokens)
+    assert torch.equal(same, posterior.network.without_grad(tokens))
+    tied = nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Flatten(), nn.Linear(12, 3), nn.Linear(3, 6, bias=False))
+    tied[3].weight = tied[0].weight
+    found = Network(tied).at(Network(tied).theta + 1.0).parameters["0.weight"]
+    assert torch.equal(found, tied[0].weight + 1.0)  # the last layer reads that row
+
+
+def test_gradients_by_frequency_are_no_derivatives() -> None:
+    torch.manual_seed(0)
+    tokens, y, values = torch.randint(0, 6, (12, 4)), torch.arange(12) % 2, []
+    for scaled in (False, True):
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Embedding(6, 3, scale_grad_by_freq=scaled), nn.Flatten(), nn.Linear(12, 2)).double()
+        values += [float(ntkl.laplace(network, (tokens, y), ntkl.Categorical(), structure="gp",
+                                      settings=ntkl.Settings(batch_size=size)).log_det()) for size in (1, 12)]
+        assert network[0].scale_grad_by_freq == scaled
+    assert values == pytest.approx([values[0]] * 4, rel=1e-12)
+
+
+# --- attention, checkpoints, state, inputs
+
+
+class Attending(nn.Module):
+    """An encoder whose padding is marked by the first entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x, src_key_padding_mask=x[..., 0] > 9).mean(1))
+
+
+@pytest.mark.parametrize("padded", [slice(4, None), slice(None)])
+def test_attention_is_the_same_with_and_without_a_graph(padded: slice) -> None:
+    """torch's fast path gives padded positions zeros, which a mean over positions reads."""
+    network, x, y = made(Attending), torch.randn(12, 3, 4).double(), torch.arange(12) % 2
+    x[padded, 2, 0] = 10.0
+    posteriors = [ntkl.laplace(network, (x, y), ntkl.Categorical(), structure=own) for own in ("gp", "full")]
+    outputs = network(x).detach()
+    for posterior in posteriors:
+        assert relative_error(posterior.f, outputs) < 1e-12
+        assert relative_error(posterior.predict(x, "map").probs, outputs.softmax(1)) < 1e-12
+    assert relative_error(posteriors[0].log_det(), posteriors[1].log_det()) < 1e-9
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Checkpointed(Plain):
+    def hidden(self, x: Tensor) -> Tensor:
+        return checkpoint(super().hidden, x.clone().requires_grad_(), use_reentrant=True)
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    with refused(ntkl.NetworkError, "that autograd can follow", "a reentrant checkpoint", "use_reentrant=False"):
+        ntkl.laplace(made(Checkpointed), data(), ntkl.Categorical())
+
+
+class Stateful(Plain):
+    """Adds what an earlier call left behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Any = None
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found = super().hidden(x)
+        found = found if self.state is None else found + 0.1 * self.state[:1]
+        self.state = found
+        return found
+
+
+def test_a_state_of_an_earlier_call_is_named() -> None:
+    network = made(Stateful)
+    network(data()[0])
+    with refused(ntkl.NetworkError, "from inputs, parameters and buffers", "reads state", "register it as a buffer"):
+        ntkl.laplace(network, data(), ntkl.Categorical())
+
+
+class Writing(Plain):
+    """Sets negative inputs to zero, in the caller's tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[x < 0] = 0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "diag"])
+def test_inputs_that_a_network_writes_into_stay(structure: str) -> None:
+    network, (x, y) = made(Writing), data()
+    before = x.clone()
+    posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure=structure)
+    posterior.latent_moments(x)
+    posterior.predict(x, method="map")
+    assert torch.equal(x, before)
+    rows = posterior.jacobian(x).dense(posterior.network.shapes).transpose(0, 1)
+    assert relative_error(rows, jacobian(made(Plain), before.clamp_min(0))) < 1e-12
