@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ntk_laplace as ntkl
-from ntk_laplace.model.network import Network
+from ntk_laplace.model.network import Network, probe
 from reference import jacobian, relative_error
 from refusals import refused
 
@@ -128,6 +128,7 @@ def test_rows_of_padding_are_constants() -> None:
     tokens, y = torch.randint(1, 6, (20, 4)), torch.randn(20, 1).double()
     tokens[:, 2:] = 0
     frozen = Network(network)
+    probe(frozen, tokens)
     own = network[0].weight.detach()
     moved = frozen.at(frozen.theta + 1.0).parameters["0.weight"]
     assert torch.equal(moved[0], own[0]) and torch.equal(moved[1:], own[1:] + 1.0)
@@ -136,7 +137,9 @@ def test_rows_of_padding_are_constants() -> None:
     assert torch.equal(same, posterior.network.without_grad(tokens))
     tied = nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Flatten(), nn.Linear(12, 3), nn.Linear(3, 6, bias=False))
     tied[3].weight = tied[0].weight
-    found = Network(tied).at(Network(tied).theta + 1.0).parameters["0.weight"]
+    other = Network(tied.double())
+    probe(other, tokens)
+    found = other.at(other.theta + 1.0).parameters["0.weight"]
     assert torch.equal(found, tied[0].weight + 1.0)  # the last layer reads that row
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ntk_laplace.errors import NetworkError
 
-__all__ = ["ParameterChoice", "choose", "constant_rows", "owner"]
+__all__ = ["ParameterChoice", "choose", "owner"]
 
 ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
@@ -95,19 +93,3 @@ def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
         raise NetworkError("parameters of one dtype on one device", f"{dtypes} on {devices}",
                            "Move the network with network.to(device, dtype).")
     return chosen
-
-
-def constant_rows(module: nn.Module, chosen: Collection[str]) -> dict[str, Tensor]:
-    """Which rows of chosen embeddings are those of padding, (rows, 1) by name: torch defines them as constants.
-
-    A weight that another module reads too has a gradient there.
-    """
-    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    found: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules():
-        name = f"{prefix}.weight" if prefix else "weight"
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.padding_idx is not None and name in chosen:
-            if uses[id(part.weight)] == 1:
-                rows = torch.arange(len(part.weight), device=part.weight.device)
-                found[name] = (rows == part.padding_idx % len(rows)).unsqueeze(1)
-    return found

@@ -24,13 +24,12 @@ from ntk_laplace.model.data import (
     take,
 )
 from ntk_laplace.model.network.caller import Caller
-from ntk_laplace.model.network.choice import ParameterChoice, choose, constant_rows
+from ntk_laplace.model.network.choice import ParameterChoice, choose
 from ntk_laplace.model.network.copying import compressed_copies, dense_parts, private_copy, require_module
 from ntk_laplace.model.network.precision import Products, whole_convolutions
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
-from ntk_laplace.runtime.random_state import preserved_rng
 from ntk_laplace.runtime.resources import is_about_memory
 
 __all__ = ["Network"]
@@ -73,6 +72,10 @@ class Network:
     precision : torch.dtype
         The coarsest floating type that outputs are computed in, known after `probe`. Its rounding is the tolerance of
         comparisons with autograd.
+    constant_rows : dict of str to Tensor
+        Rows of embeddings that `substituted` leaves alone, found by `probe`.
+    follows_values : bool
+        Whether outputs follow values that replace the parameters where these are registered, known after `probe`.
 
     Raises
     ------
@@ -102,8 +105,8 @@ class Network:
         self.scalar = False
         self._input_format: Inputs | None = None  # of inputs that were evaluated successfully
         self._channels_last = False
-        self._constant = constant_rows(self.module, chosen)
-        self._takes_values: bool | None = None  # whether outputs follow values that replace the parameters
+        self.constant_rows: dict[str, Tensor] = {}
+        self.follows_values = True
         # of the caller's network; without them when it is pickled
         self._given = {id(p): (name, weakref.ref(p)) for name, p in module.named_parameters()}
 
@@ -302,12 +305,9 @@ class Network:
         Raises
         ------
         NetworkError
-            As `require_values_taken`.
+            If outputs do not follow such values.
         """
-        self.require_values_taken(x)
-        return self._called_at(values, x)
-
-    def _called_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        self.require_values_followed()
         named = {f"module.{name}": value for name, value in self.substituted(values).items()}
         found: Tensor = torch.func.functional_call(self.caller, named, (x,))
         return found
@@ -315,30 +315,20 @@ class Network:
     def substituted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of parameters by name, in which rows that torch defines as constants are the network's own."""
         found = dict(values)
-        for name, rows in self._constant.items():
+        for name, rows in self.constant_rows.items():
             if name in found:
                 own = self._parameters[name].detach().to(found[name])
                 found[name] = torch.where(rows.to(own.device), own, found[name])
         return found
 
-    def require_values_taken(self, x: Inputs) -> None:
-        """Refuse a network that reads its parameters elsewhere than where they are registered; checked once.
-
-        Values that replace the parameters do not reach it there.
+    def require_values_followed(self) -> None:
+        """Refuse a network that reads its parameters elsewhere than where they are registered, for other weights.
 
         Raises
         ------
         NetworkError
         """
-        if self._takes_values is None:
-            few = take(x, slice(0, 2))
-            moved = 1.01 * self.theta + 0.01
-            with torch.inference_mode(False), torch.no_grad(), preserved_rng(self.device):
-                own = self._called_at(self.values(moved), few)
-                with self.with_theta(moved):
-                    there = self.caller(few)
-            self._takes_values = self.agree(own, there) or not bool(torch.isfinite(there).all())
-        if not self._takes_values:
+        if not self.follows_values:
             raise NetworkError("a network that reads its parameters where they are registered, for other weights",
                                "one whose outputs do not follow values that replace them",
                                "Register layers as attributes or in nn.ModuleList, not in a plain list.")

@@ -51,7 +51,7 @@ class ManyWeights:
 
     def __init__(self, network: Network, x: Inputs, several: bool = True) -> None:
         self.network = network
-        network.require_values_taken(x)
+        network.require_values_followed()
         module = network.caller
         tensors = [tensor for found in (module.named_parameters, module.named_buffers)
                    for _, tensor in found(remove_duplicate=False)]

@@ -14,6 +14,7 @@ from ntk_laplace.model.network.choice import owner
 from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.precision import DtypesSeen, computation_dtype
+from ntk_laplace.model.network.readings import padding_rows, readers
 from ntk_laplace.runtime.random_state import preserved_rng
 
 __all__ = ["independent_of_batches", "probe"]
@@ -50,8 +51,17 @@ def probe(network: Network, x: Inputs) -> Tensor:
         if not found.requires_grad:
             found = _followed(network, x)
         _require_last(network, few)
+        network.constant_rows = padding_rows(network.module, network.names, found)
+        network.follows_values = _follows_values(network, few)
     network.input_format = format_of(few)
     return found
+
+
+def _follows_values(network: Network, x: Inputs) -> bool:
+    """Whether outputs at values in place of the parameters lead to none of the parameters themselves."""
+    values = {name: parameter.detach().requires_grad_() for name, parameter in network.parameters.items()}
+    found = readers(network.evaluate_at(values, _every_other(x)))
+    return not any(id(parameter) in found for parameter in network.parameters.values())
 
 
 def _followed(network: Network, x: Inputs) -> Tensor:
