@@ -310,6 +310,7 @@ def test_the_calibration_ends_with_the_hyperparameters_it_was_fitted_at(classifi
     classifier.prior.precision = 2.0
     assert classifier.predictive is None and "predictive" not in repr(classifier)
     classifier.prior.precision = before
+    assert classifier.predictive is not None  # a look at other hyperparameters changes nothing
     classifier.predictive = ntkl.Calibration(scale=0.5)
     assert classifier.predictive.scale == 0.5
     with pytest.raises(ntkl.UnsupportedError, match="a Calibration"):

@@ -129,13 +129,13 @@ class Fitted:
 
     @property
     def predictive(self) -> Calibration | None:
-        """The calibration that `predict` uses; None without one, or if hyperparameters have changed since.
+        """The calibration that `predict` uses; None without one, or at other hyperparameters than those of its fit.
 
         Fitted by `fit_predictive` or `calibrate`; may be assigned.
         """
-        if self._calibrated is not None and not unmoved(self._calibrated[0], self.prior, self.likelihood):
-            self._calibrated = None
-        return None if self._calibrated is None else self._calibrated[1]
+        if self._calibrated is None or not unmoved(self._calibrated[0], self.prior, self.likelihood):
+            return None
+        return self._calibrated[1]
 
     @predictive.setter
     def predictive(self, calibration: Calibration | None) -> None:
