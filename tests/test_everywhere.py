@@ -393,6 +393,59 @@ def test_curvature_from_labels(curvature: str) -> None:
     assert 0.8 < ratio < 1.25 if curvature == "ef" else abs(ratio - 1) < 0.05
 
 
+class PlainGaussian(ntkl.Gaussian):
+    """A user's class, whose response is torch's own."""
+
+    def distribution(self, f: Tensor) -> Any:  # type: ignore[override]
+        return torch.distributions.Independent(torch.distributions.Normal(f, self.noise.sqrt()), 1)
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+@pytest.mark.parametrize("wrap", [
+    lambda noise: ntkl.Everywhere(ntkl.Gaussian(noise), (3,)),
+    lambda noise: ntkl.Everywhere(PlainGaussian(noise), (3,)),
+    lambda noise: ntkl.Tempered(PlainGaussian(noise.repeat(3)), 1.0),
+], ids=["everywhere", "everywhere, a user's class", "tempered, a user's class"])
+def test_drawn_labels_follow_the_noise(structure: str, wrap: Callable[[Tensor], ntkl.Likelihood]) -> None:
+    """The evidence's gradient is its difference quotient, and that of one Gaussian of all outputs."""
+    x, y, noise = torch.randn(12, 3, dtype=F64), torch.randn(12, 6, dtype=F64), torch.tensor([0.2, 0.7], dtype=F64)
+    linear = nn.Linear(3, 6).double()
+    likelihood = wrap(noise)
+    placed = isinstance(likelihood, ntkl.Everywhere)
+    network = nn.Sequential(linear, nn.Unflatten(1, (3, 2))) if placed else linear
+    found = ntkl.laplace(network, (x, y.view(12, 3, 2) if placed else y), likelihood, structure=structure,
+                         curvature="mc")
+    parameter = next(found.likelihood.parameters())
+
+    def value() -> Tensor:
+        return found.log_marginal_likelihood(correction=True)
+
+    slope, = torch.autograd.grad(value(), parameter)
+    with torch.no_grad():
+        start, numeric = parameter.clone(), torch.zeros_like(slope)
+        for i in range(len(slope)):
+            step = 1e-5 * torch.nn.functional.one_hot(torch.tensor(i), len(slope)).to(F64)
+            sides = []
+            for sign in (1.0, -1.0):
+                parameter.copy_(start + sign * step)
+                sides.append(float(value()))
+            numeric[i] = (sides[0] - sides[1]) / 2e-5
+        parameter.copy_(start)
+    assert relative_error(slope, numeric) < 1e-6
+    if isinstance(likelihood, ntkl.Everywhere) and type(likelihood.likelihood) is ntkl.Gaussian:  # the same draws
+        plain = ntkl.laplace(linear, (x, y), ntkl.Gaussian(noise.repeat(3)), structure=structure, curvature="mc")
+        one = plain.log_marginal_likelihood(correction=True)
+        expected, = torch.autograd.grad(one, next(plain.likelihood.parameters()))
+        assert relative_error(slope, expected.view(3, 2).sum(0)) < 1e-9
+
+
+def test_rsample_of_many_samples_of_f_is_refused() -> None:
+    response = ntkl.Poisson().average(torch.zeros(4, 2, 1, dtype=F64))
+    assert not response.has_rsample
+    with refused(ntkl.UnsupportedError, "one sample of f", "4 samples", "sample"):
+        response.rsample()
+
+
 def test_positions_are_those_of_the_first_targets(tmp_path: Path) -> None:
     """In every way to fit, from a pair or a loader; the caller's likelihood stays free for other data."""
     x, y, free = images(4), labels(4), ntkl.Everywhere(ntkl.Categorical())

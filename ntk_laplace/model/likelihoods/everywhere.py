@@ -416,9 +416,21 @@ class EverywhereResponse(Response):
         canonical = self.likelihood.targets(value, self.batch_shape[0], self.num_outputs)
         return self.marginals, canonical.flatten(0, len(self._positions))
 
+    @property
+    def has_rsample(self) -> bool:  # type: ignore[override]  # torch declares a class attribute
+        """Whether draws at each position are differentiable."""
+        return self.marginals.has_rsample
+
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw responses, independently at each position."""
-        drawn = self.marginals.sample(Size(sample_shape))
+        return self._at_positions(self.marginals.sample(Size(sample_shape)), sample_shape)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """The same draws, differentiable in the parameters; refused where `has_rsample` is False."""
+        return self._at_positions(self.marginals.rsample(Size(sample_shape)), sample_shape)
+
+    def _at_positions(self, drawn: Tensor, sample_shape: Any) -> Tensor:
+        """Draws of the marginals (*sample_shape, n L, ...) as (*sample_shape, n, *positions, ...)."""
         return drawn.unflatten(len(Size(sample_shape)), (-1, *self._positions))
 
     def tempered(self, temperature: float | Tensor) -> Response:

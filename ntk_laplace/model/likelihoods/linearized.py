@@ -30,6 +30,7 @@ class LinearizedResponse(Response):
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = True
 
     def __init__(
         self, likelihood: ObservationModel, mean: Tensor, latent: Tensor, noise: Tensor, scalar: bool = False,

@@ -108,8 +108,33 @@ class MixtureResponse(Response):
         y = y.expand(samples, *y.shape).flatten(0, 1)
         return self._at(index).log_prob(f, y).reshape(samples, repeats * n)
 
+    @property
+    def has_rsample(self) -> bool:  # type: ignore[override]  # torch declares a class attribute
+        """Whether draws are differentiable: of one sample of f, under a response given f whose draws are."""
+        if len(self.f) > 1:  # which sample is drawn is not differentiable
+            return False
+        response = _given(self.likelihood, self.f[0], self.scalar)
+        return not isinstance(response, MixtureResponse) and response.has_rsample
+
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw responses: one sample of f each, then y given f."""
+        return self._drawn(sample_shape, "sample")
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """The same draws, differentiable in the likelihood's hyperparameters.
+
+        Raises
+        ------
+        UnsupportedError
+            If `has_rsample` is False.
+        """
+        if not self.has_rsample:
+            raise UnsupportedError("one sample of f, and a likelihood with differentiable draws, for rsample",
+                                   f"{len(self.f):,} samples of f under {type(self.likelihood).__name__}",
+                                   "Use sample().")
+        return self._drawn(sample_shape, "rsample")
+
+    def _drawn(self, sample_shape: Any, method: str) -> Tensor:
         samples, n, _ = self.f.shape
         shape = Size(sample_shape)
         repeats = math.prod(shape)
@@ -120,7 +145,7 @@ class MixtureResponse(Response):
             raise UnsupportedError(
                 "a likelihood that can draw responses", type(self.likelihood).__name__, "Override distribution(f)."
             )
-        y = response.sample()
+        y: Tensor = getattr(response, method)()
         if not isinstance(response, Response):  # of a user's class, which knows nothing of outputs of shape (N,)
             y = self._drop(y)
         return y.reshape(shape + self.batch_shape + y.shape[1:])
