@@ -190,6 +190,22 @@ def test_a_parameter_that_the_likelihood_does_not_use_is_named(inputs, structure
     assert all(parameter.requires_grad for parameter in posterior.likelihood.parameters())
 
 
+@pytest.mark.parametrize("parameters", [["temperature"], ["precision", "temperature"]])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_parameter_that_cannot_move_is_named(parameters: list[str], frozen: bool, tmp_path) -> None:
+    """Frozen by the caller, or of a checkpoint without data, whose evidence is known at one temperature alone."""
+    network = nn.Linear(3, 3).double()
+    data = torch.randn(12, 3, dtype=torch.float64), torch.arange(12) % 3
+    posterior = ntkl.laplace(network, data, ntkl.Categorical(), structure="full")
+    if frozen:
+        posterior.likelihood.requires_grad_(False)
+    else:
+        posterior.save(tmp_path / "p.pt")
+        posterior = ntkl.load(tmp_path / "p.pt", network)
+    with pytest.raises(ntkl.UnsupportedError, match=r"depends on temperature; got .*data=.*requires_grad"):
+        posterior.fit_hyperparameters(parameters=parameters)
+
+
 @pytest.mark.parametrize(("structure", "method"), [("kfac", "lbfgs"), ("gp", "lbfgs"), ("kfac", "adam")])
 def test_searches_add_the_hyperprior_of_the_inputs(inputs, structure: str, method: str) -> None:
     """At the end the evidence's slope is the hyperprior's pull; an input without effect has the largest precision."""

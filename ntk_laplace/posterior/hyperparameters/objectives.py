@@ -77,12 +77,15 @@ class SearchObjective(ABC):
 
 
 def _gradients(value: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-    unused = [name for name, gradient in zip(parameters, found, strict=True) if gradient is None]
-    if unused:  # a checkpoint without data, or a likelihood that does not use its parameter
+    there = {name: p for name, p in parameters.items() if value.requires_grad and p.requires_grad}
+    slopes = torch.autograd.grad(value, list(there.values()), allow_unused=True) if there else ()
+    found = dict(zip(there, slopes, strict=True))
+    unused = [name for name in parameters if found.get(name) is None]
+    if unused:  # a checkpoint without data, a frozen parameter, or a likelihood that does not use its own
         raise UnsupportedError(f"an evidence that depends on {', '.join(unused)}", "one that does not",
-                               "Name those that move, parameters=[...]; load a checkpoint with its data, data=....")
-    return list(found)
+                               "Name those that move, parameters=[...]; load a checkpoint with its data, data=...; or "
+                               "undo requires_grad_(False).")
+    return [found[name] for name in parameters]
 
 
 class Differentiable(SearchObjective):
