@@ -245,7 +245,7 @@ def is_whole(value: object, least: int) -> TypeGuard[int]:
 
 
 def require_whole(what: str, value: object, least: int, remedy: str) -> int:
-    """Return an integer of at least `least` unchanged.
+    """Return an integer of at least `least` as one of Python: generators and files take no other.
 
     Raises
     ------

@@ -55,6 +55,40 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+SEEDED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "compress": lambda i: fitted().compress(i, i, i).posterior_precision.log_det(),
+    "Iterative": lambda i: fitted(structure=ntkl.Iterative(i, i, seed=i)).log_marginal_likelihood(),
+    "Nystrom": lambda i: fitted(structure=ntkl.Nystrom(i, rounds=i, seed=i)).log_marginal_likelihood(),
+    "CurvatureType": lambda i: fitted(curvature=ntkl.CurvatureType("mc", i, i)).log_marginal_likelihood(),
+    "conditional": lambda i: fitted().conditional_log_marginal_likelihood(4, i, i),
+    "samples": lambda i: fitted().conditional_log_marginal_likelihood(4, i, i, method="samples", draws=40 * i),
+    "learning_curve": lambda i: fitted().learning_curve(i, i).mean,
+    "evidence_bound": lambda i: fitted().evidence_bound(examples=2 * i, blocks=i, seed=i).value,
+    "leave_one_out": lambda i: fitted().leave_one_out(points=2 * i, seed=i, strict=False).log_density,
+    "KFAC": lambda i: fitted(structure=ntkl.KFAC(rank=i)).log_marginal_likelihood(),
+    "INF": lambda i: fitted(structure=ntkl.INF(rank=i)).log_marginal_likelihood(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SEEDED)
+def test_integers_of_numpy_are_those_of_python(name: str) -> None:
+    torch.testing.assert_close(SEEDED[name](np.int64(2)), SEEDED[name](2), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("structure", [
+    lambda i: ntkl.Nystrom(i, rounds=i, seed=i), lambda i: ntkl.Iterative(i, i, seed=i), lambda i: ntkl.KFAC(rank=i),
+    lambda i: ntkl.INF(rank=i),
+], ids=["nystrom", "iterative", "kfac", "inf"])
+def test_integers_of_numpy_are_saved(structure: Callable[[Any], Any], tmp_path: Any) -> None:
+    posterior = fitted(structure=structure(np.int64(2)), curvature=ntkl.CurvatureType("mc", np.int64(2), np.int64(1)))
+    posterior.save(tmp_path / "p.pt")
+    again = ntkl.load(tmp_path / "p.pt", classifier()[0])
+    assert again.curvature_type == ntkl.CurvatureType("mc", 2, 1)
+    torch.testing.assert_close(again.log_marginal_likelihood(), posterior.log_marginal_likelihood())
+
+
 @pytest.mark.parametrize("option", [np.array(["gp", "kfac"]), torch.ones(2), ["gp"], {"a": 1}],
                          ids=["array", "tensor", "list", "dict"])
 @pytest.mark.parametrize("name", CALLS)

@@ -38,8 +38,9 @@ class CurvatureType:
     def __post_init__(self) -> None:
         require_choice(self.kind, CURVATURES, f"curvature among {', '.join(CURVATURES)}",
                        "Use 'ggn' for the exact Laplace-GGN.")
-        require_whole("samples", self.samples, 1, "Pass for instance CurvatureType('mc', 1).")
-        require_whole("seed", self.seed, 0, "Pass for instance CurvatureType('mc', 1, seed=0).")
+        samples = require_whole("samples", self.samples, 1, "Pass for instance CurvatureType('mc', 1).")
+        seed = require_whole("seed", self.seed, 0, "Pass for instance CurvatureType('mc', 1, seed=0).")
+        vars(self).update(samples=samples, seed=seed)  # the class is frozen
 
     @classmethod
     def of(cls, curvature: str | CurvatureType) -> CurvatureType:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.structured import BlockPrecision
-from ntk_laplace.errors import HyperparameterError, NumericalError
+from ntk_laplace.errors import HyperparameterError, NumericalError, is_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, solve_lower, symmetric_eigen
 from ntk_laplace.runtime.reflections import Reflections
@@ -47,16 +47,17 @@ def chosen_rank(values: Tensor, rank: int | float | str) -> int:
     return max(1, min(count, positive))
 
 
-def check_rank(rank: int | float | str) -> None:
-    """Raise an error for an invalid rank.
+def check_rank(rank: int | float | str) -> int | float | str:
+    """The rank, a whole number as one of Python.
 
     Raises
     ------
     HyperparameterError
         If it is none of the forms that `chosen_rank` accepts.
     """
-    good = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
-    good = good or (isinstance(rank, float) and 0.0 < rank <= 1.0)
+    if is_whole(rank, 1):
+        return int(rank)
+    good = isinstance(rank, float) and 0.0 < rank <= 1.0
     if isinstance(rank, str) and rank.startswith("trace:"):
         try:
             good = 0.0 < float(rank.removeprefix("trace:")) <= 1.0
@@ -65,6 +66,7 @@ def check_rank(rank: int | float | str) -> None:
     if not good:
         raise HyperparameterError('a rank: a number of eigenvalues, a fraction in (0, 1], or "trace:0.95"', f"{rank!r}",
                                   "Pass INF(rank=100), INF(rank=0.25) or INF(rank=\"trace:0.9\").")
+    return rank
 
 
 @dataclass(frozen=True)

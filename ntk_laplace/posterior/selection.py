@@ -95,7 +95,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
                 scores = []
                 for order in chosen:
                     rest = rest_given(self._fitted, order, m, scale, temperature, samples)
-                    scores.append(rest.average(samples) if method == "average" else _joint(rest, draws, seed))
+                    scores.append(rest.average(samples) if method == "average" else _joint(rest, draws, int(seed)))
             elif self._fitted.structure.spec.keeps_jacobian:
                 sequence = self._sequence()
                 whole = sequence.evidence(torch.arange(self.num_examples))

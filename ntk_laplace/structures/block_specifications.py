@@ -94,7 +94,7 @@ class KFAC(KroneckerSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank is not None:
-            require_whole("rank", self.rank, 1, "Leave it out for all eigenvectors.")
+            vars(self)["rank"] = require_whole("rank", self.rank, 1, "Leave it out for all eigenvectors.")
 
     @property
     def factor_rank(self) -> int | None:
@@ -173,7 +173,7 @@ class INF(KroneckerSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rank(self.rank)
+        vars(self)["rank"] = check_rank(self.rank)
         require_choice(self.violation, ("shrink", "raise"), 'violation "shrink" or "raise"')
 
     def finalized(self, summaries: Sequence[Summary], eigenbases: Sequence[Eigenbasis]) -> Sequence[LowRank | None]:

@@ -96,7 +96,7 @@ def evidence_bound(
     n = fitted.num_examples
     if examples is not None:
         require_whole("examples", examples, 1, "Leave it out for all examples in one block.")
-    require_whole("seed", seed, 0, "Leave it out for 0.")
+    seed = require_whole("seed", seed, 0, "Leave it out for 0.")
     count = -(-n // min(n, examples or n))
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     device = fitted.network.device

@@ -72,7 +72,7 @@ class Iterative(SketchSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.probes is not None:
-            require_whole("probes", self.probes, 2, "Leave it out to have it chosen.")
+            vars(self)["probes"] = require_whole("probes", self.probes, 2, "Leave it out to have it chosen.")
         if not is_number(self.variance_error, above=0, below=1):
             raise HyperparameterError("a variance_error between 0 and 1", repr(self.variance_error),
                                       "Leave it out for 0.05.")
@@ -167,7 +167,7 @@ class Nystrom(SketchSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole("rounds", self.rounds, 1, "Leave it out for 2.")
+        vars(self)["rounds"] = require_whole("rounds", self.rounds, 1, "Leave it out for 2.")
 
     def precision(
         self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,

@@ -74,8 +74,8 @@ class SketchSpec(StructureSpec):
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            require_whole("rank", self.rank, 1, "Leave it out to have it chosen.")
-        require_whole("seed", self.seed, 0, "Pass for instance seed=0.")
+            vars(self)["rank"] = require_whole("rank", self.rank, 1, "Leave it out to have it chosen.")
+        vars(self)["seed"] = require_whole("seed", self.seed, 0, "Pass for instance seed=0.")
         error = self.relative_error
         if not is_number(error, above=0, below=1):
             raise HyperparameterError("a relative_error between 0 and 1", repr(error), "Leave it out for 0.005.")

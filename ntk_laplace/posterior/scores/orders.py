@@ -25,8 +25,8 @@ def orders(num_examples: int, permutations: int, seed: int) -> list[Tensor]:
     """
     if not is_whole(permutations, 0):
         raise DataError("a number of permutations, 0 or more", repr(permutations), "0 keeps the data's own order.")
-    require_whole("seed", seed, 0, "Pass for instance seed=0.")
-    require_memory(8 * permutations * num_examples, torch.device("cpu"),
+    seed = require_whole("seed", seed, 0, "Pass for instance seed=0.")
+    require_memory(8 * int(permutations) * num_examples, torch.device("cpu"),
                    f"{permutations:,} orders of {num_examples:,} points", "Take fewer permutations.")
     if permutations == 0:
         return [torch.arange(num_examples)]
