@@ -712,6 +712,15 @@ def test_compression_says_what_it_costs(structure: str) -> None:
     assert relative_error(whole.latent_moments(x)[1], exact.latent_moments(x)[1]) < 1e-7
 
 
+def test_a_rank_above_that_of_the_curvature_is_the_curvature() -> None:
+    """No matrix of the rank that is asked for is made; the rest has nothing to keep."""
+    exact = classes("full")
+    value = exact.log_marginal_likelihood()
+    for found in (exact.compress(10**9), classes(ntkl.Nystrom(rank=10**9)), classes(ntkl.Iterative(rank=10**9))):
+        assert relative_error(found.log_marginal_likelihood(), value) < 1e-8
+    assert "rank 293 of" in exact.compress(10**9).reason
+
+
 def test_three_times_the_effective_parameters_are_the_posterior() -> None:
     exact = classes("full")
     rank = math.ceil(3 * float(exact.effective_parameters().sum()))
@@ -789,7 +798,7 @@ def test_numbers_that_overflow_are_told() -> None:
 
 
 def test_a_rank_that_does_not_fit_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"3 x 1,000 vectors of 293 parameters"):
+    with pytest.raises(MemoryBudgetError, match=r"3 x 293 vectors of 293 parameters"):
         classes(ntkl.Iterative(rank=1000), memory_budget=10**6)
     with pytest.raises(HyperparameterError, match="rank"):
         classes("full").compress(0)

@@ -33,6 +33,7 @@ class CompressionVerbs(Fitted):
         Parameters
         ----------
         rank : int
+            Above the smaller of P and N R there is nothing more to keep.
         rounds : int
             Rounds of subspace iteration, each 1.25 products with JᵀΛJ per vector of the rank.
         seed : int
@@ -76,7 +77,7 @@ class CompressionVerbs(Fitted):
                 for one in (self.posterior_precision, found.precision)
             )
             excess = 100.0 * (after / before - 1.0)
-        reason = (f"rank {rank:,} of structure {self.structure!r}: the evidence is {cost:.3g} "
+        reason = (f"rank {min(rank, curvature.rank):,} of structure {self.structure!r}: the evidence is {cost:.3g} "
                   f"nats too large, variances at {len(some)} training points by {float(excess.median()):.2g} % "
                   f"(median) to {float(excess.max()):.2g} %")
         return type(self)(found, reason)

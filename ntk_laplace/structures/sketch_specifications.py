@@ -196,8 +196,8 @@ class Nystrom(SketchSpec):
         return ranks + ranks[-1:] * (self.rounds - 1), [], []
 
     def _tests(self, rank: int, most: int) -> int:
-        """More test vectors than the rank that is kept find its directions with less error."""
-        return max(rank, min(math.ceil(tuning.OVERSAMPLING * rank), most))
+        """More test vectors than the rank that is kept find its directions with less error; no more than there are."""
+        return min(math.ceil(tuning.OVERSAMPLING * rank), most)
 
     def _sketch(self, curvature: CurvatureProducts, joint: float) -> RandomSketch:
         if self.rank is None:

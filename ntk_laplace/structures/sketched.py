@@ -101,7 +101,7 @@ class SketchSpec(StructureSpec):
         ------
         MemoryBudgetError
         """
-        rank = self.rank or rank
+        rank = min(self.rank or rank, model.network.num_parameters)
         require_memory(self.sketch_bytes(model, rank), model.network.device,
                        f"{self.copies:g} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
                        f"Use {'' if rank == 1 else 'a smaller rank, '}dtype=torch.float32, "
@@ -153,7 +153,7 @@ class SketchSpec(StructureSpec):
         vectors = self.exact * (rank + 2 * tuning.REMAINDER_DRAWS) * p * e  # test vectors and draws
         averaged = _AVERAGES * tuning.AVERAGED_OUTPUTS * e
         more = max(0, vectors + self.exact * 12 * rights - at_once, vectors + averaged - temporary)
-        least = self.sketch_bytes(model, self.rank or 1)
+        least = self.sketch_bytes(model, min(self.rank or 1, p))
         return Forecast(stored, temporary, more, work, sent, note, least)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> SketchedStructure:
