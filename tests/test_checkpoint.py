@@ -261,6 +261,29 @@ def test_data_of_a_refit_and_of_single_precision_are_recognized(tmp_path: Path) 
     ntkl.load(tmp_path / "single.pt", network().float(), data=(x.float(), y), settings=ntkl.Settings(batch_size=1))
 
 
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+@pytest.mark.parametrize("name", ["gp", "full", "kfac"])
+def test_verbs_that_read_the_data_work_after_single_precision(name: str, tmp_path: Path) -> None:
+    """Outputs that were rounded are still known as those of the fit; others are not."""
+    posterior, x, path = fit(STRUCTURES[name]), data()[0], tmp_path / "p.pt"
+    posterior.to(dtype=torch.float32).to(dtype=torch.float64)
+    posterior.save(path, include_data=True)
+    for one in (posterior, ntkl.load(path, network(), data=data())):
+        assert torch.isfinite(one.elbo("nn", samples=4).value)
+        one.importance_evidence(4)
+    if name == "gp":
+        moved = (one.remove([0], linearization="moving").outputs(x) for one in (fit("gp"), posterior))
+        torch.testing.assert_close(*moved, rtol=1e-4, atol=1e-4)
+    if name != "kfac":
+        posterior.remove([0]).relinearize()
+    if name != "gp":
+        posterior.save(path)
+        ntkl.load(path, network()).save(path)  # the rounding is known without the outputs too
+        assert torch.isfinite(ntkl.load(path, network(), data=data()).elbo("nn", samples=4).value)
+    with pytest.raises(ntkl.DataError, match="the inputs of the fit, in its order"):
+        posterior.elbo("nn", samples=4, x=x + 1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:INF's low-rank part")
 @pytest.mark.parametrize("name", STRUCTURES)

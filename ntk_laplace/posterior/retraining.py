@@ -27,6 +27,7 @@ from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.data_passes import read_points
+from ntk_laplace.structures.points import coarsest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,7 +122,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
             raise DataError(f"the {self.num_examples:,} training examples of the fit", f"{held.num_examples:,}",
                             "Pass the data of the fit, or fit the network to these with laplace().")
         before = float(self.log_likelihood().detach())
-        read_points(model, batches).require_log_likelihood(model.likelihood, before, network.precision)
+        precision = coarsest(network.precision, self._fitted.points.precision)
+        read_points(model, batches).require_log_likelihood(model.likelihood, before, precision)
         for _ in range(rounds):
             if evidence_steps:
                 own = self._derived(_fit_at(model, self._fitted, batches)())

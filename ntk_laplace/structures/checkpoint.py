@@ -23,7 +23,7 @@ from ntk_laplace.runtime.serialization import FileFormat
 from ntk_laplace.structures.data_passes import digest, read_points
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.model import LinearizedModel, Settings
-from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values
+from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, coarsest, present_values
 from ntk_laplace.structures.registry import structure_named, structure_of
 from ntk_laplace.structures.structure import Saved, Structure, StructureSpec
 
@@ -206,7 +206,8 @@ def _matching(network: nn.Module, saved: Mapping[str, Any], positions: Size | No
 
 def _require_same_data(points: TrainingPoints, model: LinearizedModel, kept: Mapping[str, Any]) -> None:
     """Refuse data whose log likelihood is not that of the fit, or not in its order, beyond the network's rounding."""
-    precision = model.network.precision
+    before = kept.get("precision", points.precision)  # older checkpoints do not store it
+    precision = coarsest(model.network.precision, points.precision, before)
     rounding = points.require_log_likelihood(model.likelihood, float(kept["log_likelihood"]), precision)
     ordered = kept.get("ordered", math.nan)  # older checkpoints do not store it
     if not math.isfinite(ordered):  # a density may be zero
@@ -232,7 +233,8 @@ def _points(
         return points
     if "f" in kept:
         model.likelihood.bind(*kept["f"].shape)
-        return TrainingPoints(kept["f"], kept["targets"], kept.get("weights"))
+        return TrainingPoints(kept["f"], kept["targets"], kept.get("weights"), rounded=kept.get("precision"))
     model.likelihood.bind(kept["num_examples"], saved["num_outputs"])
     values, total = present_values(model.likelihood), kept.get("total")
-    return UnsavedPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values, total)
+    precision = kept.get("precision", saved["dtype"])
+    return UnsavedPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values, precision, total)

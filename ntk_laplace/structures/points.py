@@ -16,7 +16,12 @@ from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 _CHECKED = 4  # points at which the methods of a likelihood are compared
 _AGREEMENT = 1e-3  # relative difference of a residual and the derivative: float32 likelihoods differ by rounding
 
-__all__ = ["TrainingPoints", "UnsavedPoints", "present_values", "unmoved"]
+__all__ = ["TrainingPoints", "UnsavedPoints", "coarsest", "present_values", "unmoved"]
+
+
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """The floating type of the largest rounding."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def present_values(*modules: nn.Module) -> tuple[Tensor, ...]:
@@ -45,12 +50,15 @@ class TrainingPoints:
         may have changed them since the fit.
     expanded : Tensor, (N, C), optional
         Outputs at which the curvature is taken, if not `f`: those at the start of the last Newton step.
+    rounded : torch.dtype, optional
+        A coarser type that the outputs have been in, whose rounding they keep.
     """
 
     f: Tensor
     targets: Tensor
     weights: Tensor | None = None
     expanded: Tensor | None = None
+    rounded: torch.dtype | None = None
 
     @property
     def num_examples(self) -> int:
@@ -61,6 +69,11 @@ class TrainingPoints:
     def num_outputs(self) -> int:
         """C."""
         return self.f.shape[1]
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The floating type whose rounding the outputs have."""
+        return self.f.dtype if self.rounded is None else self.rounded
 
     def log_likelihood(self, likelihood: Likelihood) -> Tensor:
         """Σ log p(y_n | f_n), nats."""
@@ -225,12 +238,12 @@ class TrainingPoints:
         """The same points on another device and with another dtype; labels stay integers."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
         weights, expanded = (None if v is None else v.to(device, dtype) for v in (self.weights, self.expanded))
-        return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded)
+        return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded, coarsest(self.precision, dtype))
 
     def subset(self, index: slice | Tensor) -> TrainingPoints:
         """Some of the points."""
         weights, expanded = (None if v is None else v[index] for v in (self.weights, self.expanded))
-        return TrainingPoints(self.f[index], self.targets[index], weights, expanded)
+        return TrainingPoints(self.f[index], self.targets[index], weights, expanded, self.rounded)
 
     def joined(self, likelihood: Likelihood, other: TrainingPoints) -> TrainingPoints:
         """Points of both data sets."""
@@ -241,7 +254,7 @@ class TrainingPoints:
         expanded = None if all(p.expanded is None for p in both) else torch.cat([p._at for p in both])
         pairs = ((self.targets, other.targets), (other.targets, self.targets))
         targets = torch.cat([likelihood.in_form_of(*pair) for pair in pairs])
-        return TrainingPoints(f, targets, weights, expanded)
+        return TrainingPoints(f, targets, weights, expanded, coarsest(self.precision, other.precision))
 
     def record(self, likelihood: Likelihood, include_data: bool) -> dict[str, Any]:
         """Plain containers of tensors: number and log likelihood, and with `include_data` the points themselves."""
@@ -275,13 +288,15 @@ class UnsavedPoints(TrainingPoints):
         Σ log p(y_n | f_n) at the checkpoint's hyperparameters.
     hyperparameters : tuple of Tensor
         The checkpoint's hyperparameters of the likelihood.
+    precision : torch.dtype
+        The floating type whose rounding the outputs had.
     size : float, optional
         Σ w_n over the examples with a target; by default N.
     """
 
     def __init__(
         self, num_examples: int, num_outputs: int, value: Tensor, hyperparameters: tuple[Tensor, ...],
-        size: float | None = None,
+        precision: torch.dtype, size: float | None = None,
     ) -> None:
         self._sizes: tuple[int, int]
         self._value: Tensor
@@ -289,7 +304,7 @@ class UnsavedPoints(TrainingPoints):
         self._total: float | None
         # the base class is frozen
         vars(self).update(_sizes=(num_examples, num_outputs), _value=value, _hyperparameters=hyperparameters,
-                          _total=size)
+                          _total=size, rounded=precision)
 
     def __repr__(self) -> str:
         return f"UnsavedPoints(num_examples={self.num_examples}, num_outputs={self.num_outputs})"
@@ -358,7 +373,8 @@ class UnsavedPoints(TrainingPoints):
     def to(self, device: torch.device, dtype: torch.dtype) -> UnsavedPoints:
         """The same on another device, with another dtype."""
         moved = tuple(value.to(device) for value in self._hyperparameters)
-        return UnsavedPoints(*self._sizes, self._value.to(device), moved, self._total)
+        precision = coarsest(self.precision, dtype)
+        return UnsavedPoints(*self._sizes, self._value.to(device), moved, precision, self._total)
 
     def record(self, likelihood: Likelihood, include_data: bool) -> dict[str, Any]:
         """Number and log likelihood, as in the checkpoint; there are no data to include."""
@@ -367,7 +383,8 @@ class UnsavedPoints(TrainingPoints):
 
 def _summary(points: TrainingPoints | UnsavedPoints, likelihood: Likelihood) -> dict[str, Any]:
     value = points.log_likelihood(likelihood).detach()
-    return {"num_examples": points.num_examples, "log_likelihood": value, "total": points.total(likelihood)}
+    return {"num_examples": points.num_examples, "log_likelihood": value, "total": points.total(likelihood),
+            "precision": points.precision}
 
 
 def _not_saved(what: str) -> UnsupportedError:

@@ -7,6 +7,7 @@ import torch
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import Batches, InputData, Source, as_tensors, fill_buffer, num_examples
 from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import coarsest
 from ntk_laplace.structures.structure import Structure
 
 __all__ = ["training_inputs"]
@@ -50,7 +51,7 @@ def training_inputs(
     there = numbers < len(known.f)  # points that were added have no outputs at these weights
     gap = max(settings.reducer.gather(float((f[there] - known.f[numbers[there]]).abs().max()) if len(f) else 0.0))
     size = 1.0 + float(known.f.abs().max())
-    if not gap <= 1e3 * torch.finfo(model.network.precision).eps * size:
+    if not gap <= 1e3 * torch.finfo(coarsest(model.network.precision, known.precision)).eps * size:
         raise DataError("the inputs of the fit, in its order", f"outputs that differ by {gap:.2g} from those known",
                         "Pass the same inputs in the same order.")
     return source
