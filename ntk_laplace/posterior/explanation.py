@@ -142,7 +142,7 @@ class ExplanationVerbs(Fitted):
         require_flags(strict=strict)
         found = self._left_out() if points is None else self._some_left_out(points, seed)
         above = int((found.leverage > 1.0).sum())
-        if strict and above and not found.reliability.exact:
+        if strict and above and not self._fitted.structure.spec.exact:
             raise UnsupportedError(
                 "leverages of at most 1, as an exact curvature has them",
                 f"{above:,} of {self.num_examples:,} points above it, the largest {float(found.leverage.max()):.3g}, "

@@ -73,7 +73,7 @@ class WithoutEach:
         root = points.root(fitted.curvature_type, fitted.likelihood)
         for rows in fitted.rows_at(torch.arange(points.num_examples)):
             here = slice(start, start + rows.num_examples)
-            out = removal_terms(fitted.precision.removal_blocks(rows, root[here]), root[here], fitted.exact)
+            out = removal_terms(fitted.precision.removal_blocks(rows, root[here]), root[here], True)
             residual = self._residual[here].unsqueeze(-1)
             bent = residual + root[here] @ torch.linalg.solve(out.complement, out.half.mT @ residual)
             # W Wᵀ = S (I - SᵀVS)⁻¹ Sᵀ

@@ -249,8 +249,9 @@ class RemovalTerms:
 def removal_terms(moments: Tensor, root: Tensor, exact: bool) -> RemovalTerms:
     """I - S_iᵀV_iiS_i for covariances V_ii (m, C, C) and roots S_i (m, C, R).
 
-    In an exact curvature leverages are below 1, up to rounding. An approximate curvature may contain less information
-    about a point than its Λ_i: above `HIGH_LEVERAGE` nothing is subtracted, and effects are of first order.
+    In an exact structure, whose H contains the S_iS_iᵀ of every point, leverages are below 1, up to rounding. An
+    approximate one may contain less information about a point: above `HIGH_LEVERAGE` nothing is subtracted, and effects
+    are of first order.
     """
     half = moments @ root
     inner = root.mT @ half

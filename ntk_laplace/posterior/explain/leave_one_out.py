@@ -29,6 +29,9 @@ _EXACT = (
     "means, covariances and what follows from them are exact for one Newton step of the linearized model without the "
     "point"
 )
+_OTHER_ROOT = (
+    "each point is taken out of this precision, which is not the linearized model's: the numbers rank, and are no refit"
+)
 _OTHER = (
     "each point is subtracted from this posterior's own approximation of the curvature: the numbers rank, and are no "
     "refit; where the leverage exceeds 0.9 nothing is subtracted, and mean and information are of first order"
@@ -185,7 +188,8 @@ def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
     everything = torch.arange(fitted.num_examples, device=fitted.points.f.device)
     found = _kept(fitted) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, everything)
     measured = reliability(fitted, everything, found.leverage)
-    return _predicted(fitted, everything, found, measured, _EXACT if fitted.exact else _OTHER, samples)
+    words = _EXACT if fitted.exact else _OTHER_ROOT if fitted.structure.spec.exact else _OTHER
+    return _predicted(fitted, everything, found, measured, words, samples)
 
 
 def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> LeaveOneOut:
@@ -303,7 +307,7 @@ def _streamed(fitted: FittedModel, index: Tensor) -> Without:
         for rows in fitted.rows_at(index):
             here = slice(start, start + rows.num_examples)
             moments = fitted.precision.removal_blocks(rows, root[here])
-            out = removal_terms(moments, root[here], fitted.exact)
+            out = removal_terms(moments, root[here], fitted.structure.spec.exact)
             widened = out.half @ torch.linalg.solve(out.complement, out.half.mT)
             covariance = moments + widened * out.trusted.view(-1, 1, 1)
             mean = points.f[here] - (covariance @ residual[here].unsqueeze(-1)).squeeze(-1)

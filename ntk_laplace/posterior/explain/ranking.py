@@ -33,6 +33,8 @@ _SUMS = "offset, the sum of contributions and gap add up to the prediction exact
 _FIRST_ORDER = "effects on a probability or a log likelihood are of first order in the change of the outputs"
 _GUARANTEES = {
     "full": "removal effects on outputs are exact for one Newton step of the linearized model without the point",
+    "other root": "removal effects take the point out of this precision, which is not the linearized model's: they "
+    "rank, and are no refit",
     "other": "removal effects take the point out of this structure's own approximation of the curvature: they rank, "
     "and are no refit; where its leverage exceeds 0.9 the effect is of first order, and the point is flagged",
 }
@@ -179,7 +181,8 @@ def _rank(fitted: FittedModel, test: Jacobian, quantity: Quantity, k: int) -> Ra
         centered = fitted.theta - prior.flat_mean().to(fitted.theta)
         pushed = test.jvp(network.unflatten(centered))
         contributed = test.jvp(network.unflatten(total / prior.flat_precision().to(total)))  # J P0⁻¹ Jᵀr
-    guarantees = (_SUMS, _GUARANTEES["full" if fitted.exact else "other"])
+    case = "full" if fitted.exact else "other root" if fitted.structure.spec.exact else "other"
+    guarantees = (_SUMS, _GUARANTEES[case])
     first_order = (_FIRST_ORDER,) if quantity.by in ("probability", "log_likelihood") else ()
     signs = {"for": -quantity.good, "against": quantity.good}
     return Ranking(
@@ -241,7 +244,8 @@ class _Passing:
 
     def _weights(self, rows: Jacobian, residual: Tensor, root: Tensor, here: slice) -> Tensor:
         """(I - Λ_iV_ii)⁻¹ r_i (m, C, 1), or W with W Wᵀ = (I - Λ_iV_ii)⁻¹ Λ_i (m, C, R) for variances."""
-        out = removal_terms(self.fitted.precision.removal_blocks(rows, root), root, self.fitted.exact)
+        exact = self.fitted.structure.spec.exact
+        out = removal_terms(self.fitted.precision.removal_blocks(rows, root), root, exact)
         self.leverage[here] = out.leverage
         if self.quantity.by in SPREADS:
             factor = torch.linalg.cholesky(out.complement)
