@@ -117,14 +117,17 @@ def test_a_subset_has_global_indices_even_where_a_process_has_none_of_them(struc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("structure", ["gp", "full", "iterative", "ekfac", "diag"])
-def test_a_condition_takes_each_process_s_share(structure: str) -> None:
-    """New points follow all old ones."""
+@pytest.mark.parametrize(("structure", "curvature"), [
+    *((structure, "ggn") for structure in ("gp", "full", "iterative", "ekfac", "diag")), ("full", "mc"),
+    ("ekfac", "mc"),
+])
+def test_a_condition_takes_each_process_s_share(structure: str, curvature: str) -> None:
+    """New points follow all old ones; labels that are drawn do too."""
     new = inputs(20)[N:], labels(20)[N:]
 
     def run(reducer: Reducer, part: slice, added: slice) -> dict[str, Tensor]:
         posterior = ntkl.laplace(small(), (inputs()[part], labels()[part]), ntkl.Categorical(), structure=structure,
-                                 settings=ntkl.Settings(reducer=reducer, sharded=True))
+                                 curvature=curvature, settings=ntkl.Settings(reducer=reducer, sharded=True))
         both = posterior.condition(take_all(new, added))
         return quantities(both) | {f"subset {n}": t for n, t in quantities(both.subset([0, 4, 9, 14, 18])).items()}
 

@@ -1,7 +1,7 @@
 """Linear algebra of the posterior, in function space and in weight space, with a common interface."""
 
 from ntk_laplace.curvature.block_summary import Products, Summary
-from ntk_laplace.curvature.curvature_type import CURVATURES, CurvatureType
+from ntk_laplace.curvature.curvature_type import CURVATURES, CurvatureType, Draws
 from ntk_laplace.curvature.distributed_function_space import DistributedFunctionSpacePrecision
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.full import FullPrecision, accumulate_ggn
@@ -23,6 +23,7 @@ __all__ = [
     "CrossCovariance",
     "CurvatureType",
     "DistributedFunctionSpacePrecision",
+    "Draws",
     "Eigenbasis",
     "FactorEigen",
     "FullPrecision",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from ntk_laplace.errors import require_choice, require_whole
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.runtime.random_state import seeded_rng
 
-__all__ = ["CURVATURES", "CurvatureType"]
+__all__ = ["CURVATURES", "CurvatureType", "Draws"]
 
 CURVATURES = ("ggn", "ef", "mc")
+Draws = tuple[tuple[int, int], ...]  # of points in turn: what is added to the seed, how many are drawn together
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,22 @@ class CurvatureType:
         """Number of columns R of S."""
         return {"ggn": likelihood.rank(num_outputs), "ef": 1, "mc": self.samples}[self.kind]
 
-    def root(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
-        """S, (N, C, R)."""
+    def root(self, likelihood: Likelihood, f: Tensor, targets: Tensor, draws: Draws | None = None) -> Tensor:
+        """S, (N, C, R); labels of all points are drawn together, or as `draws` says."""
         if self.kind == "ggn":
             return likelihood.root(f, targets)
-        return self._gradients(likelihood, f, targets)
+        return self._gradients(likelihood, f, targets, draws)
 
     def left_inverse(self, likelihood: Likelihood, f: Tensor) -> Tensor | None:
         """L (N, R, C) with L S = I, if the range of S Sᵀ is the same for all hyperparameters; else None."""
         with torch.no_grad():
             return likelihood.left_inverse(f) if self.kind == "ggn" else None
 
-    def curvature(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
-        """S Sᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
+    def curvature(self, likelihood: Likelihood, f: Tensor, targets: Tensor, draws: Draws | None = None) -> Tensor:
+        """S Sᵀ, (N, C, C), differentiable in the likelihood's hyperparameters; `draws` as for `root`."""
         if self.kind == "ggn":
             return likelihood.curvature(f, targets)
-        root = self._gradients(likelihood, f, targets)
+        root = self._gradients(likelihood, f, targets, draws)
         return root @ root.mT
 
     def diagonal_form(self, likelihood: Likelihood, f: Tensor, targets: Tensor | None = None) -> DiagonalForm | None:
@@ -79,16 +81,30 @@ class CurvatureType:
         # r = Λ (y - f) with the observed y; a drawn y - f grows with the noise, so that its r rᵀ scales as Λ
         return 2.0 * scale if scale is not None and self.kind == "ef" else scale
 
-    def _gradients(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+    def after(self, count: int) -> CurvatureType:
+        """That of points which follow so many others: with labels of their own."""
+        return replace(self, seed=self.seed + count)
+
+    def _gradients(self, likelihood: Likelihood, f: Tensor, targets: Tensor, draws: Draws | None) -> Tensor:
         # an example of weight w has the gradient w r, and contributes w r rᵀ
         share = likelihood.weight**0.5
         if self.kind == "ef":
             return likelihood.residual(f, targets).unsqueeze(-1) / share
-        with seeded_rng(f.device, self.seed):
-            response = likelihood.distribution(f)
-            # reparametrized samples: real labels, and so S, are differentiable in the noise
-            drawn = (response.rsample if response.has_rsample else response.sample)((self.samples,))
+        if draws is None:
+            drawn = self._drawn(likelihood, f, 0)
+        else:
+            ends = list(accumulate(count for _, count in draws))
+            parts = [(slice(end - count, end), after) for end, (after, count) in zip(ends, draws, strict=True)]
+            drawn = torch.cat([self._drawn(likelihood.at(here), f[here], after) for here, after in parts], 1)
         observed = likelihood.observed(targets)
         labels = drawn if observed is None else (likelihood.hidden(y, observed) for y in drawn)
         columns = [likelihood.residual(f, y) for y in labels]
         return torch.stack(columns, -1) / (share * self.samples**0.5)  # E[S Sᵀ] = Λ
+
+    def _drawn(self, likelihood: Likelihood, f: Tensor, after: int) -> Tensor:
+        """Labels of points that are drawn together, (M, n, ...)."""
+        with seeded_rng(f.device, self.seed + after):
+            response = likelihood.distribution(f.double())  # the same labels for f in another type
+            # reparametrized samples: real labels, and so S, are differentiable in the noise
+            drawn = (response.rsample if response.has_rsample else response.sample)((self.samples,))
+        return drawn.to(f.dtype) if drawn.is_floating_point() else drawn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -282,7 +283,9 @@ class Fitted:
         settings = model.settings
         batches = settings.own(self.network.batches(data, settings.batch_size))
         with torch.inference_mode(False):
-            new = structure.refit_on(model, batches)
+            count = self.num_examples
+            new = structure.refit_on(replace(model, curvature_type=model.curvature_type.after(count)), batches)
+            vars(new)["points"] = replace(new.points, drawn=new.points.drawn_after(count))  # some structures are frozen
             return self._derived(self._fitted.derived(structure.merged(model, new)))
 
     def subset(self, index: Indices) -> Self:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import (
+    Draws,
     Eigenbasis,
     ParameterBlock,
     Products,
@@ -62,6 +63,8 @@ class Accumulation:
     f, targets, weights : RowBuffer
         Outputs, canonical targets, and example weights if there are any: of the examples `done` in the first pass, of
         all examples of all processes after it.
+    drawn : Draws, optional
+        As of the `TrainingPoints`.
     checkpoint : callable
         Called after each batch to save the state if it is due, and with ``now=True`` at an interruption.
     """
@@ -76,6 +79,7 @@ class Accumulation:
     f: RowBuffer = field(default_factory=RowBuffer)
     targets: RowBuffer = field(default_factory=RowBuffer)
     weights: RowBuffer = field(default_factory=RowBuffer)
+    drawn: Draws | None = None
     checkpoint: Callable[..., None] = field(default=_saved_nowhere, repr=False, compare=False)
 
     @property
@@ -137,7 +141,7 @@ class Accumulation:
         reducer = model.settings.reducer
         rest = self._rest(batches, reducer)
         try:
-            roots, seen = Roots(model, batches, rest), 0
+            roots, seen = Roots(model, batches, rest, self.drawn), 0
             with terminable(reducer):
                 for x, y in read_batches(model, rest, what):
                     numbers = roots.numbers(seen, num_examples(x))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature import Draws
 from ntk_laplace.errors import DataError, TargetError
 from ntk_laplace.model.data import RowBuffer, Source, num_examples
 from ntk_laplace.model.likelihoods import DiagonalForm
@@ -63,7 +64,7 @@ class Roots:
     The roots are those of the batches of `rest`, which may be fewer.
     """
 
-    def __init__(self, model: LinearizedModel, batches: Source, rest: Source) -> None:
+    def __init__(self, model: LinearizedModel, batches: Source, rest: Source, draws: Draws | None = None) -> None:
         self.model, self._batches = model, rest
         self.whole: Tensor | None = None
         reducer = model.settings.reducer
@@ -76,8 +77,8 @@ class Roots:
                 seen = len(f)
                 f.append(model.network.without_grad(x, seen).to(model.jacobian_pass.dtype))
                 targets.append(canonical_targets(model, y, num_examples(x), seen))
-            rows = (collected(model, batches, own.rows) for own in (f, targets))
-            self.whole = model.curvature_type.root(model.likelihood, *rows).detach()
+            every, labels = (collected(model, batches, own.rows) for own in (f, targets))
+            self.whole = model.curvature_type.root(model.likelihood, every, labels, draws).detach()
 
     def at(self, targets: Tensor, seen: int, counts: Tensor | None) -> BatchRoot:
         """The roots of one batch."""

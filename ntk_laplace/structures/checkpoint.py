@@ -221,6 +221,7 @@ def _points(
     saved: Mapping[str, Any], model: LinearizedModel, batches: Batches | None
 ) -> TrainingPoints:
     kept = saved["points"]
+    drawn = None if kept.get("drawn") is None else tuple((after, count) for after, count in kept["drawn"])
     if batches is not None:
         points = read_points(model, batches)
         if points.num_examples != kept["num_examples"]:
@@ -230,11 +231,13 @@ def _points(
         if before is not None and not math.isclose(total, before, rel_tol=1e-6):
             raise DataError(f"example weights of the fit, with a sum of {before:g} over examples that have a target",
                             f"a sum of {total:g}", "Pass the data that the posterior was fitted to, (X, y, w).")
-        return points
+        return replace(points, drawn=drawn)
     if "f" in kept:
         model.likelihood.bind(*kept["f"].shape)
-        return TrainingPoints(kept["f"], kept["targets"], kept.get("weights"), rounded=kept.get("precision"))
+        return TrainingPoints(kept["f"], kept["targets"], kept.get("weights"), rounded=kept.get("precision"),
+                              drawn=drawn)
     model.likelihood.bind(kept["num_examples"], saved["num_outputs"])
     values, total = present_values(model.likelihood), kept.get("total")
     precision = kept.get("precision", saved["dtype"])
-    return UnsavedPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values, precision, total)
+    return UnsavedPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values, precision, total,
+                         drawn)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import CurvatureType
+from ntk_laplace.curvature import CurvatureType, Draws
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 
@@ -52,6 +52,8 @@ class TrainingPoints:
         Outputs at which the curvature is taken, if not `f`: those at the start of the last Newton step.
     rounded : torch.dtype, optional
         A coarser type that the outputs have been in, whose rounding they keep.
+    drawn : Draws, optional
+        Which points' labels are drawn together, of a curvature that draws them; those of all by default.
     """
 
     f: Tensor
@@ -59,6 +61,7 @@ class TrainingPoints:
     weights: Tensor | None = None
     expanded: Tensor | None = None
     rounded: torch.dtype | None = None
+    drawn: Draws | None = None
 
     @property
     def num_examples(self) -> int:
@@ -101,7 +104,7 @@ class TrainingPoints:
 
     def root(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """S_n, (N, C, R), times the square roots of the weights."""
-        return self._times(curvature_type.root(likelihood, self._at, self.targets), 0.5)
+        return self._times(curvature_type.root(likelihood, self._at, self.targets, self.drawn), 0.5)
 
     def left_inverse(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor | None:
         """L_n (N, R, C) with L_n S_n = I, if the range of Λ_n is constant in the hyperparameters; zero at zero weight.
@@ -119,7 +122,7 @@ class TrainingPoints:
 
     def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Λ_n = S_n S_nᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
-        return self._times(curvature_type.curvature(likelihood, self._at, self.targets))
+        return self._times(curvature_type.curvature(likelihood, self._at, self.targets, self.drawn))
 
     def diagonal_form(self, curvature_type: CurvatureType, likelihood: Likelihood) -> DiagonalForm | None:
         """Λ_n in O(C) numbers, differentiable in the likelihood's hyperparameters; None if it has no such form."""
@@ -238,12 +241,14 @@ class TrainingPoints:
         """The same points on another device and with another dtype; labels stay integers."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
         weights, expanded = (None if v is None else v.to(device, dtype) for v in (self.weights, self.expanded))
-        return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded, coarsest(self.precision, dtype))
+        return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded, coarsest(self.precision, dtype),
+                              self.drawn)
 
     def subset(self, index: slice | Tensor) -> TrainingPoints:
         """Some of the points."""
         weights, expanded = (None if v is None else v[index] for v in (self.weights, self.expanded))
-        return TrainingPoints(self.f[index], self.targets[index], weights, expanded, self.rounded)
+        drawn = None if self.drawn is None else _of_some(self.drawn, index)
+        return TrainingPoints(self.f[index], self.targets[index], weights, expanded, self.rounded, drawn)
 
     def joined(self, likelihood: Likelihood, other: TrainingPoints) -> TrainingPoints:
         """Points of both data sets."""
@@ -254,7 +259,13 @@ class TrainingPoints:
         expanded = None if all(p.expanded is None for p in both) else torch.cat([p._at for p in both])
         pairs = ((self.targets, other.targets), (other.targets, self.targets))
         targets = torch.cat([likelihood.in_form_of(*pair) for pair in pairs])
-        return TrainingPoints(f, targets, weights, expanded, coarsest(self.precision, other.precision))
+        drawn = self.drawn_after(0) + other.drawn_after(0)  # as their sums were made
+        return TrainingPoints(f, targets, weights, expanded, coarsest(self.precision, other.precision), drawn)
+
+    def drawn_after(self, count: int) -> Draws:
+        """`drawn` of these points if they follow so many others, in the seeds of `CurvatureType.after`."""
+        draws = ((0, self.num_examples),) if self.drawn is None else self.drawn
+        return tuple((after + count, own) for after, own in draws)
 
     def record(self, likelihood: Likelihood, include_data: bool) -> dict[str, Any]:
         """Plain containers of tensors: number and log likelihood, and with `include_data` the points themselves."""
@@ -292,11 +303,13 @@ class UnsavedPoints(TrainingPoints):
         The floating type whose rounding the outputs had.
     size : float, optional
         Σ w_n over the examples with a target; by default N.
+    drawn : Draws, optional
+        As of the points.
     """
 
     def __init__(
         self, num_examples: int, num_outputs: int, value: Tensor, hyperparameters: tuple[Tensor, ...],
-        precision: torch.dtype, size: float | None = None,
+        precision: torch.dtype, size: float | None = None, drawn: Draws | None = None,
     ) -> None:
         self._sizes: tuple[int, int]
         self._value: Tensor
@@ -304,7 +317,7 @@ class UnsavedPoints(TrainingPoints):
         self._total: float | None
         # the base class is frozen
         vars(self).update(_sizes=(num_examples, num_outputs), _value=value, _hyperparameters=hyperparameters,
-                          _total=size, rounded=precision)
+                          _total=size, rounded=precision, drawn=drawn)
 
     def __repr__(self) -> str:
         return f"UnsavedPoints(num_examples={self.num_examples}, num_outputs={self.num_outputs})"
@@ -374,7 +387,7 @@ class UnsavedPoints(TrainingPoints):
         """The same on another device, with another dtype."""
         moved = tuple(value.to(device) for value in self._hyperparameters)
         precision = coarsest(self.precision, dtype)
-        return UnsavedPoints(*self._sizes, self._value.to(device), moved, precision, self._total)
+        return UnsavedPoints(*self._sizes, self._value.to(device), moved, precision, self._total, self.drawn)
 
     def record(self, likelihood: Likelihood, include_data: bool) -> dict[str, Any]:
         """Number and log likelihood, as in the checkpoint; there are no data to include."""
@@ -384,7 +397,16 @@ class UnsavedPoints(TrainingPoints):
 def _summary(points: TrainingPoints | UnsavedPoints, likelihood: Likelihood) -> dict[str, Any]:
     value = points.log_likelihood(likelihood).detach()
     return {"num_examples": points.num_examples, "log_likelihood": value, "total": points.total(likelihood),
-            "precision": points.precision}
+            "precision": points.precision, "drawn": points.drawn}
+
+
+def _of_some(draws: Draws, index: slice | Tensor) -> Draws:
+    """The draws of some of the points."""
+    counts = torch.tensor([count for _, count in draws])
+    number = torch.arange(len(draws)).repeat_interleave(counts)
+    kept, sizes = torch.unique_consecutive(number[index if isinstance(index, slice) else index.cpu()],
+                                           return_counts=True)
+    return tuple((draws[own][0], size) for own, size in zip(kept.tolist(), sizes.tolist(), strict=True))
 
 
 def _not_saved(what: str) -> UnsupportedError:

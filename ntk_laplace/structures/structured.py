@@ -189,7 +189,7 @@ class StructuredStructure(StreamedStructure):
         if factor is not None:
             self.at.scale = factor
             return
-        gathered = replace(self.at.accumulated)  # the old sums are valid until the pass ends
+        gathered = replace(self.at.accumulated, drawn=self.points.drawn)  # the old sums are valid until the pass ends
         gathered.eigenbases = list(gathered.eigenbases) if self.spec.second_pass else []
         gathered.again(model, self.data)
         gathered.forget()

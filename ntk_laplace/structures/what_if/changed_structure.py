@@ -41,7 +41,7 @@ class MovedPoints(TrainingPoints):
         self._outputs: Callable[[], Tensor]
         vars(self).update(
             _unmoved=unmoved_points, _outputs=outputs, targets=unmoved_points.targets, weights=unmoved_points.weights,
-            expanded=unmoved_points.f, rounded=unmoved_points.precision,
+            expanded=unmoved_points.f, rounded=unmoved_points.precision, drawn=unmoved_points.drawn,
         )
 
     def __repr__(self) -> str:
