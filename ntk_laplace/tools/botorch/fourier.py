@@ -14,7 +14,8 @@ FREQUENCIES = 512
 _SCALE = math.log(2.0) + 0.5  # mean of log s + ½ log d: the length scale is then about 0.3 √d in a unit cube
 _LOG_NOISE = -4.0  # mean of the log noise variance of standardized outcomes, as in BoTorch's Gaussian processes
 _PRECISION_DEVIATION = 10.0  # of the log prior precision: bounds it where the data are constant
-_FIRST_NOISE, _LEAST_NOISE = 1e-3, 1e-5
+_LEAST_NOISE = 1e-5
+_FIRST_NOISES = 1e-3, 0.03, 0.3  # starts of the search: there are optima with much noise and with little
 _STEPS = 30
 
 
@@ -56,59 +57,72 @@ class FourierFeatures(nn.Module):
 
 
 class FourierNetwork(nn.Module):
-    """Fourier features and a linear layer: f(x) = A φ(x) + b.
+    """Fourier features and a linear layer for each output: f_k(x) = a_k · φ(x) + b_k.
 
     Attributes
     ----------
-    precision, noise : float
-        Of the prior of A and b, and of the outcomes, after `train_with_evidence`.
+    last : ModuleList
+        a_k and b_k.
+    precision, noise : Tensor, (m,)
+        Of the prior of a_k and b_k, and of the outcomes, after `train_with_evidence`.
     """
+
+    precision: Tensor
+    noise: Tensor
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.features = FourierFeatures(inputs)
-        self.last = nn.Linear(2 * len(self.features.frequencies), outputs).double()
-        self.precision, self.noise = 1.0, _FIRST_NOISE
+        size = 2 * len(self.features.frequencies)
+        self.last = nn.ModuleList(nn.Linear(size, 1).double() for _ in range(outputs))
+        self.register_buffer("precision", torch.ones(outputs, dtype=torch.float64))
+        self.register_buffer("noise", torch.full((outputs,), _FIRST_NOISES[0], dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, m)."""
-        found: Tensor = self.last(self.features(x))
-        return found
+        phi = self.features(x)
+        return torch.cat([last(phi) for last in self.last], -1)
 
-    def train_with_evidence(self, x: Tensor, y: Tensor, noise: Tensor | None) -> None:
-        """Maximize the evidence over the scales, the prior precision and the noise, then the log joint over A and b.
+    def train_with_evidence(self, x: Tensor, y: Tensor, noise: Tensor | None, warm: bool = False) -> None:
+        """Maximize the evidence over scales, prior precisions and noises, then the log joint over the a_k and b_k.
 
-        The network is linear in A and b, so that both are exact: with K = (ΦΦᵀ + 1)/p, y ~ N(0, K + diag(noise)).
-        The search begins at the present hyperparameters and at those of a new network: where the present ones call a
-        function noise, there is another optimum. Hyperpriors: log s_j ~ N(0.5 + log 2 - ½ log d, 1), log noise ~
-        N(-4, 1), log p ~ N(0, 100).
+        The network is linear in a_k and b_k, so that both are exact: with K_k = (ΦΦᵀ + 1)/p_k and independent outputs,
+        y_k ~ N(0, K_k + diag(noise_k)). All outputs have the same scales. The density has several optima, with much
+        noise and with little. So the search begins at several noises, and the best optimum is taken. Hyperpriors:
+        log s_j ~ N(0.5 + log 2 - ½ log d, 1), log noise_k ~ N(-4, 1), log p_k ~ N(0, 100).
 
         Parameters
         ----------
         x : Tensor, (n, d)
         y : Tensor, (n, m)
         noise : Tensor, () or (n, m), optional
-            Known variances; None: one number is learned, at least 1e-5.
+            Known variances; None: one number for each output is learned, at least 1e-5.
+        warm : bool
+            Begin another search at the present hyperparameters.
         """
-        present = self.features.scale, self.precision, self.noise
-        first = FourierFeatures(x.shape[1]).scale.to(x), 1.0, _FIRST_NOISE
-        found = [self._optimum(x, y, noise, *start) for start in (present, first)]
+        first = FourierFeatures(x.shape[1]).scale.to(x), torch.ones_like(y[0])
+        noises = _FIRST_NOISES if noise is None else _FIRST_NOISES[:1]
+        starts = [(*first, torch.full_like(y[0], value)) for value in noises]
+        starts += [(self.features.scale, self.precision, self.noise)] if warm else []
+        found = [self._optimum(x, y, noise, *start) for start in starts]
         logs = max(found, key=lambda one: float(self.log_density(x, y, noise, one)))
         with torch.no_grad():
             self.features.scale.copy_(logs[0].exp())
-            self.precision = float(logs[1].exp())
-            self.noise = self.noise if noise is not None else float(logs[2].exp()) + _LEAST_NOISE
+            self.precision.copy_(logs[1].exp())
+            if noise is None:
+                self.noise.copy_(logs[2].exp() + _LEAST_NOISE)
             phi, factor = self._factor(x, noise, logs)
-            weights = torch.cholesky_solve(y.T.unsqueeze(-1), factor.expand(y.shape[1], -1, -1)).squeeze(-1)
-            self.last.weight.copy_(weights @ phi / self.precision)
-            self.last.bias.copy_(weights.sum(1) / self.precision)
+            weights = torch.cholesky_solve(y.T.unsqueeze(-1), factor).squeeze(-1) / self.precision.unsqueeze(-1)
+            for last, own in zip(self.last, weights, strict=True):
+                for parameter, value in zip(last.parameters(), (own @ phi, own.sum()), strict=True):
+                    parameter.copy_(value)
 
     def _optimum(
-        self, x: Tensor, y: Tensor, noise: Tensor | None, scale: Tensor, precision: float, variance: float
+        self, x: Tensor, y: Tensor, noise: Tensor | None, scale: Tensor, precision: Tensor, variance: Tensor
     ) -> list[Tensor]:
         """log s, log p and, if no noise is given, the log of the noise less 1e-5, after a descent by L-BFGS."""
-        logs = [scale.log(), x.new_tensor(math.log(precision))]
-        logs += [] if noise is not None else [x.new_tensor(math.log(max(variance - _LEAST_NOISE, _LEAST_NOISE)))]
+        logs = [scale.log(), precision.log()]
+        logs += [] if noise is not None else [(variance - _LEAST_NOISE).clamp_min(_LEAST_NOISE).log()]
         logs = [value.detach().clone().requires_grad_() for value in logs]
         optimizer = torch.optim.LBFGS(logs, max_iter=_STEPS, tolerance_change=1e-4, line_search_fn="strong_wolfe")
 
@@ -125,17 +139,16 @@ class FourierNetwork(nn.Module):
         """Evidence and log density of the hyperparameters (log s, log p, log noise), up to a constant."""
         _, factor = self._factor(x, noise, logs)
         white = torch.linalg.solve_triangular(factor, y.T.unsqueeze(-1), upper=False)
-        copies = y.shape[1] / len(factor)  # of one factor for all outputs
-        value = -0.5 * white.square().sum() - copies * factor.diagonal(dim1=-2, dim2=-1).log().sum()
+        value = -0.5 * white.square().sum() - factor.diagonal(dim1=-2, dim2=-1).log().sum()
         deviations = [logs[0] - (_SCALE - 0.5 * math.log(x.shape[1])), logs[1] / _PRECISION_DEVIATION]
         deviations += [] if noise is not None else [logs[2] - _LOG_NOISE]
         return value - 0.5 * sum(one.square().sum() for one in deviations)
 
     def _factor(self, x: Tensor, noise: Tensor | None, logs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Φ, and L with L Lᵀ = K + diag(noise), (1, n, n) or (m, n, n)."""
+        """Φ, and L with L Lᵀ = K_k + diag(noise_k) for each output, (m, n, n)."""
         phi = self.features.at(x, logs[0].exp())
-        joint = (phi @ phi.T + 1.0) * (-logs[1]).exp()
-        variances = noise if noise is not None else logs[2].exp() + _LEAST_NOISE
-        rounding = 256 * torch.finfo(x.dtype).eps * joint.diagonal().mean()
-        variances = (variances.T if variances.ndim else variances.view(1, 1)) + rounding
-        return phi, torch.linalg.cholesky(joint + torch.diag_embed(variances.expand(-1, len(x))))
+        joint = (phi @ phi.T + 1.0) * (-logs[1]).exp().view(-1, 1, 1)
+        variances = logs[2].exp() + _LEAST_NOISE if noise is None else noise
+        variances = variances.T if variances.ndim == 2 else variances.view(-1, 1)
+        rounding = 256 * torch.finfo(x.dtype).eps * joint.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+        return phi, torch.linalg.cholesky(joint + torch.diag_embed((variances + rounding).expand(-1, len(x))))

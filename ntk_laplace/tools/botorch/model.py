@@ -110,9 +110,9 @@ class LaplaceModel(GaussianModel):
         network : nn.Module, callable or str
             A module, which is copied; a callable ``(d, m) -> nn.Module``; "fourier", random Fourier features and a
             linear layer, for inputs in [0, 1] (`FourierNetwork`: the evidence chooses a length scale for each input,
-            the precision and the noise, and no other argument of the training counts); or "mlp", a multilayer
-            perceptron of (sin π(x - ½), cos π(x - ½)) for inputs in [0, 1]: its prior variance is about the same in
-            the whole cube.
+            and a precision and a noise for each output; no other argument of the training counts); or "mlp", a
+            multilayer perceptron of (sin π(x - ½), cos π(x - ½)) for inputs in [0, 1]: its prior variance is about the
+            same in the whole cube.
         train_X : Tensor, (n, d)
         train_Y : Tensor, (n, m)
         train_Yvar : Tensor, (n, m), optional
@@ -121,8 +121,8 @@ class LaplaceModel(GaussianModel):
             Of "mlp", as in `LaplaceRegressor`. Under "relu" the covariance jumps where a unit is turned on, because
             the rows of J do, and acquisition functions are hard to maximize.
         noise : float, optional
-            The noise variance of transformed outcomes, fixed. By default it is learned with the precisions, which
-            needs some tens of points: from few, the evidence may explain a function as noise.
+            The noise variance of transformed outcomes, fixed. By default one for each output is learned with the
+            precisions, which needs some tens of points: from few, the evidence may explain a function as noise.
         groups : str or mapping
             Which weights share a prior precision, as in `GaussianPrior`: "all", "layer", "tensor" or a mapping.
         prior_mean : {"initial", "zero"}

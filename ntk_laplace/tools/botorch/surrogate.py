@@ -98,7 +98,7 @@ class Surrogate:
     groups : str or mapping
         Which weights share a prior precision.
     noise : float or None
-        Fixed variance; None: learned, unless `variances` are given.
+        Fixed variance; None: one for each output is learned, unless `variances` are given.
     variances : Tensor, (n, m), optional
         Known variances of the noise of each point.
     prior_mean : {"zero", "initial"}
@@ -144,9 +144,9 @@ class Surrogate:
                             "Make its last layer as wide; a callable gets the number.")
         likelihood, prior = self._likelihood(start), self._prior(start, frozen)
         if isinstance(module, FourierNetwork):
-            self._train_fourier(module)
-            noise = likelihood if self.noise is not None or self.variances is not None else Gaussian(module.noise)
-            return laplace(module, (x, y), noise, GaussianPrior(module.precision), **options)
+            self._train_fourier(module, warm=start is not None)
+            noise = likelihood if self.noise is not None or self.variances is not None else _noise_of(module.noise)
+            return laplace(module, (x, y), noise, GaussianPrior(module.precision, groups="layer"), **options)
         likelihood.bind(*y.shape)
         prior.bind(frozen.shapes)
         fixed = self.noise is not None or self.variances is not None
@@ -161,11 +161,10 @@ class Surrogate:
             likelihood, prior = found.likelihood, found.prior
         return found
 
-    def _train_fourier(self, module: FourierNetwork) -> None:
+    def _train_fourier(self, module: FourierNetwork, warm: bool) -> None:
         known = self.variances if self.noise is None else self.targets.new_tensor(self.noise)
-        weight = module.last.weight
-        inputs, targets = (part.to(weight) for part in (self.inputs, self.targets))
-        module.train_with_evidence(inputs, targets, None if known is None else known.to(weight))
+        inputs, targets = (part.to(module.noise) for part in (self.inputs, self.targets))
+        module.train_with_evidence(inputs, targets, None if known is None else known.to(module.noise), warm)
 
     def _module(self, network: Any, hidden_layer_sizes: Any, activation: str) -> nn.Module:
         d, m = self.inputs.shape[1], self.targets.shape[1]
@@ -185,11 +184,18 @@ class Surrogate:
             return Gaussian(self.variances, "point")
         if self.noise is not None:
             return Gaussian(self.noise, "scalar")
-        if start is not None and isinstance(start.likelihood, Gaussian) and start.likelihood.kind != "point":
-            return copy.deepcopy(start.likelihood)
-        return Gaussian(_FIRST_NOISE, "scalar")
+        if start is None or not isinstance(start.likelihood, Gaussian) or start.likelihood.kind == "point":
+            return _noise_of(torch.full(self.targets.shape[1:], _FIRST_NOISE).double())
+        if start.likelihood.kind == "scalar":
+            return _noise_of(start.likelihood.noise.detach().expand(self.targets.shape[1]))
+        return copy.deepcopy(start.likelihood)
 
     def _prior(self, start: Posterior | None, network: Network) -> GaussianPrior:
         if start is not None:
             return copy.deepcopy(start.prior)
         return GaussianPrior(mean=network.theta if self.prior_mean == "initial" else 0.0, groups=self.groups)
+
+
+def _noise_of(variances: Tensor) -> Gaussian:
+    """Independent noise of the outputs, (m,); of one output a scalar."""
+    return Gaussian(variances, "scalar" if len(variances) == 1 else "output")
