@@ -17,6 +17,7 @@ import torch
 from torch import Generator, Size, Tensor, nn
 
 import ntk_laplace as ntkl
+from refusals import refused
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -224,3 +225,51 @@ def test_a_warm_start_continues_the_noise(kind: str) -> None:
         posterior = ntkl.laplace(perceptron(D, 2), (x, y), ntkl.Gaussian(0.1 * torch.eye(2).double()))
         wrapped = ntkl.botorch.LaplaceModel(posterior)
         assert fit(network, x, y, warm_start=wrapped, rounds=1, steps=3).laplace.likelihood.kind == "covariance"
+
+
+def test_a_warm_start_takes_over_the_prior() -> None:
+    """Its groups and its mean, whether the caller names them or not."""
+    x, y = outcomes(9)
+    fast = functools.partial(fit, perceptron, x, y, noise=0.1, rounds=1, steps=3)
+    for given in ({}, {"groups": "layer", "prior_mean": "zero"}, {"groups": {"a": ["0"], "b": ["2"]}}):
+        first = fast(**given)
+        for named in ({}, given):
+            warm = fast(warm_start=first, seed=1, **named)
+            assert warm.laplace.prior.groups == first.laplace.prior.groups
+            assert torch.equal(warm.laplace.prior.flat_mean(), first.laplace.prior.flat_mean())
+    fast(warm_start=fast(), groups="all", prior_mean="initial")
+    zeros = perceptron(D, 2).requires_grad_(True)
+    nn.utils.vector_to_parameters(torch.zeros(42).double(), zeros.parameters())
+    start = fit(zeros, x, y, noise=0.1, rounds=1, steps=3)
+    assert fit(zeros, x, y, noise=0.1, rounds=1, steps=3, prior_mean="initial", warm_start=start).num_outputs == 2
+
+
+def test_a_warm_start_of_another_network_or_prior_is_refused() -> None:
+    x, y = outcomes(9)
+    fast = functools.partial(fit, noise=0.1, rounds=1, steps=3)
+    first, mlp, fourier = fast(perceptron, x, y), fast("mlp", x, y, hidden_layer_sizes=(4,)), fast("fourier", x, y)
+    wider = lambda d, m: nn.Sequential(nn.Linear(d, 9), nn.SiLU(), nn.Linear(9, m)).double()  # noqa: E731
+    tanh = lambda d, m: nn.Sequential(nn.Linear(d, 8), nn.Tanh(), nn.Linear(8, m)).double()  # noqa: E731
+    deeper = lambda d, m: nn.Sequential(*perceptron(d, m), nn.Linear(m, m).double())  # noqa: E731
+    remedy = "Pass that network, with the hidden_layer_sizes and activation of its fit, or leave out warm_start"
+    for network, start, expected, got in (
+        (wider, first, r"0: Linear weight \(8, 2\) bias", r"0: Linear weight \(9, 2\)"),
+        (tanh, first, "1: SiLU", "1: Tanh"), (deeper, first, "no other part", "3: Linear"),
+        ("fourier", first, "class Sequential", "class FourierNetwork"), (perceptron, fourier, "FourierN", "Sequential"),
+        ("mlp", mlp, r"1\.0: Linear weight \(4, 4\)", r"\(64, 4\)"),
+    ):
+        with refused(ntkl.UnsupportedError, f"the network of warm_start, with .*{expected}", got, remedy):
+            fast(network, x, y, warm_start=start)
+    with refused(ntkl.UnsupportedError, r"2: Linear weight \(2, 8\)", r"\(1, 8\)", remedy):
+        fast(perceptron, x, y[:, :1], warm_start=first)
+    with refused(ntkl.UnsupportedError, "groups='all', as in warm_start", "'layer'", "takes over the prior"):
+        fast(perceptron, x, y, warm_start=first, groups="layer")
+    with refused(ntkl.UnsupportedError, "prior_mean='initial', as in warm_start", "'zero'", "takes over the prior"):
+        fast(perceptron, x, y, warm_start=first, prior_mean="zero")
+    with refused(ntkl.UnsupportedError, "prior_mean='zero', as in warm_start", "'initial'", "takes over the prior"):
+        fast(perceptron, x, y, warm_start=fast(perceptron, x, y, prior_mean="zero"), prior_mean="initial")
+    with refused(ntkl.UnsupportedError, 'prior_mean "zero" or "initial"', "'one'", "Choose"):
+        fast(perceptron, x, y, prior_mean="one")
+    ensemble = ntkl.botorch.LaplaceEnsemble.fit(perceptron, x, y, members=2, noise=0.1, rounds=1, steps=3)
+    with refused(ntkl.UnsupportedError, "the network of warm_start", r"\(9, 2\)", remedy):
+        ntkl.botorch.LaplaceEnsemble.fit(wider, x, y, members=2, warm_start=ensemble)

@@ -94,7 +94,7 @@ class LaplaceModel(GaussianModel):
     def fit(
         cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
         train_Yvar: Tensor | None = None, *, hidden_layer_sizes: Sequence[int] = (64, 64), activation: str = "silu",
-        noise: float | None = None, groups: Any = "all", prior_mean: str = "initial",
+        noise: float | None = None, groups: Any = None, prior_mean: str | None = None,
         rounds: int = 2, steps: int = 100, trainer: Callable[..., Any] | str | None = None,
         warm_start: LaplaceModel | None = None, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
@@ -123,11 +123,13 @@ class LaplaceModel(GaussianModel):
         noise : float, optional
             The noise variance of transformed outcomes, fixed. By default one for each output is learned with the
             precisions, which needs some tens of points: from few, the evidence may explain a function as noise.
-        groups : str or mapping
-            Which weights share a prior precision, as in `GaussianPrior`: "all", "layer", "tensor" or a mapping.
-        prior_mean : {"initial", "zero"}
-            Of the weights. "initial": those that the network comes with; the function is then a draw from the random
-            network's tangent kernel, and moves no further from it than the data ask. "zero" is weight decay.
+        groups : str or mapping, optional
+            Which weights share a prior precision, as in `GaussianPrior`: "all" (the default), "layer", "tensor" or a
+            mapping.
+        prior_mean : {"initial", "zero"}, optional
+            Of the weights. "initial" (the default): those that the network comes with; the function is then a draw
+            from the random network's tangent kernel, and moves no further from it than the data ask. "zero" is weight
+            decay.
         rounds, steps : int
             Number of rounds, and iterations of L-BFGS in each, at most.
         trainer : callable or "gauss-newton", optional
@@ -135,7 +137,9 @@ class LaplaceModel(GaussianModel):
             L-BFGS. "gauss-newton": damped Gauss-Newton steps, of which each writes out J of all points, (n m, P), and
             solves n m equations; `steps=15` are enough for some tens of points, and end nearer to an optimum.
         warm_start : LaplaceModel, optional
-            A model of the same network fitted to fewer points: training begins at its weights and hyperparameters.
+            A model of the same network fitted to fewer points. Training begins at its weights, its prior (groups,
+            mean and precisions) and, where the noise is learned, its noise. "fourier" searches from its length
+            scales, precisions and noises, and from those of a new network. All other arguments are those of this call.
         input_transform, outcome_transform, input_shape, input_dtype
             As in `LaplaceModel`. The transforms are fitted to the data.
         seed : int
@@ -154,7 +158,8 @@ class LaplaceModel(GaussianModel):
         HyperparameterError
             If the noise is not a positive number.
         UnsupportedError
-            If `warm_start` is no such model.
+            If `warm_start` is no such model, its network has other layers or sizes, or `groups` or `prior_mean` are
+            given and are not those of its prior.
         """
         if not (warm_start is None or isinstance(warm_start, LaplaceModel)):
             raise UnsupportedError("warm_start as a LaplaceModel", f"a {type(warm_start).__name__}",

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ __all__ = ["Surrogate", "transformed"]
 
 _FIRST_SCALE = 2.0  # of the first layer's weights, relative to torch's: shorter length scales, by the evidence
 _FIRST_NOISE = 1e-2  # where the noise is learned, of standardized outcomes
+_OTHER_PRIOR = "Leave it out: a warm start takes over the prior. Or leave out warm_start."
 
 
 class Angles(nn.Module):
@@ -95,14 +97,14 @@ class Surrogate:
     targets : Tensor, (n, m)
     form : InputFormat
         Of the network's inputs.
-    groups : str or mapping
-        Which weights share a prior precision.
+    groups : str, mapping or None
+        Which weights share a prior precision; None: all, or as in the start.
     noise : float or None
         Fixed variance; None: one for each output is learned, unless `variances` are given.
     variances : Tensor, (n, m), optional
         Known variances of the noise of each point.
-    prior_mean : {"zero", "initial"}
-        Of the weights: "initial" are those before the training.
+    prior_mean : {"zero", "initial", None}
+        Of the weights: "initial" are those before the training; None: these, or the mean of the start.
     """
 
     inputs: Tensor
@@ -111,7 +113,7 @@ class Surrogate:
     groups: Any
     noise: float | None
     variances: Tensor | None
-    prior_mean: str
+    prior_mean: str | None
 
     def posterior(
         self, network: Any, hidden_layer_sizes: Any, activation: str, rounds: int, steps: int,
@@ -119,7 +121,7 @@ class Surrogate:
         seed: int = 0,
     ) -> Posterior:
         """The posterior of a trained copy of the network, or of that of `start`; `seed` is of the initial weights."""
-        require_choice(self.prior_mean, ("zero", "initial"), 'prior_mean "zero" or "initial"')
+        require_choice(self.prior_mean, ("zero", "initial", None), 'prior_mean "zero" or "initial"')
         if self.noise is not None and self.variances is not None:
             raise HyperparameterError("noise= or train_Yvar", "both", "Pass one: each is the noise of the data.")
         require_whole("rounds", rounds, 1, "Pass rounds=2.")
@@ -133,20 +135,23 @@ class Surrogate:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             module = self._module(network, hidden_layer_sizes, activation)
-        module = module if start is None else copy.deepcopy(start.network.module)
-        module.eval()
-        frozen = Network(module, options.get("parameters"), options.get("output"))
+        frozen = fresh = Network(module.eval(), options.get("parameters"), options.get("output"))
+        if start is not None:
+            _require_same(module, start.network.module)
+            module = copy.deepcopy(start.network.module).eval()
+            frozen = Network(module, options.get("parameters"), options.get("output"))
         x = self.form.restore(self.inputs, frozen)
         probe(frozen, x)
         y = self.targets.to(frozen.device)
         if frozen.num_outputs != y.shape[1]:
             raise DataError(f"a network with {y.shape[1]} outputs, as many as train_Y", f"{frozen.num_outputs}",
                             "Make its last layer as wide; a callable gets the number.")
-        likelihood, prior = self._likelihood(start), self._prior(start, frozen)
+        likelihood = self._likelihood(start)
         if isinstance(module, FourierNetwork):
             self._train_fourier(module, warm=start is not None)
             noise = likelihood if self.noise is not None or self.variances is not None else _noise_of(module.noise)
             return laplace(module, (x, y), noise, GaussianPrior(module.precision, groups="layer"), **options)
+        prior = self._prior(start, fresh)
         likelihood.bind(*y.shape)
         prior.bind(frozen.shapes)
         fixed = self.noise is not None or self.variances is not None
@@ -190,10 +195,45 @@ class Surrogate:
             return _noise_of(start.likelihood.noise.detach().expand(self.targets.shape[1]))
         return copy.deepcopy(start.likelihood)
 
-    def _prior(self, start: Posterior | None, network: Network) -> GaussianPrior:
-        if start is not None:
-            return copy.deepcopy(start.prior)
-        return GaussianPrior(mean=network.theta if self.prior_mean == "initial" else 0.0, groups=self.groups)
+    def _prior(self, start: Posterior | None, fresh: Network) -> GaussianPrior:
+        """A new prior of the new network; under a warm start its prior, if the caller asks for no other.
+
+        Raises
+        ------
+        UnsupportedError
+        """
+        mean = 0.0 if self.prior_mean == "zero" else fresh.theta
+        prior = GaussianPrior(mean=mean, groups="all" if self.groups is None else self.groups).bind(fresh.shapes)
+        if start is None:
+            return prior
+        if self.groups is not None and prior.groups != start.prior.groups:
+            raise UnsupportedError(f"groups={start.prior.groups!r}, as in warm_start", repr(prior.groups), _OTHER_PRIOR)
+        known = "initial" if start.prior.flat_mean().any() else "zero"
+        if self.prior_mean is not None and bool(prior.flat_mean().any()) != (known == "initial"):
+            raise UnsupportedError(f"prior_mean={known!r}, as in warm_start", repr(self.prior_mean), _OTHER_PRIOR)
+        return copy.deepcopy(start.prior)
+
+
+def _require_same(module: nn.Module, start: nn.Module) -> None:
+    """Refuse a module whose parts have other classes or parameters than those of the start.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    for expected, got in zip_longest(_parts(start), _parts(module), fillvalue="no other part"):
+        if expected != got:
+            raise UnsupportedError(f"the network of warm_start, with {expected}", got, "Pass that network, with the "
+                                   "hidden_layer_sizes and activation of its fit, or leave out warm_start.")
+
+
+def _parts(module: nn.Module) -> list[str]:
+    """Name, class and parameters of each part. A class is known by its name: a callable may define it at each call."""
+    found = []
+    for name, part in module.named_modules():
+        shapes = [f"{own} {tuple(value.shape)}" for own, value in part.named_parameters(recurse=False)]
+        found.append(" ".join([f"{name}:" if name else "class", type(part).__name__, *shapes]))
+    return found
 
 
 def _noise_of(variances: Tensor) -> Gaussian:
