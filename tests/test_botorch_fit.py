@@ -22,6 +22,7 @@ from refusals import refused
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("botorch")
+    from botorch.models import ModelListGP
     from botorch.models.transforms import Normalize, Standardize
     from botorch.sampling.normal import SobolQMCNormalSampler
 
@@ -126,6 +127,18 @@ def test_each_output_of_fourier_has_its_precision() -> None:
     y = (4 * x[:, :1]).sin() * torch.tensor([1.0, 5.0]).double()
     precision = fit("fourier", x, y).laplace.prior.precision.detach()
     assert float(precision[0] / precision[1]) == pytest.approx(25.0, rel=0.2)
+
+
+def test_outputs_with_length_scales_of_their_own_are_a_list_of_models() -> None:
+    x, y = outcomes()
+    models = [fit("fourier", x, y[:, [k]], outcome_transform=Standardize(1)) for k in (0, 1)]
+    scales = [model.laplace.network.module.features.scale for model in models]
+    assert int(scales[0].argmax()) == 0 and int(scales[1].argmax()) == 1
+    at = draws(3, D, seed=5)
+    both = ModelListGP(*models).posterior(at)
+    for k, model in enumerate(models):
+        assert torch.allclose(both.mean[:, [k]], model.posterior(at).mean, rtol=1e-12)
+        assert torch.allclose(both.variance[:, [k]], model.posterior(at).variance, rtol=1e-9)
 
 
 def conditioned(model: Any, x: Tensor, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
