@@ -132,3 +132,17 @@ def test_the_perceptron_sees_the_unit_cube_as_a_half_circle() -> None:
     ends = torch.tensor([[0.0], [0.5], [1.0]]).double()
     expected = torch.tensor([[-1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]).double()
     assert torch.allclose(Angles()(Normalize(1, bounds=torch.tensor([[2.0], [4.0]]).double())(2 + 2 * ends)), expected)
+
+
+@pytest.mark.parametrize("size", [-450.0, 450.0])
+def test_long_steps_of_the_search_do_not_overflow(size: float) -> None:
+    """A line search of clustered points in six dimensions went there; it comes back if squares of slopes are finite."""
+    x, y = data(2)
+    network = ntkl.botorch.LaplaceModel.fit("fourier", x, y).laplace.network.module
+    for chosen in range(3):
+        logs = [torch.zeros(D).double(), torch.zeros(2).double(), torch.zeros(2).double() - 4.0]
+        logs[chosen][1] += size
+        value = network.log_density(x, y, None, [one.requires_grad_() for one in logs])
+        slopes = torch.autograd.grad(value, logs)
+        assert bool(value.isfinite()) and all(bool(slope.square().isfinite().all()) for slope in slopes)
+        assert float(slopes[chosen][1]) * size < 0

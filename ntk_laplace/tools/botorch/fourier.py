@@ -17,6 +17,7 @@ _PRECISION_DEVIATION = 10.0  # of the log prior precision: bounds it where the d
 _LEAST_NOISE = 1e-5
 _FIRST_NOISES = 1e-3, 0.03, 0.3  # starts of the search: there are optima with much noise and with little
 _STEPS = 30
+_MOST_LOG = 30.0  # of a hyperparameter in the kernel: steps of the search may be so long that numbers overflow
 
 
 class FourierFeatures(nn.Module):
@@ -146,9 +147,10 @@ class FourierNetwork(nn.Module):
 
     def _factor(self, x: Tensor, noise: Tensor | None, logs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Φ, and L with L Lᵀ = K_k + diag(noise_k) for each output, (m, n, n)."""
-        phi = self.features.at(x, logs[0].exp())
-        joint = (phi @ phi.T + 1.0) * (-logs[1]).exp().view(-1, 1, 1)
-        variances = logs[2].exp() + _LEAST_NOISE if noise is None else noise
+        scale, precision, *own = (one.clamp(-_MOST_LOG, _MOST_LOG).exp() for one in logs)
+        phi = self.features.at(x, scale)
+        joint = (phi @ phi.T + 1.0) / precision.view(-1, 1, 1)
+        variances = own[0] + _LEAST_NOISE if noise is None else noise
         variances = variances.T if variances.ndim == 2 else variances.view(-1, 1)
         rounding = 256 * torch.finfo(x.dtype).eps * joint.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
         return phi, torch.linalg.cholesky(joint + torch.diag_embed((variances + rounding).expand(-1, len(x))))
