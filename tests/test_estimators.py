@@ -179,6 +179,33 @@ def test_several_targets() -> None:
 
 
 @pytest.mark.slow
+def test_each_of_several_targets_has_its_own_noise() -> None:
+    """A noisy target beside an almost exact one: the fit of noise=[1, 1], in units of the targets everywhere."""
+    draws = np.random.default_rng(0)
+    x = draws.standard_normal((80, 2))
+    y = np.stack([5 * (np.sin(x[:, 0]) + draws.standard_normal(80)), x[:, 1] + 0.01 * draws.standard_normal(80)], 1)
+    options = QUICK | {"epochs": 60, "precision": 1.0, "random_state": 1}
+    model, given = (ntkl.LaplaceRegressor(**options, noise=noise).fit(x, y) for noise in (1.0, np.ones(2)))
+    assert model.noise_[0] > 10 and model.noise_[1] < 0.1
+    assert np.array_equal(model.noise_, given.noise_) and np.array_equal(model.theta_, given.theta_)
+    assert model.log_marginal_likelihood_value_ == given.log_marginal_likelihood_value_
+    mean, std = model.predict(x[:6], return_std=True)
+    _, covariance = model.predict(x[:6], return_cov=True)
+    assert (std**2 > (1 - 1e-9) * model.noise_).all() and np.allclose(np.einsum("iic->ic", covariance), std**2)
+    sampled = model.sample_y(x[:6], 20000)
+    assert np.allclose(sampled.std(2), std, rtol=0.05) and np.allclose(sampled.mean(2), mean, atol=0.05 * std.max())
+    theta = model.theta_
+    value, slope = model.log_marginal_likelihood(theta, eval_gradient=True)
+    steps = np.eye(len(theta))[-2:] * 1e-5  # of the two noises
+    ends = [[model.log_marginal_likelihood(theta + sign * step) for sign in (1, -1)] for step in steps]
+    assert value == pytest.approx(model.log_marginal_likelihood_value_, rel=1e-9)
+    assert slope[-2:] == pytest.approx([(high - low) / 2e-5 for high, low in ends], rel=1e-5, abs=1e-6)
+    again = pickle.loads(pickle.dumps(model))
+    assert np.array_equal(again.predict(x, return_std=True), model.predict(x, return_std=True))
+    assert ntkl.LaplaceRegressor(**options).fit(x, y[:, 1]).noise_ < 0.1
+
+
+@pytest.mark.slow
 def test_a_classifier_with_names_and_a_frame() -> None:
     x, y = load_iris(return_X_y=True, as_frame=True)
     names = np.array(["setosa", "versicolor", "virginica"])[y]

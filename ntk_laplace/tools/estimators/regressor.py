@@ -45,8 +45,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 128 features and the structure supports it, else those of each layer. The spread
         of those of each input is 3; in a classification 1.
-    noise : float
-        Noise variance at the start, in squared units of the targets (standardized ones by default).
+    noise : float or array_like, (targets,)
+        Noise variance at the start, in squared units of the targets (standardized ones by default). Each of several
+        targets has its own noise.
     structure, curvature
         Of the evidence during the training, as in `train_with_evidence`; with `prefit` or without a predictive also of
         the posterior: "kfac" is an approximation.
@@ -106,7 +107,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def __init__(
         self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32, 32), activation: str = "silu",
-        precision: Any = "auto", groups: Any = "auto", noise: float = 1.0, structure: Any = "kfac",
+        precision: Any = "auto", groups: Any = "auto", noise: Any = 1.0, structure: Any = "kfac",
         curvature: Any = "ggn", predictive: str | None = "loo", epochs: int = 300, learning_rate: float = 0.03,
         batch_size: int | None = 512, standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False,
         random_state: Any = None,
@@ -155,8 +156,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         y = y.reshape(len(y), -1).astype(np.float64)
         self._targets = Standardized.of(y, weight, self._standardized)
         self._size = float(len(y) if weight is None else weight.sum())
-        self._fit(x, torch.as_tensor(self._targets(y)), y.shape[1], Gaussian(noise=self.noise), weight)
+        self._fit(x, torch.as_tensor(self._targets(y)), y.shape[1], self._likelihood(y.shape[1]), weight)
         return self
+
+    def _likelihood(self, targets: int) -> Gaussian:
+        """A Gaussian with a noise for each of several targets."""
+        given = Gaussian(self.noise)
+        several = targets > 1 and given.kind == "scalar"
+        return Gaussian(given.noise.detach().expand(targets), "output") if several else given
 
     def network_targets(self, y: Any) -> Tensor:
         """Targets as `posterior_` takes them, (n, targets): standardized if the estimator does that."""
