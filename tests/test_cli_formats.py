@@ -366,6 +366,7 @@ def test_a_folder_of_images_is_the_npz_of_its_pixels(folder: Path, capsys: pytes
     page = content("page.html")
     assert page["names"] == ["dark", "light"] and page["pictures"]["points"]["height"] == 4
     assert "target" not in page["points"][0] and page["examples"] == 10
+    assert page["inputNames"] == ["a.png", "b.png"] and page["trainingNames"][::9] == ["dark/00.png", "light/05.png"]
     assert cli.main([*line("explain", "train", "image"), "--inputs", "train", "--out", "page.html"]) == 0
     assert [point["target"] for point in content("page.html")["points"]] == [0] * 6 + [1] * 4
 

@@ -89,11 +89,33 @@ def test_a_session_in_the_shell(targets: list[str], folder: Path, capsys: pytest
     one, other = page(), content("out/explanations.html")
     assert one["points"] == other["points"] and one["training"] == other["training"] and one["rows"] == other["rows"]
     assert one["names"] == other["names"]
+    # by rows of data.csv, and of new.csv, counted from 0
+    assert other["inputNames"] == [f"row {row}" for row in expected["row"]]
+    rest = [row for row in range(20) if row not in set(expected["row"])]
+    assert one["trainingNames"] == other["trainingNames"] == [f"row {row}" for row in rest]
+    assert one["inputNames"] == ["row 0", "row 1", "row 2", "row 3"]
     assert cli.main(["evidence", "out/model.joblib", "--structures", "full", "--json", "e.json"]) == 0
     (row,) = json.loads(Path("e.json").read_text())["rows"]
     model = joblib.load("out/model.joblib")
     assert row["evidence"] == pytest.approx(model.log_marginal_likelihood_value_, rel=1e-9)
     assert ("of standardized targets" in capsys.readouterr().out) == (targets[0] in ("price", "rent"))
+
+
+@pytest.mark.slow
+def test_equal_rows_have_the_name_of_the_first(folder: Path) -> None:
+    """Rows 0 to 9 come twice; a file of an earlier version, without names, has numbers."""
+    data = frame("price").iloc[:10]
+    pandas.concat([data, data]).to_csv("data.csv", index=False)
+    assert cli.main(["fit", "data.csv", "--target", "price", "--hidden", "2", "--epochs", "2", "--out", "out"]) == 0
+    rest = sorted(set(range(20)) - set(pandas.read_csv("out/predictions.csv")["row"]))
+    first = [row for row in rest if row < 10 or row - 10 not in rest]
+    assert content("out/explanations.html")["trainingNames"] == [f"row {row}" for row in first] and len(first) < 16
+    data.to_csv("new.csv", index=False)
+    assert page()["trainingNames"] == [f"row {row}" for row in first]
+    model = joblib.load("out/model.joblib")
+    del vars(model)["_command"]["rows"]
+    joblib.dump(model, "out/model.joblib")
+    assert page()["trainingNames"] is None
 
 
 @pytest.mark.slow
@@ -218,7 +240,12 @@ def test_arrays_and_images(folder: Path, capsys: pytest.CaptureFixture) -> None:
     found = pandas.read_csv("p.csv").set_index("file").loc[expected["file"]].reset_index()
     pandas.testing.assert_frame_equal(found, expected)
     assert cli.main(["explain", "out/model.joblib", "--inputs", "images/a", "--out", "page.html"]) == 0
-    assert content("page.html")["pictures"] is not None
+    shown = content("page.html")
+    assert shown["pictures"] is not None and shown["inputNames"] == [f"{number}.png" for number in
+                                                                     sorted(range(0, 20, 2), key=str)]
+    assert content("out/explanations.html")["inputNames"] == list(expected["file"])
+    assert sorted(shown["trainingNames"] + list(expected["file"])) == sorted(
+        f"{'ab'[number % 2]}/{number}.png" for number in range(20))
 
 
 @pytest.mark.slow

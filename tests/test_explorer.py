@@ -186,6 +186,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"targets": ["ant"] * 12}, "expected targets as a tensor or an array of numbers; got list"),
         ({"naming": Naming(classes=["a"])}, "expected 3 names of classes or outputs; got 1"),
         ({"naming": Naming(features=["a"])}, "expected 16 names of features; got 1"),
+        ({"naming": Naming(inputs=["a"])}, "expected 12 names of inputs; got 1"),
+        ({"naming": Naming(training=["a"])}, "expected 30 names of training points; got 1"),
         ({"naming": Naming(shape=(3, 3))}, "expected inputs of 9 numbers, for images of"),
         ({"naming": Naming(shape=3)}, "expected a shape (height, width) of images"),
         ({"naming": Naming(shape=(-4, -4))}, "expected a shape (height, width) of images"),
@@ -336,6 +338,31 @@ def test_a_person_clicks_through_it(tmp_path: Path) -> None:
         assert browser.text("#rows th").strip() == "#17"
         assert browser.errors == []
         assert [url for url in browser.requests if not url.startswith("data:")] == [page_url(tmp_path)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_inputs_and_training_points_have_their_names(tmp_path: Path) -> None:
+    """In the list, the explanations, the section on sources and the table; both are found by them."""
+    posterior, x, _, x_new, targets = case("classes")
+    inputs, training = [f"new/{i}.png" for i in range(12)], [f"row {3 * j + 100}" for j in range(30)]
+    sources = posterior.source_effects(x_new, ["a", "b"] * 15)
+    page = explore(posterior, x_new, x, targets, k=3, naming=Naming(inputs=inputs, training=training), candidates=3,
+                   sources=sources)
+    with Browser(page.write(tmp_path / "page.html"), tmp_path / "profile", "#2") as browser:
+        assert browser.text("#which") == "Input new/2.png" and browser.text("#point-2").startswith("new/2.png ")
+        point = page.content["points"][2]
+        assert browser.text("#side-for li").startswith(training[point["for"][0][0]] + ", class")
+        assert browser.text("#again-rows th").strip() == training[point["reranked"][0][0]]
+        assert "of input new/2.png, largest first" in browser.text("#source-caption")
+        browser.click("#find")
+        browser.type("new/7.png")
+        assert browser.text("#points li").startswith("new/7.png") and browser.text("#found") == "1 of 12 inputs"
+        browser.click("#search")
+        browser.type("row 187")
+        assert browser.text("#rows th").strip() == "row 187"
+        assert browser.text("#shown") == "1 of 1 training points, of 30 in all"
+        assert "#" not in browser.text("main") and browser.errors == []
 
 
 @pytest.mark.slow

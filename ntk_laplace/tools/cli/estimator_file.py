@@ -18,7 +18,7 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from ntk_laplace.errors import first_line
 from ntk_laplace.tools.cli.described import Model
-from ntk_laplace.tools.cli.examples import Examples, array_rows, table_labels
+from ntk_laplace.tools.cli.examples import Examples, array_rows, example_names, table_labels
 from ntk_laplace.tools.cli.images import ImageFolder, ImageNetwork, read_images
 from ntk_laplace.tools.cli.python_files import first_few, require_file, run_file
 from ntk_laplace.tools.cli.tables import input_columns, is_table, numbers, read_table
@@ -46,6 +46,11 @@ class NewExamples:
     y: NDArray[Any] | None
     named: pandas.DataFrame
 
+    @property
+    def names(self) -> list[str]:
+        """What the page of explanations calls them."""
+        return example_names(self.named)
+
     def first(self, most: int) -> NewExamples:
         """The first examples alone."""
         return NewExamples(self.x.iloc[:most], None if self.y is None else self.y[:most], self.named.iloc[:most])
@@ -53,12 +58,14 @@ class NewExamples:
 
 def save_estimator(
     model: Model, path: Path, training: Examples, group: str | None, dropped: Sequence[str] | None
-) -> None:
-    """Write an estimator, with the names of its targets and the sources of its training points."""
+) -> Estimator:
+    """Write an estimator, with the names of its targets, and the names and the sources of its training rows."""
     sources = None if training.sources is None else training.sources.tolist()
-    model.__dict__[_TOLD] = {"targets": training.targets, "group": group, "sources": sources,
-                            "dropped": list(dropped or ())}
+    told: dict[str, Any] = {"targets": training.targets, "group": group, "sources": sources,
+                            "dropped": list(dropped or ()), "rows": example_names(training.named)}
+    model.__dict__[_TOLD] = told
     joblib.dump(model, path)
+    return Estimator(model, **told)
 
 
 def load_estimator(options: argparse.Namespace) -> Estimator:
@@ -89,7 +96,7 @@ def load_estimator(options: argparse.Namespace) -> Estimator:
     if not hasattr(found, "training_point_"):
         raise ntkl.DataError("a model of this version", f"one of an earlier version in {path}", "Fit it again.")
     told = vars(found).get(_TOLD, {"targets": _names(found)})
-    return Estimator(found, **{"group": None, "sources": None, "dropped": [], **told})
+    return Estimator(found, **{"group": None, "sources": None, "dropped": [], "rows": None, **told})
 
 
 def _names(model: Model) -> list[str]:
@@ -113,6 +120,8 @@ class Estimator:
         The source of each row of the training data.
     dropped : list of str
         Other columns that are no inputs.
+    rows : list of str or None
+        Names of the rows of the training data; None in a file of an earlier version.
     """
 
     model: Model
@@ -120,6 +129,12 @@ class Estimator:
     group: str | None
     sources: list[Any] | None
     dropped: list[str]
+    rows: list[str] | None
+
+    @property
+    def names(self) -> list[str] | None:
+        """Names of the training points; one of several equal rows has that of the first."""
+        return None if self.rows is None else [self.rows[row] for row in self.model.training_index_]
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -162,7 +177,7 @@ class Estimator:
         return torch.cat(x), torch.cat(y), *(() if weights is None else (weights,))
 
     @property
-    def rows(self) -> pandas.DataFrame:
+    def inputs(self) -> pandas.DataFrame:
         """Inputs of the training points in their own units."""
         return pandas.DataFrame(self.model.original_inputs(self.data[0]), columns=self.features)
 

@@ -8,45 +8,41 @@ from typing import Any
 
 import numpy as np
 import pandas
-from numpy.typing import NDArray
 
 import ntk_laplace as ntkl
 from ntk_laplace.tools.cli.described import Model
+from ntk_laplace.tools.cli.estimator_file import Estimator, NewExamples
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
 __all__ = ["estimator_page", "in_words"]
 
 
 def estimator_page(
-    model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, rows: pandas.DataFrame, targets: Sequence[str],
-    shape: Sequence[int] | None, sources: ntkl.SourceEffects | None = None, **options: Any,
+    estimator: Estimator, new: NewExamples, shape: Sequence[int] | None = None,
+    sources: ntkl.SourceEffects | None = None, **options: Any,
 ) -> ExplorerPage:
     """Explain predictions by training rows.
 
     Parameters
     ----------
-    model : LaplaceRegressor or LaplaceClassifier
-    x, y
+    estimator : Estimator
+    new : NewExamples
         Inputs to explain, and their targets if they are known.
-    rows : DataFrame
-        Inputs of the training points.
-    targets : sequence of str
-        Names of the targets.
     shape : sequence of int, optional
-        Of inputs that are images or other arrays.
+        Of inputs that are images; by default that which the estimator knows.
     sources : SourceEffects, optional
         On the same target.
     **options
         Of `explore`; with several targets, `output` is the number of that which is explained, by default the first.
     """
+    model, targets, rows, x = estimator.model, estimator.targets, estimator.inputs, new.x
     classes = [str(name) for name in getattr(model, "classes_", ())]
     target = ", ".join(targets) + ("" if classes else " (standardized)")
     names = classes or (list(targets) if len(targets) > 1 else None)
-    columns = list(x.columns)
-    features = columns if all(isinstance(name, str) for name in columns) else None
-    truths = None if y is None else model.network_targets(y)
-    page = explore(model.posterior_, model.network_inputs(x), model.network_inputs(rows), truths,
-                   naming=Naming(names, features, _picture(shape), target), sources=sources, **options)
+    truths = None if new.y is None else model.network_targets(new.y)
+    naming = Naming(names, estimator.features, _picture(shape or estimator.shape), target, new.names, estimator.names)
+    page = explore(model.posterior_, model.network_inputs(x), estimator.data[0], truths, naming=naming,
+                   sources=sources, **options)
     shown = page.content["rows"]
     if shown is None:
         return page

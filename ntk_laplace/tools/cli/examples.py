@@ -32,7 +32,7 @@ from ntk_laplace.tools.cli.tables import (
     without_dropped,
 )
 
-__all__ = ["Examples", "array_rows", "read_examples", "table_labels"]
+__all__ = ["Examples", "array_rows", "example_names", "read_examples", "table_labels"]
 
 _FEWEST = 10  # rows
 _FEW = 10  # whole numbers that are classes
@@ -87,6 +87,12 @@ class Examples:
         """These examples alone."""
         sources = None if self.sources is None else self.sources[rows]
         return replace(self, x=self.x.iloc[rows], y=self.y[rows], named=self.named.iloc[rows], sources=sources)
+
+
+def example_names(named: pandas.DataFrame) -> list[str]:
+    """Names of examples in words: a file, or "row 3" for a row of a table or of arrays, counted from 0."""
+    (column,) = named
+    return [str(name) if column == "file" else f"{column} {name}" for name in named[column]]
 
 
 def read_examples(options: argparse.Namespace) -> Examples:

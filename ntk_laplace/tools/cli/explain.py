@@ -50,7 +50,10 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     classes = options.classes or model.files.classes
     if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
         classes = None  # names of responses, which are fewer than the outputs
-    naming = Naming(classes, options.features or model.files.features, options.shape, (options.target or ["target"])[0])
+    files = model.files
+    names = None if files.names is None else files.names[: options.most]
+    naming = Naming(classes, options.features or files.features, options.shape, (options.target or ["target"])[0],
+                    names, files.training_names)
     sources = None if labels is None else posterior.source_effects(x, labels, y=y)
     page = explore(posterior, x, model.x, y, options.k, naming, options.title,
                    candidates=options.candidates, sources=sources)
@@ -63,8 +66,6 @@ def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     model, output = estimator.model, estimator.number(options.output)
     sources = None if estimator.sources is None else model.source_effects(new.x, estimator.sources, new.y,
                                                                           output=output)
-    page = estimator_page(
-        model, new.x, new.y, estimator.rows, estimator.targets, options.shape or estimator.shape, sources,
-        k=options.k, title=options.title, candidates=options.candidates, output=output,
-    )
+    page = estimator_page(estimator, new, options.shape, sources, k=options.k, title=options.title,
+                          candidates=options.candidates, output=output)
     return page, "" if sources is None else in_words(model, sources)

@@ -15,7 +15,7 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace.errors import first_line
 from ntk_laplace.tools.cli.described import Model, describe, tell_first, tell_scores
-from ntk_laplace.tools.cli.estimator_file import save_estimator
+from ntk_laplace.tools.cli.estimator_file import NewExamples, save_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
 from ntk_laplace.tools.cli.examples import Examples, read_examples
 from ntk_laplace.tools.cli.images import ImageNetwork
@@ -63,11 +63,10 @@ def run(options: argparse.Namespace) -> None:
     tell_first(predictions, options.level)
     options.out.mkdir(parents=True, exist_ok=True)
     predictions.to_csv(table, index=False)
-    save_estimator(model, saved, training, options.source, options.drop)
-    few, index = new.subset(np.arange(min(_EXPLAINED, len(new.y)))), model.training_index_
+    estimator = save_estimator(model, saved, training, options.source, options.drop)
+    few = NewExamples(new.x, new.y, new.named).first(_EXPLAINED)
     sources = None if training.sources is None else model.source_effects(few.x, training.sources, few.y)
-    explained = estimator_page(model, few.x, few.y, training.x.iloc[index], new.targets, new.shape, sources)
-    explained.write(page)
+    estimator_page(estimator, few, sources=sources).write(page)
     if sources is not None:
         print(f"\n{in_words(model, sources)}")
     print(f"\nPredictions of the held-out rows are in {table}; {page} explains them in a browser.\n"

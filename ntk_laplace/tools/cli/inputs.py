@@ -62,6 +62,8 @@ class Files:
         Names of the classes, sorted, if the training data have names; names of the columns of several targets.
     names : list of str or None
         Of the images that `inputs` has read.
+    training_names : list of str or None
+        Of the images of the training data.
     sources : list or None
         Of the training data, if `group` is given.
     """
@@ -74,6 +76,7 @@ class Files:
         self.features: list[str] | None = None
         self.classes: list[str] | None = None
         self.names: list[str] | None = None
+        self.training_names: list[str] | None = None
         self.group, self.dropped = group, dropped
         self.sources: list[Any] | None = None
         self._images: ImageFolder | None = None
@@ -95,6 +98,7 @@ class Files:
             require_no_dropped(path, self.dropped)
             found = read_images(path)
             self.classes, self._images = found.classes, replace(found, x=found.x[:1])
+            self.training_names = found.files
             return self._tensors(found)
         if not is_table(path):
             require_no_dropped(path, self.dropped)

@@ -23,6 +23,14 @@ const percent = (value) => (100 * value).toFixed(value > 0.999 || value < 0.001 
 const classes = data.kind !== "values";
 const nameOf = (target) => (classes && Number.isInteger(target) && target in data.names ? data.names[target] : number(target));
 const targetOf = (j) => (data.training.target[j] === null ? "missing" : nameOf(data.training.target[j]));
+const inputName = (i) => (data.inputNames ? data.inputNames[i] : `#${i}`);
+const trainingName = (j) => (data.trainingNames ? data.trainingNames[j] : `#${j}`);
+// the one that has this name, or all with these words
+function search(count, name, words, text) {
+  const wanted = plain(text.trim()), all = Array.from({ length: count }, (_, i) => i);
+  const named = all.filter((i) => plain(name(i)) === wanted);
+  return named.length ? named : all.filter((i) => wanted.split(/\s+/).every((word) => plain(words(i)).includes(word)));
+}
 // what the removal effects are measured in
 const unit = (point) => (classes ? `the logit of ${data.names[point.output]}` : data.names[point.output]);
 
@@ -39,11 +47,11 @@ function picture(sheet, slot, size, words) {
   });
   return element;
 }
-const pointPicture = (i, size) => (data.pictures ? picture(data.pictures.points, i, size, `input ${i}`) : null);
+const pointPicture = (i, size) => (data.pictures ? picture(data.pictures.points, i, size, `input ${inputName(i)}`) : null);
 const slots = data.pictures && data.pictures.training
   ? new Map(data.pictures.training.indices.map((index, slot) => [index, slot])) : new Map();
 const trainingPicture = (j, size) =>
-  slots.has(j) ? picture(data.pictures.training, slots.get(j), size, `training point ${j}`) : null;
+  slots.has(j) ? picture(data.pictures.training, slots.get(j), size, `training point ${trainingName(j)}`) : null;
 
 function features(values, other) {
   const shown = data.rows.features.map((name, i) => ({ name, value: values[i], gap: other ? Math.abs(values[i] - other[i]) : 0 }));
@@ -61,19 +69,18 @@ const isWrong = (point) => classes && point.target !== undefined && point.target
 const inWords = (i) => {
   const point = data.points[i];
   const truth = point.target === undefined ? "" : ` truth ${nameOf(point.target)}`;
-  return `#${i} ${predicted(point)} ${certainty(point)}${truth}${isWrong(point) ? " wrong" : ""}`;
+  return `${inputName(i)} ${predicted(point)} ${certainty(point)}${truth}${isWrong(point) ? " wrong" : ""}`;
 };
 
 function list() {
-  const wanted = plain(at("find").value.trim()).split(/\s+/);
-  visible = data.points.map((_, i) => i).filter((i) => wanted.every((word) => plain(inWords(i)).includes(word)));
+  visible = search(data.points.length, inputName, inWords, at("find").value);
   const items = visible.map((i) => {
     const point = data.points[i];
     const item = make("li", null, { role: "option", id: `point-${i}`, "aria-selected": String(i === selected) });
     const image = pointPicture(i, 40);
     if (image) item.append(image);
     const words = make("span");
-    words.append(make("b", `#${i} `), `${predicted(point)}${classes ? "," : ""} ${certainty(point)}`);
+    words.append(make("b", `${inputName(i)} `), `${predicted(point)}${classes ? "," : ""} ${certainty(point)}`);
     if (isWrong(point)) words.append(" ", make("span", `wrong, truth ${nameOf(point.target)}`, { class: "wrong" }));
     item.append(words);
     item.addEventListener("click", () => select(i));
@@ -95,7 +102,7 @@ function select(i) {
   show();
 }
 
-if (!classes) document.querySelector("label[for=find]").textContent = "Find by number or prediction";
+if (!classes) document.querySelector("label[for=find]").textContent = "Find by number, name or prediction";
 at("find").addEventListener("input", list);
 at("points").addEventListener("keydown", (event) => {
   const place = visible.indexOf(selected), last = visible.length - 1;
@@ -198,7 +205,7 @@ function side(name, point) {
     const image = trainingPicture(j, 48);
     if (image) item.append(image);
     const words = make("div");
-    words.append(make("b", `#${j}, ${classes ? "class" : data.targetName} ${targetOf(j)}`));
+    words.append(make("b", `${trainingName(j)}, ${classes ? "class" : data.targetName} ${targetOf(j)}`));
     words.append(make("div", `removing it ${effect < 0 ? "lowers" : "raises"} ${unit(point)} by ${number(Math.abs(effect))}; contribution ${signed(share)}`));
     if (data.rows && data.rows.training) {
       words.append(make("div", `alike in ${features(data.rows.training[j], data.rows.points[selected])}`, { class: "soft" }));
@@ -224,7 +231,7 @@ function again(point) {
   box.replaceChildren(...point.reranked.map(([j, linear, moving, before, disagrees, away, unfinished], place) => {
     const line = make("tr"), head = make("th", null, { scope: "row" }), image = trainingPicture(j, 32);
     if (image) { image.style.display = "inline-block"; image.style.verticalAlign = "middle"; head.append(image, " "); }
-    head.append(`#${j}`);
+    head.append(trainingName(j));
     const notes = [away && "does not come back", unfinished && "not at an optimum", disagrees && "disagree"].filter(Boolean);
     line.append(head, make("td", targetOf(j)), make("td", signed(linear)), make("td", String(before + 1)),
       make("td", signed(moving)), make("td", String(place + 1)), make("td", notes.join(", "), { class: notes.length ? "flag" : "" }));
@@ -265,7 +272,7 @@ function whatIf() {
 
 function show() {
   const point = data.points[selected];
-  at("which").textContent = `Input ${selected}`;
+  at("which").textContent = `Input ${data.inputNames ? data.inputNames[selected] : selected}`;
   prediction(point);
   decomposition(point);
   side("for", point);
@@ -280,7 +287,7 @@ for (const input of document.querySelectorAll("input[name=leave]")) input.addEve
 // --- the training set
 
 const columns = [
-  { title: "Training point", value: (j) => j, words: (j) => `#${j}` },
+  { title: "Training point", value: (j) => j, words: trainingName },
   { title: classes ? "Class" : "Target", value: (j) => data.training.target[j], words: targetOf },
   { title: "Predicted by the others", value: (j) => data.training.without[j], words: (j) => nameOf(data.training.without[j]) },
   { title: "Log density by the others", value: (j) => data.training.logDensity[j], words: (j) => number(data.training.logDensity[j]) },
@@ -307,9 +314,8 @@ function head() {
 }
 
 function body() {
-  const wanted = plain(at("search").value.trim()).split(/\s+/);
-  const lines = Array.from({ length: data.examples }, (_, j) => j)
-    .filter((j) => wanted.every((word) => plain(columns.map((column) => column.words(j)).join(" ")).includes(word)));
+  const inWords = (j) => columns.map((column) => column.words(j)).join(" ");
+  const lines = search(data.examples, trainingName, inWords, at("search").value);
   const value = columns[sorted.column].value;
   const order = (a, b) => (a === b ? 0 : a === null ? 1 : b === null ? -1 : a < b ? -1 : 1);
   lines.sort((a, b) => (sorted.down ? -1 : 1) * order(value(a), value(b)) || a - b);

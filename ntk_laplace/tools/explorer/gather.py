@@ -29,7 +29,7 @@ _MOST_FEATURES = 40  # maximum number of displayed features of an input
 
 @dataclass(frozen=True)
 class Naming:
-    """Names of classes, features and targets on the page.
+    """Names of classes, features, targets, inputs and training points on the page.
 
     Attributes
     ----------
@@ -41,12 +41,18 @@ class Naming:
         Of inputs that are images: (height, width), (height, width, 3) or (3, height, width).
     target : str
         Name of the predicted quantity, for regression.
+    inputs : sequence of str, optional
+        Names of the inputs to explain, such as their files; numbers by default.
+    training : sequence of str, optional
+        Names of the training points.
     """
 
     classes: Sequence[str] | None = None
     features: Sequence[str] | None = None
     shape: Sequence[int] | None = None
     target: str = "target"
+    inputs: Sequence[str] | None = None
+    training: Sequence[str] | None = None
 
 
 def gather(
@@ -82,7 +88,7 @@ def gather(
     """
     n = num_examples(x)
     training = None if training is None else as_tensors(training)
-    _check(posterior, training, naming)
+    _check(posterior, n, training, naming)
     truths = None if targets is None else _truths(posterior, targets, n)
     shown = set()
     kept = posterior.fitted.structure.spec.keeps_jacobian
@@ -100,6 +106,8 @@ def gather(
         "kind": _kind(posterior),
         "names": _names(posterior, naming),
         "targetName": naming.target,
+        "inputNames": _texts(naming.inputs),
+        "trainingNames": _texts(naming.training),
         "examples": posterior.num_examples,
         "summary": _summary(posterior),
         "guarantees": [*guarantees, *left_out.guarantees],
@@ -123,7 +131,11 @@ def _truths(posterior: Posterior, targets: Any, n: int) -> list[Any]:
     return [truth if known else None for truth, known in zip(found, there, strict=True)]
 
 
-def _check(posterior: Posterior, training: Inputs | None, naming: Naming) -> None:
+def _texts(names: Sequence[str] | None) -> list[str] | None:
+    return None if names is None else [str(name) for name in names]
+
+
+def _check(posterior: Posterior, n: int, training: Inputs | None, naming: Naming) -> None:
     if training is not None and num_examples(training) != posterior.num_examples:
         raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{num_examples(training):,}",
                         "Pass the inputs that the posterior was fitted to, in their order.")
@@ -133,6 +145,10 @@ def _check(posterior: Posterior, training: Inputs | None, naming: Naming) -> Non
     wanted = 2 if _kind(posterior) == "binary" else posterior.num_outputs
     if names is not None and len(names) != wanted:
         raise DataError(f"{wanted} names of classes or outputs", f"{len(names)}", "Name each of them once.")
+    for what, given, count in (("inputs", naming.inputs, n),
+                               ("training points", naming.training, posterior.num_examples)):
+        if given is not None and len(given) != count:
+            raise DataError(f"{count:,} names of {what}", f"{len(given):,}", "Name each of them.")
 
 
 def _kind(posterior: Posterior) -> str:

@@ -28,7 +28,8 @@ _BODY = """
 <main>
 <div class="columns">
 <section class="panel" id="list" aria-labelledby="list-title"><h2 id="list-title">Inputs</h2>
-<label for="find">Find by number, prediction or “wrong”</label><input type="search" id="find" autocomplete="off">
+<label for="find">Find by number or name, prediction or “wrong”</label>
+<input type="search" id="find" autocomplete="off">
 <p class="soft" id="found" role="status"></p>
 <ul id="points" role="listbox" tabindex="0" aria-label="Inputs, arrow keys choose"></ul></section>
 <div>
@@ -53,7 +54,7 @@ _BODY = """
 others do not understand: a rare one, or a wrong label. A leverage near 1 is a point that the fit rests on.
 Self-influence: nats of its own log likelihood that a point owes to itself; information: nats that it adds to how sure
 the posterior is.</p>{caution}
-<label for="search">Search by number or value</label><input type="search" id="search" autocomplete="off">
+<label for="search">Search by number, name or value</label><input type="search" id="search" autocomplete="off">
 <p class="soft" id="shown" role="status"></p>
 <div class="scroll" role="region" aria-label="Training set" tabindex="0"><table>
 <caption>Press a heading to sort.</caption><thead><tr id="columns"></tr></thead><tbody id="rows"></tbody></table></div>

@@ -22,7 +22,7 @@ function sources(point) {
   const order = found.effect.map((_, s) => s).sort((a, b) => Math.abs(found.effect[b]) - Math.abs(found.effect[a]) || a - b);
   const most = Math.abs(found.effect[order[0]]) || 1;
   const now = classes ? percent(point.network.probabilities[point.output]) : number(point.network.mean);
-  at("source-caption").textContent = `Change of ${unit(point)} of input ${selected}, largest first. With all sources the ` +
+  at("source-caption").textContent = `Change of ${unit(point)} of input ${data.inputNames ? data.inputNames[selected] : selected}, largest first. With all sources the ` +
     `network says ${now}. log p is in nats.`;
   at("source-columns").replaceChildren(...shown.map(([title]) => make("th", title, { scope: "col" })));
   at("source-rows").replaceChildren(...order.map((s) => {
