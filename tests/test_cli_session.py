@@ -98,6 +98,9 @@ def test_a_session_in_the_shell(targets: list[str], folder: Path, capsys: pytest
     (row,) = json.loads(Path("e.json").read_text())["rows"]
     model = joblib.load("out/model.joblib")
     assert row["evidence"] == pytest.approx(model.log_marginal_likelihood_value_, rel=1e-9)
+    for path in ("out/explanations.html", "page.html"):  # the same number as fit and evidence print
+        words = f"log evidence {row['evidence']:,.1f} nats</p>".replace("-", "\N{MINUS SIGN}")
+        assert words in Path(path).read_text()
     assert ("of standardized targets" in capsys.readouterr().out) == (targets[0] in ("price", "rent"))
 
 

@@ -43,6 +43,8 @@ def estimator_page(
     naming = Naming(names, estimator.features, _picture(shape or estimator.shape), target, new.names, estimator.names)
     page = explore(model.posterior_, model.network_inputs(x), estimator.data[0], truths, naming=naming,
                    sources=sources, **options)
+    # that which the other commands print, of targets in their own units
+    page = replace(page, content=page.content | {"evidence": model.log_marginal_likelihood_value_})
     shown = page.content["rows"]
     if shown is None:
         return page

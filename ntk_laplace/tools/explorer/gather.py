@@ -110,6 +110,7 @@ def gather(
         "trainingNames": _texts(naming.training),
         "examples": posterior.num_examples,
         "summary": _summary(posterior),
+        "evidence": posterior.log_marginal_likelihood().item(),
         "guarantees": [*guarantees, *left_out.guarantees],
         "leaveOneOut": str(left_out.reliability),
         "approximate": not posterior.fitted.exact and not kept,
@@ -172,10 +173,9 @@ def _names(posterior: Posterior, naming: Naming) -> list[str]:
 
 def _summary(posterior: Posterior) -> str:
     likelihood = type(posterior.likelihood).__name__
-    evidence = posterior.log_marginal_likelihood().item()
     kept = "" if posterior.fitted.structure.spec.keeps_jacobian else f"structure {posterior.structure}, "
     return (f"{posterior.num_examples:,} training points, {posterior.num_parameters:,} parameters, {kept}{likelihood} "
-            f"likelihood, log evidence {evidence:,.1f} nats").replace("-", "\N{MINUS SIGN}")
+            "likelihood")
 
 
 # --- predictions

@@ -109,8 +109,10 @@ class ExplorerPage:
         target = "Target" if self.content["kind"] == "values" else "Class"
         reranked = _RERANKED.format(target=target) if "reranked" in self.content["points"][0] else ""
         sources = HTML if "sources" in self.content else ""
-        body = _BODY.format(title=escape(self.title), summary=escape(self.content["summary"]), guarantees=promises,
-                            whose=whose, caution=caution, reranked=reranked, sources=sources)
+        evidence = f"{self.content['evidence']:,.1f}".replace("-", "\N{MINUS SIGN}")
+        summary = f"{escape(self.content['summary'])}, log evidence {evidence} nats"
+        body = _BODY.format(title=escape(self.title), summary=summary, guarantees=promises, whose=whose,
+                            caution=caution, reranked=reranked, sources=sources)
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
