@@ -396,6 +396,7 @@ def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert f"training rows: {model.log_marginal_likelihood_value_:.3f} nats" in out
     most = model.relevance_.argmax()
     assert f"under the prior: {x.columns[most]} {model.relevance_[most]:.3g}, " in " ".join(out.split())
+    assert "Constant" not in out
     loaded = joblib.load("out/model.joblib")
     np.testing.assert_allclose(loaded.predict(x.loc[found["row"]]), mean, rtol=1e-9)
     error = found["target"] - mean
@@ -406,6 +407,15 @@ def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
         told, rmse, inside = scores(out)[name]
         assert [told, inside] == pytest.approx([density, covered], abs=5.1e-5)
         assert rmse == pytest.approx((error**2).mean() ** 0.5, rel=5.1e-4)
+
+
+@pytest.mark.slow
+def test_constant_columns_are_named_and_not_ranked(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    pandas.read_csv("price.csv").assign(year=2024).to_csv("t.csv", index=False)
+    assert cli.main(["fit", "t.csv", "--target", "price", *QUICK]) == 0
+    out = capsys.readouterr().out
+    ranked = out[out.index("Relevance") :].partition("\n\n")[0]
+    assert "\nConstant in the training rows: year" in ranked and "year" not in ranked.partition("Constant")[0]
 
 
 @pytest.mark.slow

@@ -135,6 +135,9 @@ def test_relevance_is_learned_for_the_inputs_of_a_perceptron() -> None:
     relevance = model.relevance_
     assert relevance.shape == (4,) and relevance[[0, 2]].min() > 2 * relevance[[1, 3]].max()
     assert np.allclose(relevance, np.exp(-0.5 * model.theta_[:4]), rtol=1e-12)
+    constant = np.column_stack([x, np.full(80, 7.0), np.full(80, 0.3) + 1e-16 * (np.arange(80) % 2)])
+    found = ntkl.LaplaceRegressor(**QUICK).fit(constant, y).relevance_
+    assert (found[:4] > 0).all() and found[4:].tolist() == [0.0, 0.0]
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     wide = np.concatenate([x] * 33, 1)
     for options, table in (({"structure": "ekfac"}, x), ({"network": net}, x), ({"groups": "layer"}, x), ({}, wide)):

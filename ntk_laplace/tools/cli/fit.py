@@ -20,7 +20,7 @@ from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
 from ntk_laplace.tools.cli.examples import Examples, read_examples
 from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.model import require_writable
-from ntk_laplace.tools.cli.python_files import load_network
+from ntk_laplace.tools.cli.python_files import first_few, load_network
 from ntk_laplace.tools.cli.tables import require_sources
 
 __all__ = ["run"]
@@ -121,16 +121,19 @@ def _tell_evidence(model: Model) -> None:
 
 
 def _tell_relevance(model: Model) -> None:
-    """The columns on which the network depends most, if it has learned that."""
+    """The columns on which the network depends most, if it has learned that, and those that are constant."""
     relevance = getattr(model, "relevance_", None)
     if relevance is None:
         return
     names = getattr(model, "feature_names_in_", np.arange(len(relevance)).astype(str))
-    order = np.argsort(-relevance)[:_COLUMNS]
+    ranked = np.argsort(-relevance)[: np.count_nonzero(relevance)]
+    order = ranked[:_COLUMNS]
     told = ", ".join(f"{names[column]} {relevance[column]:.3g}" for column in order)
-    more = f" and {len(relevance) - len(order)} more columns" if len(order) < len(relevance) else ""
+    more = f" and {len(ranked) - len(order)} more columns" if len(order) < len(ranked) else ""
     text = f"Relevance, the standard deviation of a column's weights under the prior: {told}{more}"
     print("\n" + textwrap.fill(text, 100))
+    if len(ranked) < len(relevance):
+        print(f"Constant in the training rows: {first_few(names[relevance == 0.0], quote=False)}")
 
 
 def _train(training: Examples, new: Examples, settings: dict[str, Any]) -> Model:

@@ -73,6 +73,7 @@ class LaplaceEstimator(BaseEstimator):
     y_train_: NDArray[Any]
     n_iter_: int
     n_features_in_: int
+    _constant: NDArray[np.bool_] | bool = False  # whether each feature is, unless an earlier version was fitted
 
     # --- training
 
@@ -82,6 +83,7 @@ class LaplaceEstimator(BaseEstimator):
         """Train a network, or take the given one, and keep its posterior."""
         self._require_parameters()
         self._inputs = Standardized.of(x, weight, self._standardized)
+        self._constant = np.ptp(x, axis=0) <= 4 * np.finfo(x.dtype).eps * np.abs(x).max(0)  # up to rounding
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = Settings(progress=bool(self.verbose))
         precision, groups = self._precision, self._prior_groups(x.shape[1])
@@ -143,14 +145,15 @@ class LaplaceEstimator(BaseEstimator):
     def relevance_(self) -> Array:
         """Prior standard deviation of the first layer's weights of each feature, (features,), for ``groups="input"``.
 
-        It is learned: the smaller, the less the network depends on the feature.
+        It is learned: the smaller, the less the network depends on the feature. 0 for a feature that is constant in
+        the training data, of which the evidence says nothing.
         """
         check_is_fitted(self, "posterior_")
         prior = self.posterior_.prior
         if prior.groups != "input":
             raise AttributeError(f"relevance_ needs groups='input'; the prior's groups are {prior.groups!r}")
         found: Array = prior.precision[prior.inputs].detach().rsqrt().cpu().numpy()
-        return found
+        return np.where(self._constant, 0.0, found)
 
     @property
     def _standardized(self) -> bool:
