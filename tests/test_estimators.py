@@ -24,6 +24,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.tools.estimators.tables import Standardized
+from ntk_laplace.tools.estimators.units import in_units
 from reference import relative_error
 from refusals import refused
 
@@ -264,6 +265,61 @@ def test_equal_examples_are_one() -> None:
         plain.fit(x, y, sample_weight=np.zeros(20))
 
 
+class _Raw(nn.Module):
+    """The network of standardized targets, with outputs in units of the targets."""
+
+    def __init__(self, network: nn.Module, scale: np.ndarray, mean: np.ndarray) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("scale", torch.as_tensor(scale))
+        self.register_buffer("mean", torch.as_tensor(mean))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x) * self.scale + self.mean
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["output", "log_likelihood", "variance"])
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_explanations_are_in_units_of_the_targets(structure: str, by: str) -> None:
+    """They are those of a network whose outputs are in these units; parts add up to `predict`."""
+    x, y = sine(24, outputs=2)
+    y = y * [1.0, 50.0] + [0.0, 1000.0]
+    options = QUICK | {"precision": 1.0, "groups": "layer"}
+    model = ntkl.LaplaceRegressor(**options, structure=structure, predictive=None).fit(x, y)
+    own, new, truths = model.posterior_, x[:3] + 0.1, y[:3]
+    raw = _Raw(model.network_, y.std(0), y.mean(0))
+    noise = ntkl.Gaussian(torch.as_tensor(model.noise_), "output")
+    prior = ntkl.GaussianPrior(own.prior.precision.detach(), groups="layer")
+    data = model.network_inputs(x), torch.as_tensor(y)
+    whole = ntkl.laplace(raw, data, noise, prior, structure)
+    assert float(whole.log_marginal_likelihood()) == pytest.approx(model.log_marginal_likelihood(), rel=1e-9)
+    given = truths if by == "log_likelihood" else None
+    found = model.explain(new, 4, given, output=1, by=by)
+    wanted = whole.explain(model.network_inputs(new), 4, 1, by=by, y=None if given is None else torch.as_tensor(given))
+    for (name, side), value in wanted.by_input().items():
+        assert relative_error(found.by_input()[name, side].double(), value.double()) < 1e-6, name
+    for name in ("leverage", "targets", *(["importance"] if structure == "gp" else [])):
+        assert relative_error(getattr(found, name), getattr(wanted, name)) < 1e-6, name
+    parts = found.offset + found.contributed() + found.gap
+    assert np.allclose(parts, model.predict(new), rtol=1e-9) and torch.allclose(parts, found.f, rtol=1e-9)
+    table, other = found.to_dataframe(), wanted.to_dataframe()
+    assert np.allclose(table["removal_effect"], other["removal_effect"], rtol=1e-6)
+    if by == "output":
+        who = ["a", "b"] * 12
+        effects, others = model.source_effects(new, who, truths, output=1), whole.source_effects(
+            model.network_inputs(new), who, y=torch.as_tensor(truths), output=1)
+        for name in ("f", "outputs", "effect", "single", "log_prob_change", "own_log_prob", "own_log_prob_without"):
+            assert relative_error(getattr(effects, name), getattr(others, name)) < 1e-6, name
+
+
+def of_targets(model: Any, found: ntkl.SourceEffects) -> ntkl.SourceEffects:
+    """The posterior's explanation in units of the targets."""
+    if isinstance(model, ntkl.LaplaceClassifier):
+        return found
+    return in_units(found, model.y_train_.std(keepdims=True), model.y_train_.mean(keepdims=True))
+
+
 @pytest.mark.slow
 def test_equal_rows_of_several_sources_count_for_each() -> None:
     """Two annotators of the same items: the effects are those of the posterior of all rows."""
@@ -282,7 +338,7 @@ def test_equal_rows_of_several_sources_count_for_each() -> None:
         data = model.network_inputs(x[:32]), model.network_targets(own_y[:32]), torch.as_tensor(weight[:32])
         whole = ntkl.laplace(model.network_, data, own.likelihood, own.prior, "full")
         assert float(whole.log_marginal_likelihood()) == pytest.approx(float(own.log_marginal_likelihood()), rel=1e-9)
-        wanted = whole.source_effects(data[0][:5], who[:32], y=data[1][:5])
+        wanted = of_targets(model, whole.source_effects(data[0][:5], who[:32], y=data[1][:5]))
         assert found.num_points.tolist() == [16, 16] and found.names == ("Ann", "Bob")
         for name in ("effect", "single", "own_log_prob", "own_log_prob_without", "log_prob_change"):
             assert relative_error(getattr(found, name), getattr(wanted, name)) < 1e-6, name
@@ -298,21 +354,21 @@ def test_equal_rows_of_several_sources_count_for_each() -> None:
     parts = (again.network_inputs(np.repeat(x[::3], 2, 0)), again.network_targets(np.repeat(y[::3], 2)),
              torch.tensor([1.0, 2.0]).repeat(16))
     whole = ntkl.laplace(again.network_, parts, own.likelihood, own.prior, "diag", "ef", dtype=own.dtype)
-    wanted = whole.source_effects(parts[0][[0, 0, 0]], ["a", "b"] * 16)
+    wanted = of_targets(again, whole.source_effects(parts[0][[0, 0, 0]], ["a", "b"] * 16))
     assert relative_error(found.effect, wanted.effect) < 1e-6 and own.structure == "diag"
     assert relative_error(found.single, wanted.single) < 1e-6
     x, y = sine(16)
     model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
     assert np.array_equal(model.training_point_, np.arange(16))
     found = model.source_effects(x[:3], ["a"] * 8 + ["b"] * 8)
-    wanted = model.posterior_.source_effects(model.network_inputs(x[:3]), ["a"] * 8 + ["b"] * 8)
-    assert torch.equal(found.effect, wanted.effect)
+    wanted = of_targets(model, model.posterior_.source_effects(model.network_inputs(x[:3]), ["a"] * 8 + ["b"] * 8))
+    assert torch.allclose(found.effect, wanted.effect, rtol=1e-12)
     # a row without weight comes first, its copy last: points are in the order of first rows, weight or not
     late = ntkl.LaplaceRegressor(**QUICK).fit(np.r_[x, x[:1]], np.r_[y, y[:1]], np.r_[0.0, np.ones(16)])
     assert np.array_equal(late.training_index_, np.arange(16)) and late.training_point_[-1] == 0
     found = late.source_effects(x[:3], ["b"] + ["a"] * 8 + ["b"] * 7 + ["a"])
-    wanted = late.posterior_.source_effects(late.network_inputs(x[:3]), ["a"] * 9 + ["b"] * 7)
-    assert torch.equal(found.effect, wanted.effect)
+    wanted = of_targets(late, late.posterior_.source_effects(late.network_inputs(x[:3]), ["a"] * 9 + ["b"] * 7))
+    assert torch.allclose(found.effect, wanted.effect, rtol=1e-12)
 
 
 def test_a_trained_network() -> None:

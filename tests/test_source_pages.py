@@ -136,6 +136,7 @@ def test_the_command_takes_the_sources_from_a_column_or_an_array(
         assert explained(data, inputs, "--group", "annotator") == 0
         printed = capsys.readouterr().out
         assert "linearization='fixed'" in printed and "written to page.html" in printed
+        assert f"the effect is the change of {'price' if data == 'train.csv' else 'target'}, mean over 4" in printed
         tables[data, inputs] = shown()
     first = tables["train.csv", "new.csv"]
     assert first["sources"]["names"] == ["anna", "ben", "eve"]
@@ -147,19 +148,25 @@ def test_the_command_takes_the_sources_from_a_column_or_an_array(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
-def test_effects_of_an_estimator_name_their_unit(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    """They are of standardized targets, under scores in the targets' own unit."""
+def test_effects_of_an_estimator_are_in_units_of_the_targets(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """So is the printed table, with the names of targets; the page has standardized targets everywhere."""
     frame = pandas.read_csv("train.csv")
-    frame.assign(price=10 * frame["price"]).to_csv("ten.csv", index=False)
-    for data in ("train.csv", "ten.csv"):
-        assert cli.main(["fit", data, "--target", "price", "--group", "annotator", "--hidden", "3", "--epochs", "3",
-                         "--out", "fitted"]) == 0
-        trained = frame["price"].drop(pandas.read_csv("fitted/predictions.csv")["row"])
-        unit = trained.std(ddof=0) * (10 if data == "ten.csv" else 1)
-        expected = f"a change by 1 is one of {unit:.4g} in the target's own unit"
-        assert expected in capsys.readouterr().out
-        assert cli.main(["explain", "fitted/model.joblib", "--inputs", "new.csv", "--out", "page.html"]) == 0
-        assert expected in capsys.readouterr().out
+    told = []
+    for factor in (1.0, 1000.0):
+        frame.assign(price=factor * frame["price"], rent=frame["width"] ** 2).to_csv("two.csv", index=False)
+        assert cli.main(["fit", "two.csv", "--target", "price", "--target", "rent", "--group", "annotator", "--hidden",
+                         "3", "--epochs", "3", "--out", "fitted"]) == 0
+        assert "the effect is the change of price, mean over 6 inputs" in capsys.readouterr().out
+        for name in ("price", "rent"):
+            assert cli.main(["explain", "fitted/model.joblib", "--inputs", "new.csv", "--out", "page.html",
+                             "--output", name]) == 0
+            printed = capsys.readouterr().out
+            assert f"the effect is the change of {name}, mean over 4 inputs" in printed
+            row = next(line for line in printed.splitlines() if line.split()[:1] == ["ben"]).split()
+            told.append([float(row[2]), shown()["points"][0]["sources"]["effect"]])
+    (price, page), (rent, page_of_rent), (price_of_1000, page_again), (rent_again, _) = told
+    assert price_of_1000 == pytest.approx(1000 * price, rel=1e-2) and rent_again == pytest.approx(rent, rel=1e-2)
+    assert np.allclose(page, page_again, rtol=2e-3) and not np.allclose(page, page_of_rent, rtol=2e-3)
 
 
 def test_a_wrong_group_is_one_line(folder: Path, capsys: pytest.CaptureFixture) -> None:

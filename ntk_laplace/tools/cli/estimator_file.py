@@ -148,6 +148,11 @@ class Estimator:
         names = getattr(self.model, "feature_names_in_", None)
         return None if names is None else list(names)
 
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the classes, or of the targets."""
+        return [str(name) for name in getattr(self.model, "classes_", self.targets)]
+
     def number(self, target: str | int | None) -> int | None:
         """Number of the target of a name or position; None, the default, for classes.
 
@@ -156,7 +161,7 @@ class Estimator:
         DataError
             If there is no such target.
         """
-        names = [str(name) for name in getattr(self.model, "classes_", self.targets)]
+        names = self.outputs
         if target is None:
             return None if isinstance(self.model, ntkl.LaplaceClassifier) else 0
         if str(target) in names:

@@ -10,8 +10,8 @@ import numpy as np
 import pandas
 
 import ntk_laplace as ntkl
-from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.estimator_file import Estimator, NewExamples
+from ntk_laplace.tools.estimators.units import in_units
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
 __all__ = ["estimator_page", "in_words"]
@@ -31,7 +31,7 @@ def estimator_page(
     shape : sequence of int, optional
         Of inputs that are images; by default that which the estimator knows.
     sources : SourceEffects, optional
-        On the same target.
+        On the same target, in its units.
     **options
         Of `explore`; with several targets, `output` is the number of that which is explained, by default the first.
     """
@@ -41,6 +41,9 @@ def estimator_page(
     names = classes or (list(targets) if len(targets) > 1 else None)
     truths = None if new.y is None else model.network_targets(new.y)
     naming = Naming(names, estimator.features, _picture(shape or estimator.shape), target, new.names, estimator.names)
+    if sources is not None and not classes:  # the page has standardized targets
+        zero, one = (model.network_targets(np.full((1, len(targets)), end))[0] for end in (0.0, 1.0))
+        sources = in_units(sources, one - zero, zero)
     page = explore(model.posterior_, model.network_inputs(x), estimator.data[0], truths, naming=naming,
                    sources=sources, **options)
     # that which the other commands print, of targets in their own units
@@ -53,16 +56,13 @@ def estimator_page(
     return replace(page, content=page.content | {"rows": shown | {"points": points, "training": own}})
 
 
-def in_words(model: Model, sources: ntkl.SourceEffects) -> str:
-    """The table of sources, with the unit of its numbers if that is not the targets'."""
-    if hasattr(model, "classes_"):
+def in_words(sources: ntkl.SourceEffects, names: Sequence[str] | None) -> str:
+    """The table of sources, with the name of the explained output if all inputs have the same."""
+    outputs = sources.quantity.output.unique().tolist()
+    if names is None or len(outputs) > 1 or len(names) != sources.f.shape[1]:
         return f"{sources}"
-    ends = (model.network_targets(np.full((1, model.posterior_.num_outputs), end)) for end in (0.0, 1.0))
-    low, high = (end.flatten().tolist() for end in ends)
-    units = [f"{1 / (b - a):.4g}" for a, b in zip(low, high, strict=True)]
-    if set(units) == {"1"}:
-        return f"{sources}"
-    return f"{sources}\nOf standardized targets: a change by 1 is one of {', '.join(units)} in the target's own unit."
+    logit = "the logit of " if sources.quantity.likelihood.classifies else ""
+    return f"{sources}".replace(sources.explained, f"{logit}{names[outputs[0]]}", 1)
 
 
 def _picture(shape: Sequence[int] | None) -> Sequence[int] | None:

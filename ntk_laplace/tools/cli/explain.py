@@ -57,7 +57,8 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     sources = None if labels is None else posterior.source_effects(x, labels, y=y)
     page = explore(posterior, x, model.x, y, options.k, naming, options.title,
                    candidates=options.candidates, sources=sources)
-    return page, "" if sources is None else f"{sources}"
+    outputs = naming.classes if posterior.num_outputs > 1 else [naming.target]
+    return page, "" if sources is None else in_words(sources, outputs)
 
 
 def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
@@ -68,4 +69,4 @@ def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
                                                                           output=output)
     page = estimator_page(estimator, new, options.shape, sources, k=options.k, title=options.title,
                           candidates=options.candidates, output=output)
-    return page, "" if sources is None else in_words(model, sources)
+    return page, "" if sources is None else in_words(sources, estimator.outputs)

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     sources = None if training.sources is None else model.source_effects(few.x, training.sources, few.y)
     estimator_page(estimator, few, sources=sources).write(page)
     if sources is not None:
-        print(f"\n{in_words(model, sources)}")
+        print(f"\n{in_words(sources, estimator.outputs)}")
     print(f"\nPredictions of the held-out rows are in {table}; {page} explains them in a browser.\n"
           f"The model is in {saved}: ntk-laplace predict {saved} --inputs FILE predicts new rows, and\n"
           f"joblib.load({str(saved)!r}).predict({_call(examples)}.")

@@ -36,6 +36,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.networks import is_module, network_of, require_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, require_numbers
+from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory, train_from_starts, train_with_evidence
 
 __all__ = ["LaplaceEstimator"]
@@ -242,27 +243,34 @@ class LaplaceEstimator(BaseEstimator):
         check_is_fitted(self)
         return self._inputs.undone(inputs.detach().cpu().double().numpy())
 
-    def explain(self, X: Any, k: int = 8, **options: Any) -> Explanation | Ranking:
-        """Which training points determine the predictions at X: `Posterior.explain`.
+    def explain(self, X: Any, k: int = 8, y: Any = None, **options: Any) -> Explanation | Ranking:
+        """Which training points determine the predictions at X: `Posterior.explain`, in units of the targets.
 
         Parameters
         ----------
         X : array_like, (n, features)
         k : int
             Training points to show for and against.
+        y : array_like, optional
+            Targets at X, for ``by="log_likelihood"``.
         **options
-            Of `Posterior.explain`, in units of the standardized targets.
+            Of `Posterior.explain`.
 
         Returns
         -------
         Explanation or Ranking
-            Training point i is row ``training_index_[i]`` of the data of `fit`.
+            Training point i is row ``training_index_[i]`` of the data of `fit`. Its `quantity` has the likelihood and
+            the targets as `posterior_` takes them.
         """
-        x = self.network_inputs(X)
-        return self.posterior_.explain(x, k, **options)
+        x, targets = self.network_inputs(X), None if y is None else self.network_targets(y)
+        return self._in_units(self.posterior_.explain(x, k, y=targets, **options))
+
+    def _in_units(self, found: Explained) -> Explained:
+        """An explanation in units of the targets."""
+        return found
 
     def source_effects(self, X: Any, sources: Any, y: Any = None, **options: Any) -> SourceEffects:
-        """What changes at X without each source of the data of `fit`: `Posterior.source_effects`.
+        """What changes at X without each source of the data of `fit`: `Posterior.source_effects`, in their units.
 
         Equal rows are one training point, and may have several sources. Here they are one for each source, which does
         not change the posterior.
@@ -275,7 +283,7 @@ class LaplaceEstimator(BaseEstimator):
         y : array_like, optional
             Targets at X.
         **options
-            Of `Posterior.source_effects`, in units of the standardized targets.
+            Of `Posterior.source_effects`.
 
         Returns
         -------
@@ -295,9 +303,11 @@ class LaplaceEstimator(BaseEstimator):
                 pair = int(points[row]), labels[row]
                 pairs[pair] = pairs.get(pair, 0.0) + weight[row]
         if len(pairs) == self.posterior_.num_examples:
-            return self.posterior_.source_effects(x, [label for _, label in pairs], y=targets, **options)
-        found = self._of_points(torch.tensor([point for point, _ in pairs]), torch.tensor(list(pairs.values())))
-        return found.source_effects(x, [label for _, label in pairs], y=targets, **options)
+            posterior = self.posterior_
+        else:
+            posterior = self._of_points(torch.tensor([point for point, _ in pairs]), torch.tensor(list(pairs.values())))
+        found = posterior.source_effects(x, [label for _, label in pairs], y=targets, **options)
+        return self._in_units(found)
 
     def _of_points(self, points: Tensor, weight: Tensor) -> Posterior:
         """The posterior whose training points are these, some of them several times, with other weights."""

@@ -16,6 +16,7 @@ from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.tools.estimators.base import LaplaceEstimator
 from ntk_laplace.tools.estimators.tables import Array, Standardized
+from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
 __all__ = ["LaplaceRegressor"]
@@ -277,6 +278,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         joint *= units
         joint *= units[:, None]
         return mean.numpy() * scale + self._targets.mean, joint.reshape(n, c, n, c)
+
+    def _in_units(self, found: Explained) -> Explained:
+        return in_units(found, self._targets.scale, self._targets.mean)
 
     def _shaped(self, values: Array) -> Array:
         return values[:, 0] if self._single else values
