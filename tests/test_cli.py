@@ -249,7 +249,8 @@ def test_single_precision_is_single(brought: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrapped", ["state_dict", "model", "module", "compiled", "class", "instance"])
+@pytest.mark.parametrize("wrapped", ["state_dict", "model", "module", "compiled", "lightning", "nested", "class",
+                                     "instance"])
 def test_checkpoints_as_people_save_them(wrapped: str, brought: Path, capsys: pytest.CaptureFixture) -> None:
     state = torch.load("w.pt")
     saved = {
@@ -257,6 +258,8 @@ def test_checkpoints_as_people_save_them(wrapped: str, brought: Path, capsys: py
         "model": {"model": state, "optimizer": {"lr": 0.1}},
         "module": {f"module.{name}": value for name, value in state.items()},
         "compiled": {f"_orig_mod.{name}": value for name, value in state.items()},
+        "lightning": {"state_dict": {f"net.{name}": value for name, value in state.items()}, "epoch": 3},
+        "nested": {f"model.net.{name}": value for name, value in state.items()},
     }
     torch.save(saved.get(wrapped, state), "other.pt")
     network = {"class": "model.py:Named", "instance": "model.py:built"}.get(wrapped, "model.py")

@@ -48,7 +48,7 @@ def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
-    """Load a checkpoint's weights into the network; the names must match exactly.
+    """Load a checkpoint's weights into the network; the names must match exactly, up to one common prefix.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
     for prefix in _PREFIXES:
         if state and all(name.startswith(prefix) for name in state) and not set(state) <= set(wanted):
             state = {name.removeprefix(prefix): value for name, value in state.items()}
-    state = _with_tied(wanted, state)
+    state = _fitting(wanted, state)
     _require_same(wanted, state, path)
     network.load_state_dict(state)
 
@@ -99,6 +99,18 @@ def _state_dict(found: Any, path: Path, remedy: str) -> dict[str, Any]:
         got = f"{first_few(other)} in {path}, which are no tensors" if other else f"an empty dict in {path}"
         raise DataError("a state dict: names and tensors", got, f"{remedy} One under a key {_WRAPPERS} is found too.")
     return {str(name): value for name, value in found.items()}
+
+
+def _fitting(wanted: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Without the one prefix whose removal makes all names fit, such as that of a LightningModule's attribute."""
+    own, first = _with_tied(wanted, state), next(iter(state))
+    for name in wanted if set(own) != set(wanted) else ():
+        prefix = first.removesuffix(f".{name}") + "."
+        if all(one.startswith(prefix) for one in state):
+            found = _with_tied(wanted, {one.removeprefix(prefix): value for one, value in state.items()})
+            if set(found) == set(wanted):
+                return found
+    return own
 
 
 def _with_tied(wanted: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
