@@ -342,7 +342,15 @@ ERRORS = [
     (make(groups={"a": ["bod"], "b": ["head"]}), "expected the name of a parameter or module; got 'bod'. The network"),
     (lambda: GaussianPrior().bind({}), "expected a network with at least one trainable parameter; got none. Set requi"),
     (lambda: make()().bind(OTHER), "bound to, 6 tensors with 19 parameters; got 6 tensors with 22 parameters. Make a"),
-    (lambda: make()().bind(dict(reversed(SHAPES.items()))), "expected the network this prior was bound to, 6 tensors"),
+    (
+        lambda: make()().bind(dict(reversed(SHAPES.items()))),
+        "expected the network this prior was bound to, 6 tensors with 19 parameters; got one with 'head.bias' (1,) in "
+        "place of 'scale' (). Make a new GaussianPrior for each network.",
+    ),
+    (
+        lambda: make()().bind({f"net.{name}" if "." in name else name: shape for name, shape in SHAPES.items()}),
+        "got one with 'net.body.0.weight' (3, 2) in place of 'body.0.weight' (3, 2). Make a new",
+    ),
     (lambda: GaussianPrior(groups="layer").flat_precision(), "expected a prior that knows the network's parameters;"),
     (lambda: GaussianPrior().energy(draw(0)), "got one that was not bound. Call prior.bind(shapes)"),
     (lambda: make()().energy(draw(0, 5)), "expected flat weights of shape (19,); got shape (5,). Concatenate"),

@@ -128,12 +128,14 @@ class GaussianPrior(nn.Module):
         return self
 
     def _rebind(self, shapes: ParameterLayout) -> GaussianPrior:
-        if list(shapes.items()) != list(self._grouping.shapes.items()):
-            raise HyperparameterError(
-                f"the network this prior was bound to, {describe(self._grouping.shapes)}",
-                describe(shapes),
-                "Make a new GaussianPrior for each network.",
-            )
+        own, other = list(self._grouping.shapes.items()), list(shapes.items())
+        if own != other:
+            expected, got = describe(self._grouping.shapes), describe(shapes)
+            if expected == got:  # sizes alone would say that they are the same
+                bound, given = next((a, b) for a, b in zip(own, other, strict=True) if a != b)
+                got = f"one with {given[0]!r} {tuple(given[1])} in place of {bound[0]!r} {tuple(bound[1])}"
+            raise HyperparameterError(f"the network this prior was bound to, {expected}", got,
+                                      "Make a new GaussianPrior for each network.")
         return self
 
     @property
