@@ -645,6 +645,7 @@ def parts(brought: Path) -> dict[str, np.ndarray]:
     np.savez("new.npz", words=words[:4], mask=arrays["mask"][:4])
     np.savez("more.npz", idx=np.arange(12), **arrays)
     np.savez("labels.npz", label=arrays["label"])
+    np.savez("mask.npz", words=words, mask=arrays["mask"])
     return arrays
 
 
@@ -676,9 +677,16 @@ def test_outputs_and_targets_by_name(parts: dict[str, np.ndarray], capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (of_parts("--targets", "label"), "got a dict with the tensors 'hidden', 'logits'. Name the outputs to linear"),
+        (of_parts("--targets", "label"), "got a dict with the tensors 'hidden', 'logits'. Name the outputs to linearize"
+         ", --output logits."),
+        (["evidence", "parts.py:make_pair", "--checkpoint", "pair.pt", "--data", "d.npz", "--likelihood",
+          "categorical"], "got a tuple with the tensors 0, 1. Name the outputs to linearize, --output 0."),
+        (["evidence", "model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical", "--output",
+          "logits"], "(2, 3). Leave --output out."),
         (of_parts("--targets", "label", "--output", "score"), "expected a tensor 'score' in what the network returns"),
-        (of_parts("--output", "logits"), "expected arrays X and y in parts.npz; got 'words', 'mask', 'label', and no"),
+        (of_parts("--output", "logits"), "expected arrays X and y in parts.npz; got 'words', 'mask', 'label', and no X "
+         "and no y. If the network takes the arrays by name, pass --targets label, that of the targets. Save it with"),
+        (of_parts("--output", "logits", data="mask.npz"), "pass --targets NAME, that of the targets. Save it with"),
         (of_parts("--output", "logits", "--targets", "labels"), "expected arrays labels in parts.npz; got 'words', "
          "'mask', 'label', and no labels. Save it with numpy.savez('parts.npz', labels=labels, **inputs)."),
         (of_parts("--output", "logits", "--targets", "label", data="more.npz"), "Leave out 'idx', which the network's"),

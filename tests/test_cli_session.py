@@ -314,7 +314,8 @@ def test_what_does_not_fit_a_model_is_one_line(models: Path, capsys: pytest.Capt
         ("table.joblib", "nowhere.csv", "a table of inputs to predict; got nowhere.csv, where there is no file."),
         ("table.joblib", "less.csv", "expected the 2 input columns of the training data in less.csv; got no 'width'. "
          "Give both tables the same columns; their order does not matter."),
-        ("table.joblib", "more.csv", "expected the 2 input columns of the training data in more.csv; got 'count' too."),
+        ("table.joblib", "more.csv", "expected the 2 input columns of the training data in more.csv; got 'count' too. "
+         "Leave out what is no input: --drop count."),
         ("table.joblib", "text.csv", "expected numbers in column 'width' of text.csv; got 'wide' in row 0"),
         ("table.joblib", "d.npz", "expected a table with the 2 input columns 'height', 'width', as the training data "
          "were; got the arrays d.npz. Save the inputs as those of the training."),
@@ -330,6 +331,18 @@ def test_what_does_not_fit_a_model_is_one_line(models: Path, capsys: pytest.Capt
         printed = capsys.readouterr()
         assert printed.err.startswith("ntk-laplace: expected ") and words in printed.err, printed.err
         assert printed.err.count("\n") == 1 and printed.out == "" and not Path("p.csv").exists()
+    for drop, words in (("x", "--drop COLUMN, one of 'height', 'width', 'count' in more.csv; got --drop x."),
+                        ("width", "got no 'width' and 'count' too")):
+        assert cli.main(["predict", "table.joblib", "--inputs", "more.csv", "--drop", drop, "--out", "p.csv"]) == 1
+        assert words in capsys.readouterr().err
+    assert cli.main(["predict", "array.joblib", "--inputs", "d.npz", "--drop", "width", "--out", "p.csv"]) == 1
+    assert "a table, for --drop COLUMN; got d.npz. Leave --drop out." in capsys.readouterr().err
+    found = []
+    for inputs in (["more.csv", "--drop", "count"], ["new.csv"]):
+        assert cli.main(["predict", "table.joblib", "--inputs", *inputs, "--out", "p.csv"]) == 0
+        found.append(Path("p.csv").read_text())
+        assert cli.main(["explain", "table.joblib", "--inputs", *inputs, "--out", "page.html"]) == 0
+    assert found[0] == found[1]
     assert cli.main(["predict", "table.joblib", "--inputs", "new.csv", "--out", "new.csv"]) == 1
     assert "got new.csv, which is an input." in capsys.readouterr().err
 

@@ -539,8 +539,9 @@ def test_columns_that_are_no_inputs(folder: Path, capsys: pytest.CaptureFixture)
     capsys.readouterr()
     refused(["fit", "t.csv", "--target", "price", "--drop", "rows", *QUICK],
             "--drop COLUMN, one of 'height', 'width', 'row' and 1 more in t.csv; got --drop rows. Name a", capsys)
+    assert cli.main(["predict", "out/model.joblib", "--inputs", "price.csv", "--drop", "row", "--out", "p.csv"]) == 0
     with pytest.raises(SystemExit):
-        cli.main(["predict", "out/model.joblib", "--inputs", "t.csv", "--drop", "row"])
+        cli.main(["evidence", "out/model.joblib", "--drop", "row"])
     words = "a Python file for --drop; got out/model.joblib, which has its own. Leave --drop out."
     assert words in capsys.readouterr().err
     np.savez("a.npz", X=frame[["width"]].to_numpy(), y=frame["price"].to_numpy())

@@ -50,7 +50,7 @@ class Minibatches:
     ) -> None:
         if batch_size is not None and not is_whole(batch_size, 1):
             raise DataError("a batch size of at least 1, or None for all examples at once", f"{batch_size!r}",
-                            "Leave it out for 128.")
+                            "Pass None, or leave it out for the default.")
         if not isinstance(data, DataLoader):  # which may resample, if the evidence has data of its own
             Batches(data, batch_size, device, dtype, targets)  # raises an error for invalid data
         self._device, self.dtype, self._batch_size, self._targets = device, dtype, batch_size, targets
@@ -63,7 +63,7 @@ class Minibatches:
             stream = isinstance(data, IterableDataset)
             if stream and batch_size is None:
                 raise DataError("a batch size for an IterableDataset, whose length is not known", "batch_size=None",
-                                "Leave it out for 128.")
+                                "Pass a number, or leave it out for the default.")
             self._loader = DataLoader(data, batch_size or len(cast(Sized, data)), shuffle=not stream)
         else:
             pair, self._weights = example_weights(data)

@@ -190,7 +190,7 @@ class Run:
             data = Held(Batches(own.data, settings.batch_size, self.device, self.minibatches.dtype, own.targets))
             try:
                 fitted = converged(self.objective, data, fit, _STEPS, MOST_DECREMENT, MOST_DECREMENT,
-                                   settings.progress, "call posterior.retrain(data) for more steps")
+                                   settings.progress, "in Python, call posterior.retrain(data) for more steps")
             except NumericalError as error:
                 warn(f"the network stays at the weights of the best evidence: {error}")
                 fitted = fit()
@@ -279,7 +279,7 @@ def _tell_slope(posterior: Posterior, which: Sequence[str] | None, count: float)
         # the log likelihood of a log variance has the information N/2: a Newton step gains slope²/N
         if not name.startswith("precision[") and slope**2 > _SLOPE * count**2:
             warn(f"{name} is not at the optimum of the evidence after these epochs: the slope is {slope:.4g} nats per "
-                 "unit of its logarithm; train for more epochs, or call posterior.retrain(data)")
+                 "unit of its logarithm; train for more epochs, or in Python call posterior.retrain(data)")
 
 
 def _tell_fall(before: float | None, after: float, count: float) -> None:

@@ -30,6 +30,7 @@ _TABLES = {  # formats of other tables, with the pandas function that reads each
 }
 _FORMATS = (*_TABLES, ".npy")
 _SAVED = (".pt", ".pth")
+_TARGETS = ("labels", "label", "targets", "target", "y")  # usual names
 ARRAYS = (".npz", *_SAVED)
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
@@ -44,7 +45,7 @@ class _NoTensors(ValueError):
 
 def load_data(
     path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "the training data",
-    sources: str | None = None,
+    sources: str | None = None, by_name: bool = False,
 ) -> tuple[Inputs, Tensor]:
     """X and y of a file, as tensors; floating arrays are cast to `dtype`, whole numbers become int64.
 
@@ -60,13 +61,15 @@ def load_data(
         What the file contains, for messages.
     sources : str, optional
         Name of an array that is no input.
+    by_name : bool
+        Whether the command has ``--targets``, as a remedy for a file without X and y.
 
     Raises
     ------
     DataError
         If the file is missing or of another kind, or its arrays are not numeric.
     """
-    arrays = _read(path, what, ("X", "y") if targets is None else (targets,), targets)
+    arrays = _read(path, what, ("X", "y") if targets is None else (targets,), targets, by_name)
     arrays.pop(sources or "", None)
     return _inputs(arrays, dtype, targets), _tensor(targets or "y", arrays[targets or "y"], dtype)
 
@@ -115,7 +118,9 @@ def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str |
     return found
 
 
-def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> dict[str, np.ndarray]:
+def _read(
+    path: Path, what: str, needed: Sequence[str], targets: str | None, by_name: bool = False
+) -> dict[str, np.ndarray]:
     """Arrays of a file that has the needed ones: X and y, or all arrays if `targets` is given."""
     saved = _format(path) in _SAVED
     kind = "a .pt file" if saved else "an .npz file"
@@ -135,6 +140,10 @@ def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> 
         raise DataError(expected, str(path), remedy)
     if missing:
         there = first_few(list(arrays)) if arrays else "nothing"
+        arguments = "X" not in arrays and len(arrays) > 1 and all(map(str.isidentifier, arrays))  # weights have points
+        if by_name and targets is None and arguments:
+            named = next((name for name in _TARGETS if name in arrays), "NAME")
+            remedy = f"If the network takes the arrays by name, pass --targets {named}, that of the targets. {remedy}"
         raise DataError(f"{'tensors' if saved else 'arrays'} {words} in {path}",
                         f"{there}, and no {' and no '.join(missing)}", remedy)
     return arrays

@@ -21,7 +21,14 @@ from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.examples import Examples, array_rows, example_names, table_labels
 from ntk_laplace.tools.cli.images import ImageFolder, ImageNetwork, read_images
 from ntk_laplace.tools.cli.python_files import first_few, require_file, run_file
-from ntk_laplace.tools.cli.tables import input_columns, is_table, numbers, read_table
+from ntk_laplace.tools.cli.tables import (
+    input_columns,
+    is_table,
+    numbers,
+    read_table,
+    require_no_dropped,
+    without_dropped,
+)
 
 __all__ = ["Estimator", "NewExamples", "load_estimator", "save_estimator"]
 
@@ -186,8 +193,16 @@ class Estimator:
         """Inputs of the training points in their own units."""
         return pandas.DataFrame(self.model.original_inputs(self.data[0]), columns=self.features)
 
-    def read(self, path: Path, what: str) -> NewExamples:
+    def read(self, path: Path, what: str, dropped: Sequence[str] | None = None) -> NewExamples:
         """The examples of a file or folder like the training data.
+
+        Parameters
+        ----------
+        path : Path
+        what : str
+            What they are, for messages.
+        dropped : sequence of str, optional
+            Columns of a table that are no inputs, beside those that the model knows.
 
         Raises
         ------
@@ -195,19 +210,20 @@ class Estimator:
             If it cannot be read, or its columns, shapes or classes are others than in the training data.
         """
         if is_table(path):
-            return self._table(path, what)
+            return self._table(path, what, [name for name in dropped or () if name not in self.dropped])
+        require_no_dropped(path, dropped)
         if path.is_dir():
             return self._folder(path)
         return self._arrays(path, what)
 
-    def _table(self, path: Path, what: str) -> NewExamples:
+    def _table(self, path: Path, what: str, dropped: Sequence[str]) -> NewExamples:
         if self.features is None:
             raise self._another("the table", path)
         names = all(isinstance(label, str) for label in getattr(self.model, "classes_", [None]))
         frame = read_table(path, what, self.targets if names else ())
         ignored = [name for name in (self.group, *self.dropped) if name is not None and name not in self.features]
-        frame = frame.drop(columns=ignored, errors="ignore")
-        columns = input_columns(frame, path, self.targets, self.features)
+        frame = without_dropped(frame.drop(columns=ignored, errors="ignore"), path, dropped, self.targets)
+        columns = input_columns(frame, path, self.targets, self.features, drop=True)
         x = pandas.DataFrame(numbers(frame, path, columns), columns=columns)
         return NewExamples(x, self._targets(frame, path), _counted(len(x)))
 

@@ -63,7 +63,7 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
 
 def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     estimator = load_estimator(options)
-    new = estimator.read(options.inputs, "inputs to explain").first(options.most)
+    new = estimator.read(options.inputs, "inputs to explain", options.drop).first(options.most)
     model, output = estimator.model, estimator.number(options.output)
     sources = None if estimator.sources is None else model.source_effects(new.x, estimator.sources, new.y,
                                                                           output=output)

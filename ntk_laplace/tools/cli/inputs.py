@@ -103,7 +103,7 @@ class Files:
         if not is_table(path):
             require_no_dropped(path, self.dropped)
             self.sources = None if self.group is None else load_sources(path, self.group)
-            return load_data(path, self.dtype, self.targets, what, self.group)
+            return load_data(path, self.dtype, self.targets, what, self.group, by_name=True)
         frame = self._frame(path, what)
         if self.group is not None:
             self.sources = source_labels(frame, path, self.group, self.columns)

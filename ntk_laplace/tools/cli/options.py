@@ -51,7 +51,7 @@ GROUP: dict[str, Any] = {  # of the option --group; dest, because `group` is tha
 
 _NEEDED = ("checkpoint", "data", "likelihood")  # with a Python file
 _OF_A_FILE = (  # what a model.joblib has itself
-    *_NEEDED, "target", "targets", "source", "drop", "noise", "likelihood_option", "precision", "groups",
+    *_NEEDED, "target", "targets", "source", "noise", "likelihood_option", "precision", "groups",
     "curvature", "float32", "device", "structure", "held_out", "retrain", "classes", "features",
 )
 
@@ -120,8 +120,8 @@ def network_fault(options: argparse.Namespace) -> str:
         return "expected --network with a model.joblib alone; got it with a Python file." if options.classes_of else ""
     if not options.estimators:
         return f"expected FILE.py[:FACTORY] for {options.command}; got {path}. Pass the network's Python file."
-    others = {"memory": "evidence", "output": "explain"}  # a command with them
-    own = (*_OF_A_FILE, *(name for name, command in others.items() if options.command != command))
+    others = {"memory": ["evidence"], "output": ["explain"], "drop": ["explain", "predict"]}  # commands with them
+    own = (*_OF_A_FILE, *(name for name, commands in others.items() if options.command not in commands))
     given = [name for name in own if getattr(options, name, None) != options.default_of(name)]
     if given:
         option = "--group" if given[0] == "source" else f"--{given[0].replace('_', '-')}"

@@ -86,7 +86,7 @@ def _of_estimator(options: argparse.Namespace) -> None:
     """The table of ``ntk-laplace fit`` for other inputs."""
     require_writable(options.out, options)
     estimator = load_estimator(options)
-    new = estimator.read(options.inputs, "inputs to predict")
+    new = estimator.read(options.inputs, "inputs to predict", options.drop)
     found = describe(estimator.model, new.x, new.y, estimator.targets, options.level)
     predictions = pandas.concat([new.named, pandas.DataFrame(found.columns)], axis=1)
     predictions.to_csv(options.out, index=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -179,7 +180,8 @@ def require_columns(frame: pandas.DataFrame, path: Path, targets: Sequence[str] 
 
 
 def input_columns(
-    frame: pandas.DataFrame, path: Path, targets: Sequence[str] | None, known: Sequence[str] | None
+    frame: pandas.DataFrame, path: Path, targets: Sequence[str] | None, known: Sequence[str] | None,
+    drop: bool = False,
 ) -> list[str]:
     """Names of the columns of inputs, which are all except the targets, in the order of `known` if that is given.
 
@@ -192,6 +194,8 @@ def input_columns(
         The columns of the targets; the table may be without them.
     known : sequence of str, optional
         Input columns of the training data.
+    drop : bool
+        Whether ``--drop`` leaves out other columns of this table alone.
 
     Raises
     ------
@@ -207,8 +211,10 @@ def input_columns(
     missing, extra = [name for name in known if name not in found], [name for name in found if name not in known]
     if missing or extra:
         got = ([f"no {first_few(missing)}"] if missing else []) + ([f"{first_few(extra)} too"] if extra else [])
-        raise DataError(f"the {len(known)} input columns of the training data in {path}", " and ".join(got),
-                        "Give both tables the same columns; their order does not matter.")
+        remedy = "Give both tables the same columns; their order does not matter."
+        if drop and not missing:
+            remedy = f"Leave out what is no input: {' '.join(f'--drop {shlex.quote(name)}' for name in extra)}."
+        raise DataError(f"the {len(known)} input columns of the training data in {path}", " and ".join(got), remedy)
     return list(known)
 
 

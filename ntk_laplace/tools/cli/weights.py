@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None
     try:
         with torch.no_grad():
             caller(few)
+    except NetworkError as cause:  # its remedy names the argument of Python
+        remedy = re.sub(r"output='?(\w*)'?", lambda found: f"--output {found[1]}".rstrip(), cause.remedy)
+        raise type(cause)(cause.expected, cause.got, remedy) from cause
     except NTKLaplaceError:
         raise
     except Exception as cause:
