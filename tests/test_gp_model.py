@@ -443,6 +443,25 @@ def test_from_a_network_or_from_a_posterior() -> None:
     assert relative_error(evidence(shared), evidence(fitted)) > 1e-3
 
 
+def test_the_noise_is_that_of_the_observation_model() -> None:
+    """As GPyTorch's own GaussianLikelihood has it; a likelihood without one says so."""
+    gp = build("linear_model", "gaussian", "layer")
+    assert torch.equal(gp.likelihood.noise, gp.posterior.likelihood.noise) and hasattr(gp.likelihood, "noise")
+    before = evidence(gp)
+    gp.likelihood.noise = 2.5
+    assert float(gp.posterior.likelihood.noise) == pytest.approx(2.5, rel=1e-12)
+    case = problem("linear_model")
+    other = ntkl.laplace(case.network, (case.x, gp.posterior.targets), ntkl.Gaussian(2.5), gp.posterior.prior)
+    assert relative_error(evidence(gp), other.log_marginal_likelihood()) < 1e-12 < relative_error(before, evidence(gp))
+    classes = build("linear_model", "categorical", "layer").likelihood
+    assert not hasattr(classes, "noise")
+    for touch in (lambda: classes.noise, lambda: setattr(classes, "noise", 1.0)):
+        with pytest.raises(AttributeError, match="a Gaussian likelihood, for its noise; got a Categorical"):
+            touch()
+    with pytest.raises(AttributeError, match="has no attribute 'nose'"):
+        _ = classes.nose
+
+
 def test_parameters_state_and_modes() -> None:
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).double().eval()

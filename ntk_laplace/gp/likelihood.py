@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import Gaussian, Likelihood
 from ntk_laplace.model.likelihoods.mixture import plug_in
 from ntk_laplace.model.predictive import predictive
 
@@ -48,6 +48,33 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
     def __init__(self, observation: Likelihood, scalar: bool = False) -> None:
         super().__init__(_UnitNoise())
         self.observation, self.scalar = observation, scalar
+
+    @property
+    def noise(self) -> Tensor:
+        """Noise variance of a `Gaussian`, as that likelihood has it; assign to change it in place.
+
+        Raises
+        ------
+        AttributeError
+            If the likelihood has none.
+        """
+        return self._gaussian().noise
+
+    @noise.setter
+    def noise(self, value: float | Tensor) -> None:
+        self._gaussian().noise = value
+
+    def _gaussian(self) -> Gaussian:
+        if not isinstance(self.observation, Gaussian):
+            name = type(self.observation).__name__
+            raise AttributeError(f"expected a Gaussian likelihood, for its noise; got a {name}. Its hyperparameters "
+                                 "are those of likelihood.observation.")
+        return self.observation
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "noise":  # the property failed, and torch would say that the class has none
+            self._gaussian()
+        return super().__getattr__(name)
 
     def marginal(
         self, function_dist: MultivariateNormal, *params: Any, method: str = "glm", samples: int = 1000,
