@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -66,6 +68,23 @@ class Probabilities(nn.Module):
         return self.last(self.inner(x).tanh()).softmax(-1)
 
 
+def assert_binary_net(net: Any, x: np.ndarray, positive: np.ndarray) -> None:
+    """One output for two classes: its probabilities, and the evidence of a Bernoulli likelihood."""
+    net.fit(x.astype(np.float32), positive.astype(np.float32))
+    model = ntkl.LaplaceClassifier(net, prefit=True, predictive=None, structure="full")
+    model.fit(x, np.where(positive, "yes", "no"))
+    data, own = model.network_inputs(x), model.posterior_
+    p = net.predict_proba(x.astype(np.float32))
+    np.testing.assert_allclose(own.predict(data, "map").probs, p, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(model.predict(x) == "yes", model.predict_proba(x)[:, 1] > 0.5)
+    one = nn.Sequential(*list(model.network_)[:-1])
+    y = torch.as_tensor(positive).double()[:, None]
+    prior = ntkl.GaussianPrior(own.prior.precision.detach(), groups="layer")
+    other = ntkl.laplace(nn.Sequential(one, nn.Unflatten(0, (-1, 1)), nn.Flatten()), (data, y), ntkl.Bernoulli(), prior,
+                         "full", dtype=torch.float64)
+    assert float(own.log_marginal_likelihood()) == pytest.approx(float(other.log_marginal_likelihood()), rel=1e-4)
+
+
 @pytest.mark.slow
 def test_nets_of_skorch() -> None:
     """A fitted net keeps its predictions, one that is not fitted gives its module with its options."""
@@ -81,6 +100,9 @@ def test_nets_of_skorch() -> None:
     kept = ntkl.LaplaceRegressor(net, prefit=True).fit(x, y)
     np.testing.assert_allclose(kept.predict(x), net.predict(x.astype(np.float32))[:, 0], rtol=1e-6)
     assert all(torch.equal(value, before[name]) for name, value in net.module_.state_dict().items())
+    assert_binary_net(skorch.NeuralNetBinaryClassifier(Regression, module__width=8, **options), x, y > 0)
+    sigmoid = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1), nn.Sigmoid(), nn.Flatten(0))
+    assert_binary_net(skorch.NeuralNetBinaryClassifier(sigmoid, criterion=nn.BCELoss, **options), x, y > 0)
     classes, labels = np.unique(names, return_inverse=True)
     net = skorch.NeuralNetClassifier(Probabilities, **options).fit(x.astype(np.float32), labels)
     kept = ntkl.LaplaceClassifier(net, prefit=True, predictive=None).fit(x, names)

@@ -34,7 +34,7 @@ from ntk_laplace.posterior.explain import Explanation, Ranking, SourceEffects, s
 from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Auto, Settings, StructureSpec
-from ntk_laplace.tools.estimators.networks import is_module, network_of, require_outputs
+from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, require_numbers
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory, train_from_starts, train_with_evidence
@@ -95,7 +95,7 @@ class LaplaceEstimator(BaseEstimator):
             torch.manual_seed(seed)
             module = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
             data: tuple[Tensor, ...] = self._tensor(x, module), y
-            require_outputs(module, data[0], outputs)
+            module = with_outputs(module, data[0], outputs, likelihood.classifies)
             if weight is not None:
                 data = *data, torch.as_tensor(weight, dtype=torch.float64)
             if self.prefit:

@@ -29,7 +29,8 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
     Parameters
     ----------
     network, hidden_layer_sizes, activation
-        As in `LaplaceRegressor`. The network returns one logit for each class.
+        As in `LaplaceRegressor`. The network returns one logit for each class; of two classes also one, that of the
+        second.
     precision, groups, structure, curvature, predictive, epochs, learning_rate, batch_size
         As in `LaplaceRegressor`.
     prefit, verbose, random_state

@@ -24,7 +24,7 @@ from ntk_laplace.errors import (
 from ntk_laplace.model.objective import in_mode
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["ACTIVATIONS", "is_module", "network_of", "require_outputs"]
+__all__ = ["ACTIVATIONS", "is_module", "network_of", "with_outputs"]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity,
@@ -38,6 +38,20 @@ class _Log(nn.Module):
         return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
 
 
+class _Logit(nn.Module):
+    """log p/(1 - p) of the probability p of the second of two classes."""
+
+    def forward(self, probability: Tensor) -> Tensor:
+        return probability.logit(torch.finfo(probability.dtype).eps)
+
+
+class _TwoLogits(nn.Module):
+    """(0, f) of the one logit f of the second of two classes, whose softmax is (1 - p, p)."""
+
+    def forward(self, f: Tensor) -> Tensor:
+        return nn.functional.pad(f.reshape(-1, 1), (1, 0))
+
+
 def network_of(
     network: object, inputs: int, outputs: int, hidden_layer_sizes: Sequence[int], activation: str
 ) -> nn.Module:
@@ -47,8 +61,8 @@ def network_of(
     ----------
     network : "mlp", callable, nn.Module, or a skorch net
         A callable gets (inputs, outputs). Of a skorch net that is fitted, `module_` is copied; otherwise its module is
-        made. A net whose criterion is `torch.nn.NLLLoss` returns probabilities, to which skorch applies the logarithm:
-        so does the network returned.
+        made. A net whose criterion is `torch.nn.NLLLoss` or `torch.nn.BCELoss` returns probabilities; the network
+        returned gives their logarithms, or log odds.
     inputs, outputs : int
     hidden_layer_sizes, activation
         Of "mlp", in double precision.
@@ -118,11 +132,18 @@ def _of_skorch(net: Any) -> nn.Module:
     else:
         module = net.module(**net.get_params_for("module"))
     criterion = net.criterion if isinstance(net.criterion, type) else type(net.criterion)
-    return nn.Sequential(module, _Log()) if issubclass(criterion, nn.NLLLoss) else module
+    link = _Log() if issubclass(criterion, nn.NLLLoss) else _Logit() if issubclass(criterion, nn.BCELoss) else None
+    return module if link is None else nn.Sequential(module, link)
 
 
-def require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:
-    """Refuse a network that does not take the inputs, or has another number of outputs, before it is trained."""
+def with_outputs(module: nn.Module, x: Tensor, outputs: int, classes: bool) -> nn.Module:
+    """The network with this many outputs, of which one logit makes two if they are those of classes.
+
+    Raises
+    ------
+    NetworkError, DataError
+        Before it is trained, if it does not take the inputs, or has another number of outputs.
+    """
     with in_mode(module, training=False), torch.no_grad():
         try:
             f = module(x[:2])
@@ -133,7 +154,10 @@ def require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:
                                f"{type(cause).__name__}: {first_line(cause)}",
                                "An estimator passes X as real numbers: convert token numbers in forward(), x.long(), "
                                "and reshape other inputs there.") from cause
+    if classes and outputs == 2 and isinstance(f, Tensor) and f.numel() == len(x[:2]):
+        return nn.Sequential(module, _TwoLogits())
     own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
     if own is not None and own != outputs:
         raise DataError(f"a network with {outputs} outputs, one for each class or target", f"{own}",
                         "Make its last layer as wide; a callable gets the number.")
+    return module
