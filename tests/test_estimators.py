@@ -558,9 +558,11 @@ def test_units_of_any_size() -> None:
 
 def test_another_number_of_outputs() -> None:
     x, y = sine(12)
-    for outputs in (1, 3):
-        with refused(ntkl.DataError, "2 outputs", f"{outputs}", "as wide"):
-            ntkl.LaplaceClassifier(nn.Linear(2, outputs).double(), epochs=1).fit(x, y > 7)
+    for outputs, labels in ((3, y > 7), (1, np.arange(12) % 3)):
+        with refused(ntkl.DataError, f"{len(set(labels))} outputs", f"{outputs}", "as wide"):
+            ntkl.LaplaceClassifier(nn.Linear(2, outputs).double(), epochs=1).fit(x, labels)
+    one = ntkl.LaplaceClassifier(nn.Linear(2, 1).double(), epochs=1).fit(x, y > 7)  # the logit of the second class
+    assert one.predict_proba(x).shape == (12, 2) and one.posterior_.num_outputs == 2
 
 
 @pytest.mark.slow
