@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
-from ntk_laplace.model.likelihoods import Gaussian, Likelihood
+from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.likelihoods.mixture import plug_in
 from ntk_laplace.model.predictive import predictive
 
@@ -51,21 +51,22 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
 
     @property
     def noise(self) -> Tensor:
-        """Noise variance of a `Gaussian`, as that likelihood has it; assign to change it in place.
+        """Noise variance of the observation model, as it has it; assign to change it in place.
 
         Raises
         ------
         AttributeError
             If the likelihood has none.
         """
-        return self._gaussian().noise
+        found: Tensor = self._noisy().noise
+        return found
 
     @noise.setter
     def noise(self, value: float | Tensor) -> None:
-        self._gaussian().noise = value
+        self._noisy().noise = value
 
-    def _gaussian(self) -> Gaussian:
-        if not isinstance(self.observation, Gaussian):
+    def _noisy(self) -> Any:
+        if not hasattr(self.observation, "noise"):
             name = type(self.observation).__name__
             raise AttributeError(f"expected a Gaussian likelihood, for its noise; got a {name}. Its hyperparameters "
                                  "are those of likelihood.observation.")
@@ -73,7 +74,7 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
 
     def __getattr__(self, name: str) -> Any:
         if name == "noise":  # the property failed, and torch would say that the class has none
-            self._gaussian()
+            self._noisy()
         return super().__getattr__(name)
 
     def marginal(
