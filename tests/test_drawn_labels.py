@@ -146,12 +146,20 @@ def test_labels_in_single_precision_are_those_in_double() -> None:
 
 
 def test_a_checkpoint_that_tells_no_draws_is_one_draw(tmp_path: Path) -> None:
-    """As those of earlier versions."""
+    """As those of earlier versions, which drew other labels in float32 and are told so."""
     posterior = fit("bernoulli", "full")
-    posterior.save(tmp_path / "p.pt", include_data=True)
-    saved = torch.load(tmp_path / "p.pt", weights_only=True)
+    loaded = ntkl.load(without_draws(posterior, tmp_path), network())
+    assert torch.equal(root_of(loaded), root_of(posterior)) and torch.equal(loaded.log_det(), posterior.log_det())
+    single = without_draws(posterior.to(dtype=torch.float32), tmp_path)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="drew labels in float32.*fit again"):
+        ntkl.load(single, network())
+
+
+def without_draws(posterior: ntkl.Posterior, path: Path) -> Path:
+    """A file as earlier versions wrote it."""
+    posterior.save(path / "p.pt", include_data=True)
+    saved = torch.load(path / "p.pt", weights_only=True)
     for key in ("drawn", "precision"):
         del saved["points"][key]
-    torch.save(saved, tmp_path / "p.pt")
-    loaded = ntkl.load(tmp_path / "p.pt", network())
-    assert torch.equal(root_of(loaded), root_of(posterior)) and torch.equal(loaded.log_det(), posterior.log_det())
+    torch.save(saved, path / "p.pt")
+    return path / "p.pt"

@@ -12,7 +12,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
+from ntk_laplace.errors import DataError, NetworkError, UnsupportedError, warn
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches, kept_or_missing
@@ -132,6 +132,9 @@ def restored_model(
     if data is not None:
         batches = settings.own(frozen.batches(data, settings.batch_size))
     points = _points(saved, model, batches)
+    if curvature_type.kind == "mc" and saved["dtype"] != torch.float64 and "drawn" not in saved["points"]:
+        warn("this checkpoint is of an earlier version, which drew labels in float32: explanations and what-ifs give "
+             "single training points other labels than its sums have; fit again for these")
     structure = spec.restored(model, Saved(saved["state"], points, kept_or_missing(batches)))
     if model.refitted:
         structure = _at_refit(model, structure, saved["base"] if batches is None else None)
