@@ -253,3 +253,17 @@ def test_a_silent_use_beside_another_is_watched(keep_factors):
     if keep_factors:
         assert silent["layer.weight"].b.shape[3] == 1
         assert [block.b.shape[3] for block in found.blocks if block.weight == "layer.weight"] == [2]
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag"])
+def test_an_embedding_of_padding_alone(structure):
+    """No term enters its factors: it has no curvature."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 2)).double()
+    with torch.no_grad():
+        network[0].weight[0] = 1.0
+    data = torch.zeros(8, 2, dtype=torch.long), torch.arange(8) % 2
+    found, rest = (ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, parameters=own)
+                   for own in (None, "2"))
+    assert relative_error(found.log_det(), rest.log_det()) < 1e-12
+    assert relative_error(found.latent_moments(data[0])[1], rest.latent_moments(data[0])[1]) < 1e-12

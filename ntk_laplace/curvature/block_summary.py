@@ -61,6 +61,12 @@ class Summary:
     block: ParameterBlock
     sums: dict[str, Tensor]
 
+    @property
+    def count(self) -> Tensor:
+        """The number of terms in "right"; 1 if there are none, as of tokens that are all padding: the factors are 0."""
+        found = self.sums["count"]
+        return torch.where(found > 0, found, torch.ones_like(found))
+
     def add_factors(
         self, rows: Jacobian, sharing: str, products: Products, counts: Tensor | None = None, rank: int | None = None
     ) -> None:

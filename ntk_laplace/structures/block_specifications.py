@@ -115,7 +115,7 @@ class KFAC(KroneckerSpec):
                     "a layer that has its outputs there", 'Use groups "layer", or structure "gp", "full" or "diag".',
                 )
             eigenbasis = eigenbasis.relative_to(precision[:, 0], summary)
-        return KroneckerBlock(summary.block, eigenbasis, summary.sums["count"], self.sharing, precision, self.damped)
+        return KroneckerBlock(summary.block, eigenbasis, summary.count, self.sharing, precision, self.damped)
 
 
 @register_structure

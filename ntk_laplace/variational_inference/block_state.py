@@ -190,7 +190,7 @@ def _trace(summary: Summary) -> Tensor:
         return sums["block"].diagonal().sum()
     left, right = (sums[name].sum(-1) if summary.block.table and name == "left"
                    else sums[name].diagonal(dim1=-2, dim2=-1).sum(-1) for name in ("left", "right"))
-    return (left * right).sum() / sums["count"].to(left)
+    return (left * right).sum() / summary.count.to(left)
 
 
 def _averaged(old: Summary, new: Summary, step_size: float) -> Summary:
