@@ -182,12 +182,21 @@ def _summary(posterior: Posterior) -> str:
 
 
 _JOINT = {
-    True: "groups leave together, exactly for one Newton step of the linearized model",
-    False: "groups leave together, out of this posterior's own curvature, which is not the linearized model's; where "
+    "exact": "groups leave together, exactly for one Newton step of the linearized model",
+    "other": "groups leave together, exactly for one step with this precision, which is not the linearized model's",
+    "approximate": "groups leave together, out of this posterior's own curvature, which is not the linearized model's; where "
     "it holds too little of a group, the change is of first order alone, and the page says so",
 }
+
+
 _GROUPS = {"for": ("for",), "against": ("against",), "both": ("for", "against")}
 _OTHER_SIDE = {"for": "against", "against": "for"}
+
+
+def _joint(posterior: Posterior) -> str:
+    """What holds of a group's removal."""
+    fitted = posterior.fitted
+    return _JOINT["exact" if fitted.exact else "other" if fitted.structure.spec.exact else "approximate"]
 
 
 def _from_rows(
@@ -213,7 +222,7 @@ def _from_rows(
             for i, record in enumerate(own):
                 record["without"][name] = _without(posterior, after[i], asked.sign[i])
         records += own
-    return records, [*found.guarantees, _JOINT[posterior.fitted.exact]]
+    return records, [*found.guarantees, _joint(posterior)]
 
 
 def _from_data(
@@ -243,7 +252,7 @@ def _from_data(
                 record["without"][name] = _without(posterior, found.f[start + i] + change[i], signs[i])
                 if not trusted[i]:
                     record["without"][name]["held"] = rounded(float(leverage[i]))
-    return records, [*found.guarantees, _JOINT[posterior.fitted.exact]]
+    return records, [*found.guarantees, _joint(posterior)]
 
 
 def _reranked(
