@@ -184,11 +184,9 @@ def _summary(posterior: Posterior) -> str:
 _JOINT = {
     "exact": "groups leave together, exactly for one Newton step of the linearized model",
     "other": "groups leave together, exactly for one step with this precision, which is not the linearized model's",
-    "approximate": "groups leave together, out of this posterior's own curvature, which is not the linearized model's; where "
-    "it holds too little of a group, the change is of first order alone, and the page says so",
+    "approximate": "groups leave together, out of this posterior's own curvature, which is not the linearized model's; "
+    "where it holds too little of a group, the change is of first order alone, and the page says so",
 }
-
-
 _GROUPS = {"for": ("for",), "against": ("against",), "both": ("for", "against")}
 _OTHER_SIDE = {"for": "against", "against": "for"}
 
