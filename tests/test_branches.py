@@ -64,6 +64,19 @@ class Sorted(Body):
         return self.head(self.body(x[order])[order.argsort()].tanh())
 
 
+class Tokens(nn.Module):
+    """A layer on tokens whose first entry is positive, as many as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        m, y = x[..., 0] > 0, x.clone()
+        y[m] = x[m] + self.layer(x[m]).tanh()
+        return self.head(y.amax(1))
+
+
 class TimeFirst(Body):
     """Time steps come first; the layer acts where the last input of an example is positive."""
 
@@ -151,6 +164,7 @@ CASES = {
     "scaled": (Scaled, signed(12, 0, 1, 2, 3, 4, 5)), "routed, first alike": (Routed, signed(12, 5, 6, 9)),
     "routed, first others": (Routed, signed(12, 0, 6, 9)), "one routed otherwise": (Routed, signed(40, 20)),
     "marked": (Marked, marked()), "sorted": (Sorted, torch.randn(40, 3).double()), "time first": (TimeFirst, timed()),
+    "tokens": (Tokens, torch.randn(20, 4, 3, generator=torch.Generator().manual_seed(3)).double()),
 }
 
 
@@ -171,7 +185,8 @@ def test_diagonals_and_evidences_are_exact(name: str, parameters: str | None) ->
     kind, x = CASES[name]
     network, y = made(kind), torch.arange(len(x)) % 2
     jac = jacobian(network, x)
-    jac = jac if parameters is None else jac[..., -10:]  # the head is registered last
+    last = sum(p.numel() for p in network.head.parameters())  # the head is registered last
+    jac = jac if parameters is None else jac[..., -last:]
     p = torch.softmax(network(x).detach(), 1)
     curvature = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
     whole = torch.einsum("ncp,ncd,ndq->pq", jac, curvature, jac)

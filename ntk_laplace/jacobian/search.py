@@ -214,6 +214,8 @@ def _extract(
             return [], []  # the fallback is exact
         if extractor is None or block is None or block.shape != (2, n):
             return [], []
+        if isinstance(block, Outer) and not block.covers_weight:  # the layout takes positions for features
+            return [], []
         extractors.append(extractor)
         found.append(block)
     return extractors, joined(found)

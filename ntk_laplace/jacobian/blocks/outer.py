@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,6 +68,11 @@ class Outer(Factored):
     @property
     def values(self) -> Tensor:
         return self.b
+
+    @property
+    def covers_weight(self) -> bool:
+        """Whether the outer products have as many entries as the weight, or as its slice."""
+        return math.prod(self.entries) == (self.size if self.index is None else len(self.index))
 
     @property
     def single(self) -> bool:

@@ -60,7 +60,10 @@ def probe(network: Network, x: Inputs) -> Tensor:
 def _follows_values(network: Network, x: Inputs) -> bool:
     """Whether outputs at values in place of the parameters lead to none of the parameters themselves."""
     values = {name: parameter.detach().requires_grad_() for name, parameter in network.parameters.items()}
-    found = readers(network.evaluate_at(values, _every_other(x)))
+    try:
+        found = readers(network.evaluate_at(values, _every_other(x)))
+    except NTKLaplaceError:  # a network may ask for an nn.Parameter
+        return False
     return not any(id(parameter) in found for parameter in network.parameters.values())
 
 
