@@ -56,33 +56,44 @@ class Marked(Body):
         return self.head(torch.zeros(len(x), 4, dtype=x.dtype).index_add(0, m.nonzero()[:, 0], h))
 
 
-class Sorted(Body):
-    """Examples in the order of the first input, and back."""
+class Sorted(nn.Module):
+    """One layer for examples in the order of their kind, and back; a scale for each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Linear(3, 4), nn.Parameter(torch.tensor([0.5, 2.0]))
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        order = x[:, 0].argsort()
-        return self.head(self.body(x[order])[order.argsort()].tanh())
+        kind = (x[:, 2] > 0).long()
+        order = kind.argsort(stable=True)
+        return self.head((self.body(x[order])[order.argsort()] * self.scale[kind][:, None]).tanh())
 
 
 class Tokens(nn.Module):
     """A layer on tokens whose first entry is positive, as many as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 3, outputs: int = 2) -> None:
         super().__init__()
-        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.layer, self.head = nn.Linear(size, size), nn.Linear(size, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         m, y = x[..., 0] > 0, x.clone()
-        y[m] = x[m] + self.layer(x[m]).tanh()
+        y[m] = self.layer(x[m]).tanh()
         return self.head(y.amax(1))
 
 
-class TimeFirst(Body):
-    """Time steps come first; the layer acts where the last input of an example is positive."""
+class TimeFirst(nn.Module):
+    """Time steps come first; a correction that few of them need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.correction, self.head = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x.transpose(0, 1)) * (x[:, 0, 2:] > 0)
-        return self.head(h.tanh().sum(0))
+        steps = x.transpose(0, 1).reshape(-1, 3)
+        h = self.body(steps).tanh() + (steps[:, 2:] > 0) * self.correction(steps)
+        return self.head(h.reshape(x.shape[1], len(x), 4).mean(0))
 
 
 class OfTwoHeads(nn.Module):
@@ -154,16 +165,25 @@ def marked(n: int = 40) -> Tensor:
 
 
 def timed(n: int = 40) -> Tensor:
-    """Four steps of each example, which act in one of the first four examples."""
-    x = torch.randn(n, 4, 3).double()
-    x[:4, 0, 2] = torch.tensor([-1.0, 1.0, -1.0, -1.0])
+    """Two steps of each example, of which two in all need the correction: one is among the first examples."""
+    x = torch.randn(n, 2, 3).double()
+    x[..., 2] = -1.0
+    x[0, 0, 2] = x[5, 1, 2] = 1.0
+    return x
+
+
+def kinds(n: int = 40) -> Tensor:
+    """Examples of one kind, and one of another."""
+    x = torch.randn(n, 3).double()
+    x[:, 2] = 1.0
+    x[1, 2] = -1.0
     return x
 
 
 CASES = {
     "scaled": (Scaled, signed(12, 0, 1, 2, 3, 4, 5)), "routed, first alike": (Routed, signed(12, 5, 6, 9)),
     "routed, first others": (Routed, signed(12, 0, 6, 9)), "one routed otherwise": (Routed, signed(40, 20)),
-    "marked": (Marked, marked()), "sorted": (Sorted, torch.randn(40, 3).double()), "time first": (TimeFirst, timed()),
+    "marked": (Marked, marked()), "sorted": (Sorted, kinds()), "time first": (TimeFirst, timed()),
     "tokens": (Tokens, torch.randn(20, 4, 3, generator=torch.Generator().manual_seed(3)).double()),
 }
 
@@ -246,6 +266,16 @@ def test_one_example_teaches_nothing_wrong() -> None:
     for m in range(1, 6):
         new = torch.rand(m, 2).double()
         assert relative_error(posterior.latent_moments(new)[1], whole.latent_moments(new)[1]) < 1e-9
+
+
+def test_positions_are_not_taken_for_features() -> None:
+    """A gradient of few tokens fits an axis of features too: outer products with it would not be those of the weight."""
+    torch.manual_seed(62)
+    x = torch.randn(9, 4, 4).double()
+    network = Tokens(4, 1).double()
+    rows = JacobianPass(Network(network), torch.float64).rows(x, batch_size=1)
+    shapes = {name: p.shape for name, p in network.named_parameters()}
+    assert relative_error(rows.dense(shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
 
 
 def test_layouts_that_a_gradient_fits() -> None:

@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     pytest.importorskip("botorch")
     from botorch.models.transforms import Normalize, Standardize
 
+    from ntk_laplace.tools.botorch.fourier import FourierNetwork
     from ntk_laplace.tools.botorch.surrogate import Angles
 
 N, D = 18, 3
@@ -146,3 +147,17 @@ def test_long_steps_of_the_search_do_not_overflow(size: float) -> None:
         slopes = torch.autograd.grad(value, logs)
         assert bool(value.isfinite()) and all(bool(slope.square().isfinite().all()) for slope in slopes)
         assert float(slopes[chosen][1]) * size < 0
+
+
+def test_a_warm_search_begins_at_the_present_hyperparameters_too() -> None:
+    """Its steps are limited: where they ended, a warm search goes on, and a cold one ends there again."""
+    torch.manual_seed(3)
+    x = torch.rand(40, 6).double()
+    y = torch.sin(5 * x[:, :1]) * torch.cos(4 * x[:, 1:2]) + x[:, 2:3] * x[:, 3:4] ** 2
+    y, network = (y - y.mean()) / y.std(), FourierNetwork(6, 1)
+    found = []
+    for warm in (False, True, False):
+        network.train_with_evidence(x, y, None, warm=warm)
+        logs = [network.features.scale.log(), network.precision.log(), (network.noise - 1e-5).log()]
+        found.append(float(network.log_density(x, y, None, logs)))
+    assert found[1] > found[0] + 1e-6 and found[2] == pytest.approx(found[0], abs=1e-9)

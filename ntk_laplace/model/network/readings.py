@@ -40,5 +40,5 @@ def padding_rows(module: nn.Module, names: Iterable[str], out: Tensor) -> dict[s
             kinds = read.get(id(part.weight), set())
             if kinds and all(kind.startswith("Embedding") for kind in kinds):
                 rows = torch.arange(len(part.weight), device=part.weight.device)
-                found[name] = (rows == part.padding_idx % len(rows)).unsqueeze(1)
+                found[name] = (rows == part.padding_idx).unsqueeze(1)
     return found
