@@ -22,6 +22,9 @@ from ntk_laplace.training import EvidenceSchedule
 __all__ = ["LaplaceRegressor"]
 
 _EVALUATIONS = 15  # of the evidence in a training
+_STEPS = 20, 0.1  # of the hyperparameters at each, and their size
+# where each target has its noise, a step takes two passes over the data; on six tables as good, in 0.4 of the time
+_STEPS_OF_SEVERAL = 5, 0.4
 
 
 class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
@@ -132,9 +135,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def _schedules(self) -> dict[str, Any]:
         """A rate that falls to 0, and more evaluations: precisions and noise must arrive before the epochs end."""
+        steps, rate = _STEPS if len(self._targets.scale) == 1 else _STEPS_OF_SEVERAL
         return {
             "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs),
-            "schedule": EvidenceSchedule(max(1, self.epochs // _EVALUATIONS), steps=20),
+            "schedule": EvidenceSchedule(max(1, self.epochs // _EVALUATIONS), steps=steps, learning_rate=rate),
         }
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
