@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import accuracy_score, mean_squared_error, roc_auc_score
 from torch.distributions import Distribution
 
-from ntk_laplace.errors import DataError, TargetError
+from ntk_laplace.errors import DataError, TargetError, require_whole
 
 __all__ = [
     "Reliability",
@@ -164,8 +164,7 @@ def reliability(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> 
     -------
     Reliability
     """
-    if bins < 1:
-        raise DataError("at least one bin", f"bins={bins}", "Pass a positive number, for instance 15.")
+    bins = require_whole("bins", bins, 1, "Pass for instance 15.")
     table = class_probabilities(probabilities)
     right = table.argmax(1) == _labels(labels, table)
     confidence = table.max(1)
@@ -185,12 +184,10 @@ def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, bins
 def rmse(prediction: ArrayLike, targets: ArrayLike) -> float:
     """Root mean squared error over all examples and outputs, in the unit of the targets."""
     guess, truth = _array(prediction), _array(targets)
-    if guess.size != truth.size or guess.size == 0:
-        raise TargetError(
-            f"as many targets as predictions, {guess.size}",
-            f"{truth.size} targets",
-            "Pass one target for each prediction.",
-        )
+    if guess.squeeze().shape != truth.squeeze().shape or guess.size == 0:
+        raise TargetError(f"targets of the shape of the predictions, {guess.shape}", f"{truth.shape}",
+                          "Pass one target for each prediction.")
+    _require_present(guess, truth)
     return float(np.sqrt(mean_squared_error(truth.ravel(), guess.ravel())))
 
 
@@ -279,10 +276,13 @@ def interval_coverage(
             f"{truth.size} targets and {spread.size} variances",
             "Pass one of each for every prediction.",
         )
+    _require_present(middle, spread, truth)
+    if (spread < 0).any():
+        raise DataError("variances of at least 0", f"{spread.min():g}", "Pass the variance of the response.")
     # the interval of level q is mean ± z sqrt(variance) with P(|Z| < z) = q, so z = sqrt(2) erfinv(q)
     half_width = (2.0**0.5 * torch.erfinv(wanted)).numpy()
-    score = np.abs(truth - middle) / np.sqrt(spread)
-    return (score[None, :] <= half_width[:, None]).mean(1)
+    away, deviation = np.abs(truth - middle), np.sqrt(spread)
+    return (away[None, :] <= half_width[:, None] * deviation[None, :]).mean(1)
 
 
 def set_coverage(probabilities: ArrayLike, labels: ArrayLike, levels: Sequence[float]) -> NDArray[np.float64]:
@@ -316,9 +316,9 @@ def set_coverage(probabilities: ArrayLike, labels: ArrayLike, levels: Sequence[f
 
 
 def _levels(levels: Sequence[float]) -> NDArray[np.float64]:
-    wanted = np.asarray(list(levels), dtype=np.float64)
+    wanted = np.atleast_1d(_array(levels))
     if not ((wanted > 0) & (wanted < 1)).all():
-        raise DataError("levels strictly between 0 and 1", f"{list(levels)}", "Pass probabilities such as 0.9.")
+        raise DataError("levels strictly between 0 and 1", f"{levels}", "Pass probabilities such as 0.9.")
     return wanted
 
 
@@ -331,8 +331,18 @@ def _present(predictive: Distribution, targets: torch.Tensor) -> torch.Tensor | 
 
 def _array(values: ArrayLike) -> NDArray[np.float64]:
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
-    return np.asarray(values, dtype=np.float64)
+        values = values.detach().cpu().double().numpy()
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as cause:
+        raise DataError("numbers in a tensor, an array or a list of equal rows", f"{values!r}"[:80],
+                        "Convert them, numpy.asarray(values, dtype=float).") from cause
+
+
+def _require_present(*values: NDArray[np.float64]) -> None:
+    """Refuse NaN, a missing target for instance."""
+    if any(np.isnan(part).any() for part in values):
+        raise TargetError("predictions and targets that are all there", "NaN", "Leave out the missing ones, in both.")
 
 
 def _labels(labels: ArrayLike, table: NDArray[np.float64]) -> NDArray[np.int64]:

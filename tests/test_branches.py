@@ -241,6 +241,31 @@ def test_gradients_that_cancel_are_no_mixed_examples(structure: str) -> None:
     assert values == pytest.approx([values[0]] * 3, rel=1e-9)
 
 
+class Rolled(torch.autograd.Function):
+    """The gradient of another example."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.roll(1, 0)
+
+
+class Shifted(Body):
+    """Outputs far from zero, whose gradients are mixed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Rolled.apply(self.body(x).tanh())) + 1e6
+
+
+def test_large_outputs_hide_no_mixed_gradients() -> None:
+    network = made(Shifted).float()
+    with pytest.raises(ntkl.errors.MixedExamplesError):
+        JacobianPass(Network(network), torch.float32).rows(torch.randn(32, 3))
+
+
 @pytest.mark.parametrize("lengths", [(1, 3), (3, 1)])
 def test_the_diagonal_of_sequences_of_several_lengths(lengths: tuple[int, int]) -> None:
     torch.manual_seed(0)

@@ -163,3 +163,24 @@ def without_draws(posterior: ntkl.Posterior, path: Path) -> Path:
         del saved["points"][key]
     torch.save(saved, path / "p.pt")
     return path / "p.pt"
+
+
+class Linear(ntkl.Likelihood):
+    """Of a user: its own layer in float32, which takes f of this type alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def distribution(self, f: Tensor) -> torch.distributions.Distribution:
+        return torch.distributions.Independent(torch.distributions.Normal(self.layer(f), 0.5), 1)
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.distribution(f).log_prob(y)
+
+
+def test_a_likelihood_in_single_precision() -> None:
+    torch.manual_seed(0)
+    data, likelihood = (torch.randn(9, 3), torch.randn(9, 2)), Linear().requires_grad_(False)
+    found = ntkl.laplace(nn.Linear(3, 2), data, likelihood, structure="full", curvature="mc", dtype=torch.float32)
+    assert bool(found.log_marginal_likelihood().isfinite())

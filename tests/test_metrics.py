@@ -10,7 +10,7 @@ from torch.distributions import Categorical, MultivariateNormal, Normal
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
-from ntk_laplace.errors import DataError, TargetError
+from ntk_laplace.errors import DataError, HyperparameterError, TargetError
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_mean_log_likelihood_wants_one_number_per_example() -> None:
 
 def test_rmse_ignores_a_trailing_one_and_broadcasts_nothing() -> None:
     assert metrics.rmse(torch.tensor([[1.0], [3.0]]), np.array([1.0, 1.0])) == pytest.approx(2**0.5)
-    with pytest.raises(TargetError, match="as many targets as predictions, 2; got 3 targets"):
+    with pytest.raises(TargetError, match=r"of the predictions, \(2,\); got \(3,\)"):
         metrics.rmse([1.0, 2.0], [1.0, 2.0, 3.0])
 
 
@@ -175,15 +175,29 @@ def test_coverage_of_sets(table: tuple[np.ndarray, np.ndarray]) -> None:
         (lambda: metrics.accuracy([[0.5, 0.5]], [0.5]), TargetError, r"labels in 0..1; got 0.5 at example 0"),
         (lambda: metrics.accuracy([[0.5, 0.5]], [0, 1]), TargetError, "1 labels, one per prediction; got 2"),
         (lambda: metrics.accuracy(np.ones((0, 2)), []), DataError, "got shape"),
-        (lambda: metrics.reliability([[1.0, 0.0]], [0], bins=0), DataError, "at least one bin"),
+        (lambda: metrics.reliability([[1.0, 0.0]], [0], bins=0), HyperparameterError, "bins as a whole number"),
         (
             lambda: metrics.interval_coverage([0.0], [1.0], [0.0], [1.0]),
             DataError,
             "strictly between 0 and 1",
         ),
         (lambda: metrics.interval_coverage([0.0], [1.0], [0.0, 1.0], [0.5]), TargetError, "2 targets"),
+        (lambda: metrics.interval_coverage([0.0, 0.0], [1.0, 1.0], [0.0, np.nan], [0.5]), TargetError, "NaN.*Leave"),
+        (lambda: metrics.interval_coverage([0.0], [-1.0], [0.0], [0.5]), DataError, "at least 0; got -1"),
+        (lambda: metrics.rmse([1.0, 2.0], [1.0, np.nan]), TargetError, "all there; got NaN"),
+        (lambda: metrics.rmse(np.zeros((2, 3)), np.zeros((3, 2))), TargetError, r"\(2, 3\); got \(3, 2\)"),
+        (lambda: metrics.expected_calibration_error([[1.0, 0.0]], [0], True), HyperparameterError, "bins as a whole"),
+        (lambda: metrics.accuracy([[0.5, 0.5], [1.0]], [0, 1]), DataError, "a list of equal rows"),
     ],
 )
 def test_bad_input_is_named(call, error, words) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+def test_levels_and_16_bits() -> None:
+    """A number is one level; an exact prediction without a spread is covered."""
+    table = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    assert metrics.brier_score(table.bfloat16(), [1, 0]) == metrics.brier_score(table, [1, 0])
+    np.testing.assert_array_equal(metrics.set_coverage(table, [1, 0], 0.9), metrics.set_coverage(table, [1, 0], [0.9]))
+    np.testing.assert_array_equal(metrics.interval_coverage([1.0, 2.0], [0.0, 0.0], [1.0, 3.0], [0.9]), [0.5])

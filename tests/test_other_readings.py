@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ntk_laplace as ntkl
-from ntk_laplace.model.network import Network, probe
+from ntk_laplace.model.network import Caller, Network, probe
 from reference import jacobian, relative_error
 from refusals import refused
 
@@ -85,6 +86,12 @@ def test_functions_that_copies_do_copy() -> None:
     assert torch.equal(again.latent_moments(data()[0])[1], values[0].latent_moments(data()[0])[1])
     assert copy.deepcopy(values[0]).network.read_from_caller(plain.parameters()) == "a.weight"
     assert again.network.read_from_caller(plain.parameters()) is None
+    old = copy.copy(again.network)  # as an earlier version has pickled it
+    new = "constant_rows", "follows_values", "_given"
+    state = {name: value for name, value in vars(old).items() if name not in new}
+    restored = Network.__new__(Network)
+    restored.__setstate__(state)
+    assert torch.equal(restored.with_parameters(old.theta, data()[0]), old.without_grad(data()[0]))
 
 
 # --- parameters that replaced values do not reach
@@ -143,6 +150,26 @@ def test_rows_of_padding_are_constants() -> None:
     assert torch.equal(found, tied[0].weight + 1.0)  # the last layer reads that row
 
 
+class Encoders(nn.Module):
+    """Two embeddings with one weight, of which one has padding."""
+
+    def __init__(self, other: int | None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(6, 3, padding_idx=0), nn.Embedding(6, 3, padding_idx=other)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.first(tokens).sum(1).tanh() + self.second(tokens).sum(1).cos())
+
+
+@pytest.mark.parametrize("other, rows", [(0, 1), (1, 0), (None, 0)])
+def test_padding_of_every_reader(other: int | None, rows: int) -> None:
+    network = Network(made(lambda: Encoders(other)))
+    probe(network, torch.randint(0, 6, (8, 4)))
+    assert sum(int(one.sum()) for one in network.constant_rows.values()) == rows
+
+
 def test_gradients_by_frequency_are_no_derivatives() -> None:
     torch.manual_seed(0)
     tokens, y, values = torch.randint(0, 6, (12, 4)), torch.arange(12) % 2, []
@@ -182,6 +209,35 @@ def test_attention_is_the_same_with_and_without_a_graph(padded: slice) -> None:
         assert relative_error(posterior.predict(x, "map").probs, outputs.softmax(1)) < 1e-12
     assert relative_error(posteriors[0].log_det(), posteriors[1].log_det()) < 1e-9
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Waiting(nn.Module):
+    """Attends not at all, and waits for others."""
+
+    def __init__(self, before: threading.Event, after: threading.Event) -> None:
+        super().__init__()
+        self.attention, self.before, self.after = nn.MultiheadAttention(2, 1), before, after
+        self.seen = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before.set()
+        self.after.wait(10)
+        self.seen = torch.backends.mha.get_fastpath_enabled()
+        return x
+
+
+def test_threads_share_the_switch_of_attention() -> None:
+    """It is on again when all are done, and off for each of them."""
+    one, two, done = threading.Event(), threading.Event(), threading.Event()
+    first, second = Waiting(one, two), Waiting(two, done)
+    threads = [threading.Thread(target=Caller(module), args=(torch.zeros(1),)) for module in (first, second)]
+    threads[0].start()
+    one.wait(10)
+    threads[1].start()
+    threads[0].join()
+    done.set()
+    threads[1].join()
+    assert not first.seen and not second.seen and torch.backends.mha.get_fastpath_enabled()
 
 
 class Checkpointed(Plain):

@@ -460,7 +460,8 @@ def test_block_structures_with_options() -> None:
 
 
 @pytest.mark.parametrize("options", [
-    ANCHORED, {"structure": "kfac", "batch_size": 6, "step_size": 0.009}, {"structure": "diag", "batch_size": 6},
+    ANCHORED, ANCHORED | {"elbo_every": 1, "prior": ntkl.GaussianPrior(50.0, groups="layer")},
+    {"structure": "kfac", "batch_size": 6, "step_size": 0.009}, {"structure": "diag", "batch_size": 6},
 ], ids=lambda options: options.get("structure", "gp"))
 def test_resumed_runs_are_bit_identical(options: dict[str, object]) -> None:
     """Also between two eigendecompositions of the Kronecker factors."""

@@ -104,7 +104,9 @@ class CurvatureType:
     def _drawn(self, likelihood: Likelihood, f: Tensor, after: int) -> Tensor:
         """Labels of points that are drawn together, (M, n, ...)."""
         with seeded_rng(f.device, self.seed + after):
-            response = likelihood.distribution(f.double())  # the same labels for f in another type
+            # the same labels for f in another type, where the likelihood's own numbers allow it
+            whole = all(p.dtype == torch.float64 for p in likelihood.parameters() if p.is_floating_point())
+            response = likelihood.distribution(f.double() if whole else f)
             # reparametrized samples: real labels, and so S, are differentiable in the noise
             drawn = (response.rsample if response.has_rsample else response.sample)((self.samples,))
         return drawn.to(f.dtype) if drawn.is_floating_point() else drawn

@@ -79,6 +79,9 @@ def _require_weights(posterior: Posterior, model: str) -> None:
     """The posterior is a Gaussian around weights of its network, or for "glm" around a refit."""
     at = posterior.fitted.model
     linear = model == "glm" and (at.refitted or not posterior.fitted.structure.spec.laplace)
+    if at.displacement is not None and not linear and not posterior.fitted.structure.spec.laplace:
+        raise UnsupportedError("a Gaussian around weights of its network", "one around other weights, at which the "
+                               "linearization did not move", 'Pass model="glm", or fit with relinearize=True.')
     if at.training_gradient is not None or (at.displacement is not None and not linear):
         raise UnsupportedError("a posterior of unchanged training data", f"one that a what-if changed, {posterior!r}",
                                "Pass the posterior before it"

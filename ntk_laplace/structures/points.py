@@ -323,6 +323,11 @@ class UnsavedPoints(TrainingPoints):
         return f"UnsavedPoints(num_examples={self.num_examples}, num_outputs={self.num_outputs})"
 
     @property
+    def precision(self) -> torch.dtype:
+        """The floating type whose rounding the outputs had."""
+        return self._value.dtype if self.rounded is None else self.rounded
+
+    @property
     def num_examples(self) -> int:
         """N."""
         return self._sizes[0]

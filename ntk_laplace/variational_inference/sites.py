@@ -183,12 +183,13 @@ class AnchoredSites(Iteration):
         In these, Sᵀ V_nn S = I - [B⁻¹]_nn with S Sᵀ = L. The right side is a difference of numbers close to 1 where a
         site hardly changes V; there V_nn is solved for.
         """
-        seen = torch.eye(self._root.shape[2]).to(self._root) - self.precision.inverse_blocks
+        precision = self.precision
+        seen = torch.eye(self._root.shape[2]).to(self._root) - self._blocks
         covariance = self._left_inverse.mT @ seen @ self._left_inverse
         least = seen.diagonal(dim1=1, dim2=2).min(1).values
         solved = (least < torch.finfo(seen.dtype).eps ** (1 / 3)).nonzero().squeeze(1)
         if len(solved):
-            blocks = self.precision.covariance_blocks(self._rows.subset(solved))
+            blocks = precision.covariance_blocks(self._rows.subset(solved))
             if self._identified is not None:
                 projector = self._identified @ self._identified.mT
                 blocks = projector @ blocks @ projector
@@ -223,6 +224,8 @@ class AnchoredSites(Iteration):
         self._left_inverse = (vectors * torch.where(roots > 0, 1.0 / roots, 0.0)).mT
         self._held = None  # free the old B before the new one is allocated
         self._held = FunctionSpacePrecision(self._rows, self._root, self._diagonal(), self._anchor.shapes)
+        # now, before an ELBO asks for effective parameters: they come with the same blocks, rounded otherwise
+        self._blocks = self._held.inverse_blocks
         natural = self._rows.vjp(self._linear, self._anchor.shapes).add_(self._pull, alpha=self._share)
         self._displacement = self.precision.solve(natural)
         self._outputs = self._rows.f + self._rows.jvp(self._anchor.shapes.named(self._displacement))

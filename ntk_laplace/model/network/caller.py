@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -48,6 +49,9 @@ class Caller(nn.Module):
         have these positions.
     """
 
+    copies_inputs: bool = False
+    _attends: bool = True  # of objects that an earlier version has pickled
+
     def __init__(
         self, module: nn.Module, output: str | int | None = None, targets: str | None = None,
         positions: Size | None = None,
@@ -60,13 +64,14 @@ class Caller(nn.Module):
             raise NetworkError("targets= as the key of the targets in a batch", repr(targets),
                                'Pass for instance targets="labels".')
         self.module, self.output, self.targets, self.positions = module, output, targets, positions
-        self.autocast, self.copies_inputs = Autocast.present(), False
+        self.autocast = Autocast.present()
+        self._attends = any(isinstance(part, _ATTENTION) for part in module.modules())
         self._signature = _signature(module)
 
     def forward(self, x: Inputs) -> Tensor:
         """The module's output tensor; one row per example if it has positions."""
         x = map_tensors(torch.clone, x) if self.copies_inputs else x
-        with self.autocast.entered(), _one_attention():
+        with self.autocast.entered(), _FAST_PATH.off() if self._attends else nullcontext():
             found = self._tensor(self._returned(x))
         return found if self.positions is None else _rows(found, self.positions)
 
@@ -112,15 +117,30 @@ class Caller(nn.Module):
         return "Its forward() names none of these keys and was given the dict: rename them, or wrap the network."
 
 
-@contextmanager
-def _one_attention() -> Iterator[None]:
-    """Without torch's fast path of attention, which is for outputs without a graph."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+class _FastPath:
+    """torch's fast path of attention, switched off while any thread is inside: the switch is the whole process's."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_FAST_PATH = _FastPath()
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 def _signature(module: nn.Module) -> inspect.Signature | None:

@@ -83,6 +83,8 @@ class Network:
         If the module cannot be copied, no parameter is left, or a name is unknown.
     """
 
+    follows_values: bool = True
+
     def __init__(
         self, module: nn.Module, parameters: ParameterChoice = None, output: str | int | None = None,
         targets: str | None = None, positions: Size | None = None,
@@ -106,12 +108,14 @@ class Network:
         self._input_format: Inputs | None = None  # of inputs that were evaluated successfully
         self._channels_last = False
         self.constant_rows: dict[str, Tensor] = {}
-        self.follows_values = True
         # of the caller's network; without them when it is pickled
         self._given = {id(p): (name, weakref.ref(p)) for name, p in module.named_parameters()}
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_given": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({"constant_rows": {}, "_given": {}} | state)  # of an earlier version too
 
     @property
     def output(self) -> str | int | None:
