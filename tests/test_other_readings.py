@@ -87,8 +87,7 @@ def test_functions_that_copies_do_copy() -> None:
     assert copy.deepcopy(values[0]).network.read_from_caller(plain.parameters()) == "a.weight"
     assert again.network.read_from_caller(plain.parameters()) is None
     old = copy.copy(again.network)  # as an earlier version has pickled it
-    new = "constant_rows", "follows_values", "_given"
-    state = {name: value for name, value in vars(old).items() if name not in new}
+    state = {name: value for name, value in vars(old).items() if name not in ("constant_rows", "follows_values")}
     restored = Network.__new__(Network)
     restored.__setstate__(state)
     assert torch.equal(restored.with_parameters(old.theta, data()[0]), old.without_grad(data()[0]))
