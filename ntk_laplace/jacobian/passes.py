@@ -271,8 +271,9 @@ class JacobianPass:
         modules = dict(self.network.module.named_modules())
         owners = sorted({f"{type(modules[name.rpartition('.')[0]]).__name__} {name!r}" for name in names})
         count = sum(self.network.parameters[name].numel() for name in names)
-        warn(f"no factor rule covers {', '.join(owners)}: their {count:,} parameters take the exact per-example "
-             f"fallback, which costs one backward pass per example and output and stores N x C x {count:,} numbers")
+        warn(f"no factor rule covers {', '.join(owners)} as the network uses them: their {count:,} parameters take the "
+             "exact per-example fallback, which costs one backward pass per example and output and stores N x C x "
+             f"{count:,} numbers")
 
     def _batch(
         self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fused_layers: FusedLayers,
