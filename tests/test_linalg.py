@@ -147,18 +147,18 @@ def test_the_basis_of_a_null_space_depends_on_it_alone():
     values, vectors = linalg.symmetric_eigen(matrix)
     other = vectors.clone()
     other[..., :5] = other[..., :5] @ turn
-    found, again = (linalg.with_unique_null_space(values, one) for one in (vectors, other))
+    found, again = (linalg.unique_null_space_(values, one.clone()) for one in (vectors, other))
     assert not torch.allclose(other, vectors) and relative_error(again, found) < 1e-12
     assert torch.equal(found[..., 5:], vectors[..., 5:])
     assert relative_error(found.mT @ found, torch.eye(9).expand(2, 9, 9)) < 1e-13
     assert relative_error(found * values.unsqueeze(1) @ found.mT, matrix) < 1e-13
     full = vectors[..., 5:, 5:]
-    assert torch.equal(linalg.with_unique_null_space(torch.ones(2, 4, dtype=torch.float64), full), full)
-    assert linalg.with_unique_null_space(torch.zeros(3), torch.eye(3)).isfinite().all()
+    assert torch.equal(linalg.unique_null_space_(torch.ones(2, 4, dtype=torch.float64), full.clone()), full)
+    assert linalg.unique_null_space_(torch.zeros(3), torch.eye(3)).isfinite().all()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if before == torch.float32 else torch.float32)
     try:
-        assert torch.equal(linalg.with_unique_null_space(values, vectors), found)
+        assert torch.equal(linalg.unique_null_space_(values, vectors.clone()), found)
     finally:
         torch.set_default_dtype(before)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.block_summary import Basis, Summary, sketch_vectors
 from ntk_laplace.runtime.krylov import low_rank
-from ntk_laplace.runtime.linalg import symmetric_eigen, symmetric_eigenvalues, with_unique_null_space
+from ntk_laplace.runtime.linalg import symmetric_eigen, symmetric_eigenvalues, unique_null_space_
 from ntk_laplace.runtime.reduction import Reducer
 from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record
 
@@ -56,7 +56,7 @@ class FactorEigen:
         """Eigenvectors; None for the identity."""
         if self._vectors is None and self.lower is not None:
             values, vectors = symmetric_eigen(self.lower)
-            self._vectors = with_unique_null_space(values, vectors) if self._unique else vectors
+            self._vectors = unique_null_space_(values, vectors) if self._unique else vectors
             if self._values is None:  # else keep the eigenvalues already returned
                 self._values = values.clamp_min(0.0)
         return self._vectors

@@ -29,7 +29,7 @@ __all__ = [
     "symmetric_eigen",
     "symmetric_eigenvalues",
     "symmetric_root",
-    "with_unique_null_space",
+    "unique_null_space_",
 ]
 
 
@@ -178,11 +178,11 @@ def symmetric_eigenvalues(matrix: Tensor) -> Tensor:
     return _finite(matrix, lambda lower: (torch.linalg.eigvalsh(lower, UPLO="L"),))[0]
 
 
-def with_unique_null_space(values: Tensor, vectors: Tensor) -> Tensor:
-    """Eigenvectors (..., n, n) of semidefinite matrices, with a basis of each null space that depends on it alone.
+def unique_null_space_(values: Tensor, vectors: Tensor) -> Tensor:
+    """Give eigenvectors of semidefinite matrices, in place, a basis of each null space that depends on it alone.
 
     A routine may return any orthonormal basis of it, and returns others on other machines. This one is the Gram-Schmidt
-    basis of the projections of fixed normal vectors.
+    basis of the projections of fixed normal vectors. It takes the memory of two more matrices, as `symmetric_eigen`.
 
     Parameters
     ----------
@@ -191,17 +191,21 @@ def with_unique_null_space(values: Tensor, vectors: Tensor) -> Tensor:
     vectors : Tensor, (..., n, n)
         Eigenvectors, in columns.
     """
-    n, found = vectors.shape[-1], vectors.clone()
+    n = vectors.shape[-1]
     limit = n * torch.finfo(values.dtype).eps * values[..., -1:]
     counts = (values <= limit).sum(-1).flatten().tolist()
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(n, max(counts), generator=generator, dtype=torch.float32).to(vectors)  # whatever the default
-    for own, count in zip(found.view(-1, n, n), counts, strict=True):
+    for own, count in zip(vectors.view(-1, n, n), counts, strict=True):
         if count:
-            null = own[:, :count].clone()
-            turn, triangle = torch.linalg.qr(null.T @ normal[:, :count])
-            own[:, :count] = null @ (turn * triangle.diagonal().sign())
-    return found
+            null = own[:, :count]
+            packed, scales = torch.geqrf(null.T @ _fixed_normal(n, max(counts), vectors)[:, :count])
+            null.copy_(torch.ormqr(packed, scales, null, left=False) * packed.diagonal().sign())
+    return vectors
+
+
+def _fixed_normal(n: int, columns: int, like: Tensor) -> Tensor:
+    """The same numbers on every device, in every floating type, whatever the default of torch."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, columns, generator=generator, dtype=torch.float32).to(like)
 
 
 _Parts = TypeVar("_Parts", bound=tuple[Tensor, ...])
