@@ -87,6 +87,7 @@ class Summary:
             for _, written in own.panels():
                 flat = _as_matrix(written.flatten(2))
                 products.add_to(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
+                del written, flat  # before the next are written
         elif isinstance(own, Outer):
             self._add_outer(own, sharing, products, counts, rank)
         elif isinstance(own, Lookup):
@@ -192,7 +193,7 @@ class Summary:
 
     def scaled(self, factor: float) -> Summary:
         """Sums for Λ multiplied by a number; sums over the layers' inputs do not depend on Λ."""
-        return Summary(self.block, {
+        return self if factor == 1.0 else Summary(self.block, {
             name: value if name in self.inputs else value * factor for name, value in self.sums.items()
         })
 

@@ -170,12 +170,23 @@ class JacobianPass:
         self, x: Inputs, cotangents: int | None = None, fused_layers: FusedLayers = NO_FUSED_LAYERS
     ) -> int:
         """Number of examples like those of `x` in one batch of a pass with a root of so many columns, or without."""
-        edges = self._prepared(x)
+        self.prepare(x)
+        return self.planned_batch(cotangents, fused_layers)[0]
+
+    def planned_batch(
+        self, cotangents: int | None = None, fused_layers: FusedLayers = NO_FUSED_LAYERS
+    ) -> tuple[int, int]:
+        """Number of examples in one batch, and the bytes that it has of each, once a plan is made.
+
+        Backward passes hold gradients of what the forward pass has saved, at most all of them.
+        """
+        edges = self._edges or []
         root = tuning.ROOT_COPIES * self.network.num_outputs * (cotangents or 0) * self.dtype.itemsize
         if cotangents is None:
-            cotangents = 1 if self.last_layer(x) else self.network.num_outputs
+            cotangents = 1 if [edge.last for edge in edges] == [True] else self.network.num_outputs
         each, count = batch_size(edges, cotangents, fused_layers, self.network.device, root)
-        return self.within_budget(count, each)
+        converted = 0 if self.widening == 1.0 else int(self.widening * each)
+        return self.within_budget(count, each), each + converted + 2 * self._graph_bytes
 
     def last_layer(self, x: Inputs, fused_layers: FusedLayers | None = None) -> bool:
         """Whether the rows are those of one last layer, whose output gradients are the cotangents.

@@ -221,7 +221,7 @@ class Accumulation:
                 else:
                     summary.add_factors(rows, self.spec.sharing, products, own, self.spec.factor_rank)
             self.f.append(rows.f)
-            del rows  # before the next are computed
+            del rows, products  # before the next are computed
         self.targets.append(targets)
         if weights is not None:
             self.weights.append(weights)

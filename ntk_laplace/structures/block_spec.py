@@ -15,10 +15,9 @@ from ntk_laplace.curvature.eigenbases import FactorEigen
 from ntk_laplace.curvature.parameter_blocks import SummedRows, find_parameter_blocks
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
 from ntk_laplace.errors import NTKLaplaceWarning
-from ntk_laplace.jacobian import FusedLayer, FusedLayers
+from ntk_laplace.jacobian import FusedLayer, FusedLayers, LayerRows
 from ntk_laplace.jacobian.blocks import Factored
 from ntk_laplace.model.data import Batches, Inputs, Source
-from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.structure import StructureSpec
@@ -78,7 +77,7 @@ class BlockSpec(StructureSpec):
     basis : Posterior or BlockBasis, optional
         Whose eigenbases are used.
     vectors : int
-        Vectors of P numbers at the peak, measured: the network's copy, its gradients, eigenvalues and their inverses.
+        Vectors of P numbers that a factorization keeps: eigenvalues and their inverses, for instance.
     """
 
     factored_rows: ClassVar[bool] = True
@@ -86,7 +85,7 @@ class BlockSpec(StructureSpec):
     kind: ClassVar[str] = "kronecker"
     second_pass: ClassVar[bool] = False
     squares: ClassVar[bool] = False
-    vectors: ClassVar[int] = 6
+    vectors: ClassVar[int] = 2
     sharing: str = "expand"
     basis: HasEigenbasis | None = None
 
@@ -107,26 +106,41 @@ class BlockSpec(StructureSpec):
             last = model.jacobian_pass.last_layer(x, fused)  # its output gradients are not computed
             source.limit_batch_size(model.jacobian_pass.examples_at_once(x, None if last else columns, fused))
 
-    def memory(self, blocks: Sequence[ParameterBlock], model: LinearizedModel) -> Forecast:
-        """Memory of a fit with these parameter blocks, without its batches."""
+    def memory(
+        self, blocks: Sequence[ParameterBlock], model: LinearizedModel, batch: int = 0, chunk: int = 0, written: int = 0
+    ) -> Forecast:
+        """Memory of a fit with these parameter blocks, its evidence and a prediction.
+
+        `batch` are the bytes of a batch of a pass over the data, `chunk` those of a prediction's rows, and `written`
+        those of them that are written out.
+        """
         element, weights = model.jacobian_pass.dtype.itemsize, model.theta.nbytes
-        sums = vectors = largest = 0
+        sums = moments = vectors = largest = 0
         for block in blocks:
             g, o, i = block.entries
             kronecker = block.kind == "kronecker"
             widths = [] if not kronecker else [i] if block.table else [o, i]
-            kept = [self._kept(width, g) for width in widths]
-            both = sum(g * width * own for width, own in zip(widths, kept, strict=True))
+            ranks = [self._kept(width, g) for width in widths]
+            both = sum(g * width * rank for width, rank in zip(widths, ranks, strict=True))
             both += block.size**2 if block.kind == "block" else 0
-            moments = (self.second_pass + self.squares) * kronecker + (block.kind == "diagonal")
-            sums += both + g * o * (block.table and kronecker) + moments * block.size
+            sums += both + g * o * (block.table and kronecker)
+            moments += ((self.second_pass + self.squares) * kronecker + (block.kind == "diagonal")) * block.size
             vectors += both
-            whole = [width for width, own in zip(widths, kept, strict=True) if width == own]
+            whole = [width for width, rank in zip(widths, ranks, strict=True) if width == rank]
             largest = max([largest, *whole, block.size * (block.kind == "block")])
+        stored = {"sums": (sums + moments) * element, "eigenvectors": vectors * element}
+        network = sum(parameter.nbytes for parameter in model.network.module.parameters())  # a copy
+        kept = sum(stored.values()) + network
+        # gradients of all parameters, with which rows are compared: two, and the largest difference
+        tensor = max((parameter.numel() for parameter in model.network.parameters.values()), default=0) * element
+        checked = 2 * weights + tensor
         # LAPACK and cuSOLVER decompose a matrix beside its copy with as much memory again, twice
-        decomposed = 2 * largest**2 * element + 2 * weights
-        stored = {"sums": sums * element, "eigenvectors": vectors * element}
-        return Forecast(stored, max(self.vectors * weights, decomposed))
+        decomposed = kept + 2 * largest**2 * element
+        phases = [(sums * element + network + checked, batch), (decomposed, chunk),
+                  (kept + self.vectors * weights + checked, chunk + written)]
+        if self.second_pass:
+            phases += [(decomposed, batch), (kept + checked, batch)]
+        return Forecast.of_phases(stored, phases)
 
     def _kept(self, width: int, groups: int) -> int:
         """Vectors that are kept of a factor of this width."""
@@ -135,20 +149,14 @@ class BlockSpec(StructureSpec):
 
     def forecast(self, problem: Problem) -> Forecast:
         """Sums and eigenvectors on every process; each process reads its share of the data, and sums are added."""
-        model, passes = problem.model, 1 + self.second_pass
+        model, passes, r = problem.model, 1 + self.second_pass, problem.num_columns
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NTKLaplaceWarning)  # the fit says it
             blocks = find_parameter_blocks(problem.sample, model.prior, self.kind, self.squares)
-        found, r = self.memory(blocks, model), problem.num_columns
-        flops = cubes = panel = 0
+        flops = cubes = 0
         for block in blocks:
             g, o, i = block.entries
-            rows = block.rows(problem.sample)
-            t = rows.b.shape[-2] if isinstance(rows, Factored) else 1
-            if isinstance(rows, SummedRows):
-                panel = max(panel, rows.copies * r * block.size * problem.element)
-            elif t > 1 and (self.second_pass or block.kind == "diagonal"):
-                panel = max(panel, r * block.size * problem.element)
+            t = _positions(block.rows(problem.sample))
             if block.kind == "kronecker":
                 o2, i2 = (width * self._kept(width, g) for width in (o, i))
                 o2 = 0 if block.table else o2
@@ -162,13 +170,31 @@ class BlockSpec(StructureSpec):
                 flops += 2 * t * block.size
         work = Work(passes=passes * problem.share, matmul=float(flops * problem.share),
                     eigh=cubes if self.second_pass else cubes / 3)
-        # a batch with its root S, and the rows of a panel that are written out
-        batch, written = (problem.buffer(size) for size in (tuning.WORKING_SET_BYTES, tuning.WRITTEN_BYTES))
-        root = tuning.ROOT_COPIES * problem.num_outputs * r * problem.element
-        buffers = problem.batch_bytes(max(batch, written), root)
-        buffers += min(problem.share * panel, max(written, panel))
+        shared = [rows for rows in (block.rows(problem.sample) for block in blocks) if _positions(rows) > 1]
+        written = [problem.written_bytes(rows, problem.num_outputs, problem.chunk) for rows in shared]
+        found = self.memory(blocks, model, self._batch_bytes(problem, blocks), problem.chunk_bytes,
+                            max(written, default=0))
         sent = 2 * sum(found.stored.values()) * (problem.processes - 1) // problem.processes
-        return replace(found, buffers=buffers, work=work, communication=sent)
+        return replace(found, work=work, communication=sent)
+
+    def _batch_bytes(self, problem: Problem, blocks: Sequence[ParameterBlock]) -> int:
+        """Bytes of a batch with its graph and its root S, or of its rows and what is computed of them.
+
+        The latter are the rows of one block that are written out, and those of one block in the eigenvectors.
+        """
+        r, written, turned = problem.num_columns, 0, 0
+        fused = self.fused_layers(dict.fromkeys(problem.model.network.names), self.second_pass)
+        count, each = problem.model.jacobian_pass.planned_batch(r, fused)
+        count = min(count, problem.share)
+        for block in blocks:
+            g, o, i = block.entries
+            rows = block.rows(problem.sample)
+            t = _positions(rows)
+            if isinstance(rows, SummedRows) or (t > 1 and (self.second_pass or block.kind == "diagonal")):
+                written = max(written, problem.written_bytes(rows, r, count))
+            if self.second_pass and isinstance(rows, Factored):
+                turned = max(turned, count * g * t * (r * o + i) * problem.element)
+        return max(count * each, problem.weighted_bytes(count) + written + turned)
 
     def fused_layers(self, weights: Mapping[str, FusedLayer | None], moments: bool = False) -> FusedLayers:
         """Layers of these weights, with the fused sums that are sufficient for a pass."""
@@ -184,6 +210,11 @@ class BlockSpec(StructureSpec):
         if summary.block.kind == "diagonal":
             return SpectralBlock(summary.block, Basis(None, None), summary.sums["squares"], precision)
         return _block(summary, precision)
+
+
+def _positions(rows: LayerRows) -> int:
+    """Positions that share a weight."""
+    return rows.b.shape[-2] if isinstance(rows, Factored) else 1
 
 
 def _block(summary: Summary, precision: Tensor) -> DenseParameterBlock:

@@ -137,6 +137,7 @@ class EKFAC(KroneckerSpec):
     basis: HasEigenbasis | None = None
     name: ClassVar[str] = "ekfac"
     second_pass: ClassVar[bool] = True
+    vectors: ClassVar[int] = 1  # eigenvalues are sums
 
     def kronecker(self, summary: Summary, eigenbasis: Eigenbasis, extra: Any, precision: Tensor) -> BlockPrecision:
         """λ_oi = Σ_nk ((U_Bᵀ J_nk U_A)_oi)²."""
@@ -169,7 +170,6 @@ class INF(KroneckerSpec):
     name: ClassVar[str] = "inf"
     second_pass: ClassVar[bool] = True
     squares: ClassVar[bool] = True
-    vectors: ClassVar[int] = 9  # D' and R too, and what they are computed from
 
     def __post_init__(self) -> None:
         super().__post_init__()

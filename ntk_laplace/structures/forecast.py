@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, LayerRows
 from ntk_laplace.jacobian.blocks import Factored
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import available_memory, buffer_bytes, require_memory
 from ntk_laplace.structures.model import LinearizedModel
 
@@ -116,6 +118,22 @@ class Problem:
                 total += r * r * sum(block.sizes().values())
         return total
 
+    def written_bytes(self, rows: LayerRows, columns: int, count: int) -> int:
+        """Bytes of the rows of a layer that are written out at a time, of so many columns and examples."""
+        one = rows.copies * columns * math.prod(rows.entries) * self.element
+        return min(count * one, max(one, self.buffer(tuning.WRITTEN_BYTES)))
+
+    @property
+    def chunk(self) -> int:
+        """Examples of a chunk of a prediction."""
+        fitting = self.buffer(tuning.CHUNK_BYTES) // max(1, self.row_bytes(2) - self.row_bytes(1))
+        return min(self.model.jacobian_pass.planned_batch()[0], max(fitting, tuning.FEWEST_CHUNK_EXAMPLES))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk: its rows, what is computed of them, and the graph of its forward pass."""
+        return self.chunk * (2 * (self.row_bytes(2) - self.row_bytes(1)) + self.model.jacobian_pass.graph_bytes)
+
     def batch_bytes(self, most: int, each: int = 0) -> int:
         """Bytes of a batch: its rows, `each` more per example, and the graph of its forward pass.
 
@@ -194,6 +212,13 @@ class Forecast:
     communication: int = 0
     note: str = ""
     least: int | None = None
+
+    @classmethod
+    def of_phases(cls, stored: Mapping[str, int], phases: Iterable[tuple[int, int]]) -> Forecast:
+        """With the largest of several phases, each of bytes that grow with the problem and of buffers."""
+        pairs, kept = list(phases), sum(stored.values())
+        fixed = max(kept, *(size for size, _ in pairs))
+        return cls(stored, fixed - kept, max(0, *(size + buffers - fixed for size, buffers in pairs)))
 
     @property
     def bytes(self) -> int:

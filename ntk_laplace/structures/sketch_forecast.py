@@ -24,6 +24,7 @@ __all__ = [
     "STEPS",
     "WEIGHTED_EXAMPLES",
     "Growth",
+    "draw_bytes",
     "expected_logs",
     "expected_products",
     "expected_rows",
@@ -35,6 +36,8 @@ __all__ = [
 Left = Callable[[int], tuple[float, float]]
 STEPS, _LATER_STEPS = 6, 3  # products with one of the first probes and of the others, expected
 LANCZOS_VECTORS = 15  # of one of these probes, at the peak
+_DRAW_TENSORS = 11  # of the size of all draws, in the conjugate gradients for them and a product
+_LAYER_TENSORS = 2  # of all examples and some vectors, in a product with a layer's rows
 WEIGHTED_EXAMPLES = 2048  # whose rows are weighted together, at most
 
 
@@ -217,8 +220,18 @@ def forecast_of_rows(
     choosing = (rank + before) * single + triangle(before) + 3 * blocks
     basis = min(tuning.LANCZOS_PROBES, max(found, default=0)) * LANCZOS_VECTORS * p * e
     batch = problem.weighted_bytes(min(share, WEIGHTED_EXAMPLES))
-    drawn = 2 * tuning.REMAINDER_DRAWS * p * e + product_vectors(p * e) * (11 * p + problem.num_rows) * e
     temporary = problem.root_bytes + batch + max(choosing, basis)
+    drawn = problem.root_bytes + draw_bytes(problem, kept)
     sent = (2 * tried * p * e + rank * single + 2 * blocks) * (problem.processes - 1) // problem.processes
     note = f"{rank:,} leading rows, rows {'kept' if kept else 'streamed'}"
-    return Forecast(stored, temporary, max(0, drawn - max(choosing, basis)), work, sent, note, least)
+    return Forecast(stored, temporary, max(0, drawn - temporary), work, sent, note, least)
+
+
+def draw_bytes(problem: Problem, kept: bool) -> int:
+    """Bytes of draws of what a low rank leaves, and of products with them; `kept` says whether rows of J are."""
+    vector, e, share = problem.num_parameters * problem.element, problem.element, problem.share
+    some = min(tuning.REMAINDER_DRAWS, max(1, tuning.COVARIANCE_BYTES // vector))
+    some = min(some, product_vectors(vector)) if kept else some
+    layer = _LAYER_TENSORS * min(share, WEIGHTED_EXAMPLES) * tuning.PRODUCT_COLUMNS * e
+    layer += 2 * problem.shares_positions * problem.buffer(tuning.WRITTEN_BYTES)
+    return _DRAW_TENSORS * some * vector + layer + problem.chunk_bytes

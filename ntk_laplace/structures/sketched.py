@@ -45,6 +45,7 @@ from ntk_laplace.structures.sketch_forecast import (
     LANCZOS_VECTORS,
     STEPS,
     WEIGHTED_EXAMPLES,
+    draw_bytes,
     expected_products,
 )
 from ntk_laplace.structures.streamed import StreamedStructure
@@ -147,12 +148,11 @@ class SketchSpec(StructureSpec):
         temporary = at_once + problem.root_bytes + batch + pushed
         sent = 2 * (sum(ranks) + sum(further) + tried) * p * e * (problem.processes - 1) // problem.processes
         note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
-        # conjugate gradients of predictions: right sides of all rows or of draws, and eleven such tensors more
-        rights = max(problem.num_examples * problem.num_outputs, tuning.REMAINDER_DRAWS) * p * e
-        rights = min(rights, product_vectors(p * e) * p * e if kept else tuning.COVARIANCE_BYTES)
-        vectors = self.exact * (rank + 2 * tuning.REMAINDER_DRAWS) * p * e  # test vectors and draws
+        # draws of what the sketch leaves, beside the evidence's sketch, test vectors and rows in units of the prior
+        drawn = (2 * rank + ranks[-1]) * p * e + problem.root_bytes + draw_bytes(problem, kept)
+        vectors = self.exact * (rank + 2 * tuning.REMAINDER_DRAWS) * p * e  # test vectors and draws that are kept
         averaged = _AVERAGES * tuning.AVERAGED_OUTPUTS * e
-        more = max(0, vectors + self.exact * 12 * rights - at_once, vectors + averaged - temporary)
+        more = max(0, self.exact * drawn - temporary, vectors + averaged - temporary)
         least = self.sketch_bytes(model, min(self.rank or 1, p))
         return Forecast(stored, temporary, more, work, sent, note, least)
 

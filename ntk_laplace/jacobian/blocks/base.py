@@ -63,22 +63,24 @@ class LayerRows(ABC):
         """Σ_nk J_nk², (G, o, i)."""
         total = self.like.new_zeros(self.entries)
         for _, rows in self.panels():
-            total += rows.square().sum((0, 1))
+            total += sum(row.square().sum(0) for row in rows.unbind(1))  # all squares would be as large as the panel
+            del rows  # before the next are written
         return total
 
     def inner(self, weights: Tensor) -> Tensor:
         """Σ_e w_e J_nke J_nle for weights (G, o, i): (N, K, K)."""
         k, n = self.shape
         out, flat = self.like.new_empty(n, k, k), weights.expand(self.entries).flatten()
-        for part, rows in self.panels():
+        for part, rows in self.panels(2):
             rows = rows.flatten(2)
             out[part] = (rows * flat) @ rows.mT
+            del rows  # before the next are written
         return out
 
     def inner_diagonal(self, weights: Tensor) -> Tensor:
         """Diagonals of `inner`, (N, K)."""
         flat = weights.expand(self.entries).flatten()
-        return torch.cat([rows.flatten(2).square() @ flat for _, rows in self.panels()])
+        return torch.cat([rows.flatten(2).square() @ flat for _, rows in self.panels(2)])
 
     def joint(self, weights: Tensor) -> Tensor:
         """`inner` for all pairs of examples, interleaved, (N*K, N*K)."""
@@ -100,13 +102,14 @@ class LayerRows(ABC):
         """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
         k, n = self.shape
         out = self.like.new_empty(n, k, self.entries[0], left.shape[2], right.shape[2])
-        for part, rows in self.panels():
+        for part, rows in self.panels(2):
             out[part] = left.mT @ (rows * weights) @ right
+            del rows  # before the next are written
         return out
 
-    def panels(self) -> Iterator[tuple[slice, Tensor]]:
-        """`written` a few examples at a time, with their slice."""
-        for part in steps(self.shape[1], self.copies * self.written_bytes, self.like.device):
+    def panels(self, tensors: int = 1) -> Iterator[tuple[slice, Tensor]]:
+        """`written` a few examples at a time, with their slice: as many as fit with so many tensors of that size."""
+        for part in steps(self.shape[1], tensors * self.copies * self.written_bytes, self.like.device):
             yield part, self.written(part)
 
 

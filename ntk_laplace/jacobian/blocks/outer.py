@@ -262,9 +262,10 @@ class Outer(Factored):
     @cached_property
     def inputs(self) -> Tensor:
         """Layer inputs, with a last input of one if there is a bias, (N, G, T, i)."""
-        if self.bias is None:
-            return self.a
-        return torch.cat([self.a, self.a.new_ones(*self.a.shape[:-1], 1)], -1)
+        return self._with_ones(self.a)
+
+    def _with_ones(self, a: Tensor) -> Tensor:
+        return a if self.bias is None else torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
 
     @property
     def entries(self) -> tuple[int, int, int]:
@@ -276,7 +277,7 @@ class Outer(Factored):
         return self.b.shape[3] == 1
 
     def written(self, part: slice) -> Tensor:
-        rows = _position_product(self.full_b()[:, part], self.inputs[part])
+        rows = _position_product(self.full_b()[:, part], self._with_ones(self.a[part]))  # `inputs` has all examples
         return rows.transpose(0, 1).unflatten(2, self.entries)
 
     def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Outer:
