@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -230,6 +231,16 @@ def test_a_moved_network_stays_where_it_is_without_a_change(change: str) -> None
     assert relative_error(found.f, moved.outputs(x)) < 1e-7
     with pytest.raises(ntkl.UnsupportedError, match="a what-if changed"):
         moved.save("never.pt")
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "diag", "iterative"])
+def test_a_moved_network_is_not_saved(structure: str, tmp_path: Path) -> None:
+    """A checkpoint has no remaining gradient: a what-if of the loaded posterior would start from another objective."""
+    posterior, *_ = case("classes", structure)
+    moved = posterior.remove([0], linearization="moving")
+    for changed in (moved, copy.deepcopy(moved).remove([1], linearization="moving")):
+        with pytest.raises(ntkl.UnsupportedError, match="a what-if changed"):
+            changed.save(tmp_path / "never.pt", include_data=True)
 
 
 @pytest.mark.parametrize("structure", ["gp", "kfac"])

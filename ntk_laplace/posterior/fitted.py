@@ -233,6 +233,8 @@ class Fitted:
         ------
         DataError
             If the path is not writable, or the package is not installed.
+        UnsupportedError
+            If a what-if changed the posterior, or if the structure needs ``include_data=True``.
         """
         require_flags(include_data=include_data)
         require_writable(path)

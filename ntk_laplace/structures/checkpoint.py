@@ -25,7 +25,7 @@ from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, coarsest, present_values
 from ntk_laplace.structures.registry import structure_named, structure_of
-from ntk_laplace.structures.structure import Saved, Structure, StructureSpec
+from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, require_unchanged
 
 __all__ = ["posterior_record", "restored_model"]
 
@@ -43,9 +43,10 @@ def posterior_record(
     Raises
     ------
     UnsupportedError
-        If the structure consists of training data and `include_data` is False.
+        If the structure consists of training data and `include_data` is False, or if a what-if changed the posterior.
     """
     model, structure = fitted.model, fitted.structure
+    require_unchanged(model, structure)
     network, kind = model.network, model.curvature_type
     return {
         **_FORMAT.header,

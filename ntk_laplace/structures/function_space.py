@@ -27,7 +27,7 @@ from ntk_laplace.structures.last_layer import by_output, forecast_by_output, pre
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.registry import register_structure
-from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, of_kind, require_unchanged
+from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, of_kind
 
 __all__ = ["FunctionSpace", "FunctionSpaceStructure"]
 
@@ -197,7 +197,6 @@ class FunctionSpaceStructure(Structure):
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """The rows."""
-        require_unchanged(model, self)
         if not include_data:
             raise UnsupportedError(
                 'include_data=True to save structure="gp"', "include_data=False",

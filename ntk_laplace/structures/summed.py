@@ -23,7 +23,7 @@ from ntk_laplace.structures.data_passes import common_factor, read_points, read_
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
 from ntk_laplace.structures.streamed import StreamedStructure, max_batch
-from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, of_kind, require_unchanged
+from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, of_kind
 
 __all__ = ["SummedSpec", "SummedStructure", "Sums"]
 
@@ -182,7 +182,6 @@ class SummedStructure(StreamedStructure):
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """The sums at the current likelihood."""
-        require_unchanged(model, self)
         return self.sums(model)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SummedStructure:

@@ -258,7 +258,7 @@ class ChangedStructure(Structure):
                                "one that a what-if changed", "Take the part first, and ask what if afterwards.")
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
-        """Refused."""
+        """Refused before it is asked for."""
         require_unchanged(model, self)
         return {}
 
