@@ -443,6 +443,19 @@ def test_an_unknown_structure_is_refused_before_the_work(brought: Path, capsys: 
     assert f"expected structure among {names}, auto; got 'kfak'" in capsys.readouterr().err
 
 
+def test_output_that_is_closed_is_named(
+    brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As by ``head``; the message was "cannot write to None"."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        assert cli.main(evidence()) == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err.startswith("ntk-laplace: its output was closed before the end, as by head; files")
+
+
 def test_files_that_cannot_be_written_are_refused_before_the_work(
     brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -60,12 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return OK
-    if options.command == "demo":
-        return _demo(options)
-    fault = _target_fault(options) if options.command == "fit" else _model_fault(options)
-    if fault:
-        parser.error(fault)
-    return _own(options)
+    if options.command != "demo":
+        fault = _target_fault(options) if options.command == "fit" else _model_fault(options)
+        if fault:
+            parser.error(fault)
+    try:
+        code = _demo(options) if options.command == "demo" else _own(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails when it flushes at the end
+        return _complain("its output was closed before the end, as by head; files that come after it were not written. "
+                         "Send the output to a file.", FAILED)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -226,6 +232,8 @@ def _demo(options: argparse.Namespace) -> int:
         run_demo(options.out, options.seed, small=options.small)
     except KeyboardInterrupt:
         return _complain("interrupted; files of an earlier run are as they were", INTERRUPTED)
+    except BrokenPipeError:
+        raise
     except OSError as cause:
         return _complain(f"cannot write to {options.out}: {cause.strerror or cause}. Choose another --out.", FAILED)
     except NTKLaplaceError as cause:
@@ -251,6 +259,8 @@ def _own(options: argparse.Namespace) -> int:
         return _complain("interrupted; no file was written", INTERRUPTED)
     except NTKLaplaceError as cause:
         return _complain(str(cause), FAILED)
+    except BrokenPipeError:
+        raise
     except OSError as cause:
         return _complain(f"cannot write to {cause.filename}: {cause.strerror or cause}. Choose another name.", FAILED)
     except (MemoryError, RuntimeError) as cause:
