@@ -47,8 +47,8 @@ class CalibrationVerbs(PredictionVerbs):
             of the noise covariance), or "common" alone (one factor for c and s, in closed form). By default scale and
             temperature of classes, scale and noise of a Gaussian, the scale of others.
         points, seed : optional
-            Which training points are left out, as in `leave_one_out`. By default all for structure "gp" or "full", and
-            300 drawn at random for the others, which are fitted again without them.
+            Which training points are left out, as in `leave_one_out`. By default all for an exact structure, and 300
+            drawn at random for the others, which are fitted again without them.
         strict : bool
             Raise an error if leave-one-out is not to be trusted. False fits all the same, and warns.
 
