@@ -39,7 +39,7 @@ class Auto:
         if spec is smaller:
             return spec, (f"auto: N x R = {size:,} rows against P = {p:,} parameters, so {spec.name!r} factors the "
                           "smaller matrix")
-        other = "factors none of both" if spec is self.otherwise else "factors the larger matrix"
+        other = "factors neither" if spec is self.otherwise else "factors the larger matrix"
         return spec, (f"auto: N x R = {size:,} rows and P = {p:,} parameters; of {format_bytes(memory)}, "
                       f"{_words(needs)} would be needed, so {spec.name!r} {other}")
 

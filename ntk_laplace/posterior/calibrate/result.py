@@ -74,7 +74,8 @@ class PredictiveFit:
                      "look sure under a stronger prior")
         upper = tuple(name for name in self.at_bounds if getattr(self.calibration, name) > 1.0)
         words = " and ".join(name.replace("_", " ") for name in upper)
-        bound = (f"the best {words} lies at the bound of the search",) if upper else ()
+        lie = "lies" if len(upper) == 1 else "lie"
+        bound = (f"the best {words} {lie} at the bound of the search",) if upper else ()
         return (*found, *bound)
 
     def __str__(self) -> str:
