@@ -16,9 +16,10 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import structure_names
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.tools.cli import main
+from live_bytes import LiveBytes
 from unregistered import Eigen
 
-QUIET = ntkl.Settings(progress=False)
+MIB, QUIET = 2**20, ntkl.Settings(progress=False)
 ntkl.structures.REGISTERED.pop(Eigen.name, None)  # other tests go through all registered structures
 EXACT = ["gp", "full", ntkl.Iterative(rank=8), ntkl.Nystrom(rank=8)]
 SUMMED = ["kfac", "ekfac", "inf", "diag"]
@@ -109,6 +110,45 @@ def test_sums_and_eigenvectors(structure: str, make: Any) -> None:
     vectors = sum(t.nbytes for basis in bases for t in (basis.left, basis.right) if t is not None)
     assert row.stored["sums"] == sums
     assert structure == "inf" or row.stored["eigenvectors"] == vectors
+
+
+# --- the peak
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 400), nn.Tanh(), nn.Linear(400, 250), nn.Tanh(), nn.Linear(250, 6))
+
+
+def shared() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 4, 5)), nn.Conv2d(1, 20, 3, padding=1), nn.Tanh(),
+                         nn.Conv2d(20, 20, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(400, 6))
+
+
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 90), nn.Tanh(), nn.Linear(90, 60), nn.Tanh(), nn.Linear(60, 6))
+
+
+SMALL_BUFFERS = {"WORKING_SET_BYTES": 2 * MIB, "GRADIENT_BYTES": MIB, "WRITTEN_BYTES": MIB, "CHUNK_BYTES": MIB // 4,
+                 "PRODUCT_BYTES": 4 * MIB, "PRODUCT_COLUMNS": 512, "AVERAGED_OUTPUTS": 2**14, "FULL_ROWS_BYTES": 4 * MIB,
+                 "COVARIANCE_BYTES": 4 * MIB}
+PEAKS = [*((name, make) for name in SUMMED for make in (wide, shared)), ("full", narrow),
+         (ntkl.Iterative(rank=64), narrow), (ntkl.Nystrom(rank=64), narrow)]
+
+
+@pytest.mark.parametrize(("structure", "make"), PEAKS, ids=[f"{one}-{make.__name__}" for one, make in PEAKS])
+def test_the_peak_of_a_fit_and_predictions(structure: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 20 % of the tensors that are alive: batches, panels and copies are freed before the next are made."""
+    for name, size in SMALL_BUFFERS.items():
+        monkeypatch.setattr(tuning, name, size)
+    torch.manual_seed(0)
+    network, x, y = make().double(), torch.randn(200, 20, dtype=torch.float64), torch.arange(200) % 6
+    prior = ntkl.GaussianPrior(300.0)
+    (row,) = ntkl.plan(network, (x, y), ntkl.Categorical(), prior, [structure], settings=QUIET).rows
+    with LiveBytes() as live, torch.no_grad():
+        posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), prior, structure, settings=QUIET)
+        posterior.log_marginal_likelihood()
+        posterior.predict(x)
+    assert row.memory == pytest.approx(live.peak, rel=0.2)
 
 
 # --- the refusal and the plan agree

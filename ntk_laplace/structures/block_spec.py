@@ -182,7 +182,7 @@ class BlockSpec(StructureSpec):
 
         The latter are the rows of one block that are written out, and those of one block in the eigenvectors.
         """
-        r, written, turned = problem.num_columns, 0, 0
+        r, inputs, written, turned = problem.num_columns, 0, 0, 0
         fused = self.fused_layers(dict.fromkeys(problem.model.network.names), self.second_pass)
         count, each = problem.model.jacobian_pass.planned_batch(r, fused)
         count = min(count, problem.share)
@@ -190,11 +190,13 @@ class BlockSpec(StructureSpec):
             g, o, i = block.entries
             rows = block.rows(problem.sample)
             t = _positions(rows)
+            inputs += (t > 1) * g * t * i * problem.element  # those of a convolution are copied
             if isinstance(rows, SummedRows) or (t > 1 and (self.second_pass or block.kind == "diagonal")):
                 written = max(written, problem.written_bytes(rows, r, count))
             if self.second_pass and isinstance(rows, Factored):
                 turned = max(turned, count * g * t * (r * o + i) * problem.element)
-        return max(count * each, problem.weighted_bytes(count) + written + turned)
+        kept = each - problem.model.jacobian_pass.graph_bytes + inputs  # other inputs are part of the graph
+        return max(count * each, count * kept + written + turned)
 
     def fused_layers(self, weights: Mapping[str, FusedLayer | None], moments: bool = False) -> FusedLayers:
         """Layers of these weights, with the fused sums that are sufficient for a pass."""

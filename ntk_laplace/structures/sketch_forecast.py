@@ -221,17 +221,20 @@ def forecast_of_rows(
     basis = min(tuning.LANCZOS_PROBES, max(found, default=0)) * LANCZOS_VECTORS * p * e
     batch = problem.weighted_bytes(min(share, WEIGHTED_EXAMPLES))
     temporary = problem.root_bytes + batch + max(choosing, basis)
-    drawn = problem.root_bytes + draw_bytes(problem, kept)
+    drawn = problem.root_bytes + draw_bytes(problem, kept, rank)
     sent = (2 * tried * p * e + rank * single + 2 * blocks) * (problem.processes - 1) // problem.processes
     note = f"{rank:,} leading rows, rows {'kept' if kept else 'streamed'}"
     return Forecast(stored, temporary, max(0, drawn - temporary), work, sent, note, least)
 
 
-def draw_bytes(problem: Problem, kept: bool) -> int:
-    """Bytes of draws of what a low rank leaves, and of products with them; `kept` says whether rows of J are."""
+def draw_bytes(problem: Problem, kept: bool, rows: int = 0) -> int:
+    """Bytes of draws of what a low rank leaves, and of products with them.
+
+    `kept` says whether rows of J are; a low rank of leading rows has `rows` of them.
+    """
     vector, e, share = problem.num_parameters * problem.element, problem.element, problem.share
     some = min(tuning.REMAINDER_DRAWS, max(1, tuning.COVARIANCE_BYTES // vector))
     some = min(some, product_vectors(vector)) if kept else some
-    layer = _LAYER_TENSORS * min(share, WEIGHTED_EXAMPLES) * tuning.PRODUCT_COLUMNS * e
+    layer = max(_LAYER_TENSORS * min(share, WEIGHTED_EXAMPLES), rows) * tuning.PRODUCT_COLUMNS * e
     layer += 2 * problem.shares_positions * problem.buffer(tuning.WRITTEN_BYTES)
     return _DRAW_TENSORS * some * vector + layer + problem.chunk_bytes
