@@ -37,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage.data_ptr()
         if key not in self._sizes and storage.nbytes():
             self._sizes[key] = storage.nbytes()
             self._now += storage.nbytes()
