@@ -289,7 +289,7 @@ def test_what_it_cannot_do_is_refused(tmp_path: Any) -> None:
         fit("categorical", "kfac", curvature="ef").leave_one_out(3)
     with refused(ntkl.UnsupportedError, "the data it was fitted to", "what-if changed", "Take the part first"):
         posterior.remove([0]).leave_one_out(3)
-    with refused(ntkl.UnsupportedError, '"gp" or "full"', "kfac", "points=300"):
+    with refused(ntkl.UnsupportedError, '"gp", "full" or "iterative"', "kfac", "points=300"):
         posterior.loo_log_density()
     with refused(ntkl.DataError, "at least two training points", "1", "other data"):
         posterior.subset([4]).leave_one_out(1)

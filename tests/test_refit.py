@@ -122,7 +122,7 @@ def test_what_has_no_optimum_of_its_own_refuses(tmp_path) -> None:
     network, x, _ = case("categorical")
     for options in ({"structure": "kfac"}, {"structure": "diag"}, {"curvature": "ef"}):
         posterior = fitted("categorical", **options)
-        with pytest.raises(ntkl.UnsupportedError, match=r'structure="gp" or "full" and curvature="ggn".*leave mean='):
+        with pytest.raises(ntkl.UnsupportedError, match=r'"full" or "iterative" and curvature="ggn".*leave mean='):
             posterior.predict(x, mean="posterior")
         assert posterior.predict(x).probs.isfinite().all()
     posterior = fitted("categorical", "full")

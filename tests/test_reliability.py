@@ -294,7 +294,7 @@ def test_leverages_above_one_are_refused() -> None:
     leverage = quietly(posterior, strict=False).leverage
     assert leverage.max() > 1 and leverage.argmax() == 7 and quietly(saturated("gp")).leverage.max() < 1
     words = rf"{int((leverage > 1).sum())} of 20 points above it, the largest {float(leverage.max()):.3g}, under " \
-            r"structure='kfac'.*\"gp\" or \"full\".*other data.*strict=False"
+            r"structure='kfac'.*\"full\" or \"iterative\".*other data.*strict=False"
     with pytest.raises(ntkl.UnsupportedError, match=words):
         posterior.leave_one_out()
     with pytest.warns(ntkl.NTKLaplaceWarning, match="approximate curvature, with leverages up to .*fit with structure"):
@@ -313,7 +313,7 @@ def test_the_comparison_marks_the_column_and_gives_the_reason() -> None:
     text = str(found)
     assert f"{found['tuned'].loo:.2f}*" in text and f"{found['own'].loo:.2f}*" not in text
     assert "tuned: LOO*: the weights are not at the optimum" in text and found["own"].loo_note == ""
-    assert found["kfac"].loo is None and 'kfac: LOO: expected structure="gp" or "full"' in text
+    assert found["kfac"].loo is None and 'kfac: LOO: expected structure="gp", "full" or "iterative"' in text
 
 
 @pytest.mark.slow

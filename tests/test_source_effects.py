@@ -241,7 +241,7 @@ def test_what_makes_no_sense() -> None:
         posterior.source_effects(x_new, SOURCES, by="odds")
     with refused(ntkl.DataError, "5", "3", "[A-Z]"):
         posterior.source_effects(x_new, SOURCES, y=y_new[:3])
-    with refused(ntkl.UnsupportedError, 'structure="gp" or "full"', "'kfac'", "moving"):
+    with refused(ntkl.UnsupportedError, 'structure="gp", "full" or "iterative"', "'kfac'", "moving"):
         case("classes", "kfac")[0].source_effects(x_new, SOURCES, by="variance")
     small = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(),
                          settings=ntkl.Settings(memory_budget=2**13))

@@ -79,7 +79,8 @@ class CoverageVerbs(CalibrationVerbs):
             If no point has a target, or the training data cannot be read again (structure "full").
         UnsupportedError
             If responses are classes; the score is unknown; noise belongs to single training points and the score is
-            "normalized"; or, without `data`, the structure is not "gp" or "full" or the curvature not the GGN.
+            "normalized"; or, without `data`, the structure is not "gp", "full" or "iterative", or the curvature is not
+            the GGN.
 
         Notes
         -----
@@ -179,7 +180,7 @@ class CoverageVerbs(CalibrationVerbs):
             If no point has a label, or the training data cannot be read again (structure "full").
         UnsupportedError
             If responses are not single labels; labels are soft; the score is unknown; or, without `data`, the
-            structure is not "gp" or "full" or the curvature not the GGN.
+            structure is not "gp", "full" or "iterative" or the curvature not the GGN.
 
         Notes
         -----

@@ -147,8 +147,8 @@ class ExplanationVerbs(Fitted):
                 "leverages of at most 1, as an exact curvature has them",
                 f"{above:,} of {self.num_examples:,} points above it, the largest {float(found.leverage.max()):.3g}, "
                 f"under structure={self.structure!r} and curvature={self.curvature_type.kind!r}",
-                'Fit with structure="gp" or "full" and curvature="ggn", leave out some points with points=300, or use '
-                "other data for a score; strict=False gives numbers that rank the points.",
+                'Fit with structure="gp", "full" or "iterative" and curvature="ggn", leave out some points with '
+                "points=300, or use other data for a score; strict=False gives numbers that rank the points.",
             )
         self._warn_of(found)
         return found

@@ -64,8 +64,9 @@ class PredictionVerbs(Fitted):
             network at its new weights θ, f + J(θ-θ*). "posterior": those of the refitted linearized model,
             f + J(θ̄-θ*), with θ̄ its optimum, argmin of -Σ log p(y_n | f_n + J_n(θ-θ*)) + ½ (θ-μ0)ᵀP0(θ-μ0). With a
             Gaussian likelihood θ̄ = θ - H⁻¹g, with the structure's H. For others, damped Newton steps find the
-            optimum, computed once; this requires structure "gp" or "full" and curvature "ggn". The covariance
-            does not change: V and the evidence use one factorization, with Λ at the outputs before the refit.
+            optimum, computed once; this requires structure "gp", "full" or "iterative" and curvature "ggn". The
+            covariance does not change: V and the evidence use one factorization, with Λ at the outputs before the
+            refit.
         differentiable : bool
             Give mean and covariance their gradients in `x`, tensors that require them. Rows of J are then written out,
             (n, C, P). The hyperparameters get no gradient.

@@ -71,8 +71,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         evidence_steps : int
             Steps of `fit_hyperparameters` in each round, at most; 0 leaves the prior and the noise as they are.
         predictive : str or None
-            "loo" calls ``fit_predictive("loo", strict=False)`` where leave-one-out is exact: structure "gp" or "full",
-            curvature "ggn". None does not.
+            "loo" calls ``fit_predictive("loo", strict=False)`` where leave-one-out is exact: structure "gp", "full" or
+            "iterative", curvature "ggn". None does not.
 
         Returns
         -------

@@ -158,8 +158,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Raises
         ------
         UnsupportedError
-            If the structure is not "gp" or "full" and `points` are not given, or the curvature is not the GGN: removal
-            from an approximate curvature ranks points (`leave_one_out`) but is not a score.
+            If the structure is not "gp", "full" or "iterative" and `points` are not given, or the curvature is not the
+            GGN: removal from an approximate curvature ranks points (`leave_one_out`) but is not a score.
         """
         if points is None:
             score, found = leave_one_out_score(self._fitted)

@@ -237,7 +237,7 @@ class WhatIfVerbs(Fitted):
         NumericalError
             If no step decreases the objective.
         UnsupportedError
-            If nothing was changed, the structure is not "gp" or "full", or the curvature is not the GGN.
+            If nothing was changed, the structure is not "gp", "full" or "iterative", or the curvature is not the GGN.
         """
         self._fitted.require_exact(" for Gauss-Newton steps", "Fit one of them, or train the network again.")
         with torch.inference_mode(False):

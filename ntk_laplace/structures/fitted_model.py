@@ -126,7 +126,7 @@ class FittedModel:
             If the structure or the curvature is not exact.
         """
         if not self.exact:
-            raise UnsupportedError(f'{instead}structure="gp" or "full" and curvature="ggn"{what}',
+            raise UnsupportedError(f'{instead}structure="gp", "full" or "iterative" and curvature="ggn"{what}',
                                    f"structure={self.structure.name!r}, curvature={self.curvature_type.kind!r}", remedy)
 
     def require_laplace(self, what: str) -> None:

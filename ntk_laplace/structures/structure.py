@@ -272,7 +272,7 @@ class Structure(ABC):
             If the structure is an approximation.
         """
         raise UnsupportedError("an exact structure, whose curvature follows any change of its points",
-                               f"structure={self.name!r}", 'Fit with structure="gp" or "full".')
+                               f"structure={self.name!r}", 'Fit with structure="gp", "full" or "iterative".')
 
     def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
         """H⁻¹g, (P,), with the curvature of `points`."""

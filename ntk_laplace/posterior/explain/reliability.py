@@ -25,7 +25,7 @@ MOST_SPREAD = 1e3  # of precisions that the network was not optimized with
 MOST_SHARE = 0.65  # of γ to N, Gaussian: examples/predictions/guards.py
 
 _TRAIN = "train on at these hyperparameters, for instance with train_with_evidence"
-_FIT = 'fit with structure="gp" or "full" and curvature="ggn", or leave out some points with points='
+_FIT = 'fit with structure="gp", "full" or "iterative" and curvature="ggn", or leave out some points with points='
 
 
 @dataclass(frozen=True)

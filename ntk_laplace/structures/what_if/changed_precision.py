@@ -142,7 +142,7 @@ class ChangedPrecision(PosteriorPrecision):
             raise UnsupportedError(
                 "an approximation with enough information about the removed points, for the evidence without them",
                 f"a leverage of {self.leverage:.3g} of these points in it",
-                'Change fewer points, use an exact structure ("gp" or "full"), or fit to those that stay.',
+                'Change fewer points, use an exact structure ("gp", "full" or "iterative"), or fit to those that stay.',
             )
         before = self.base.log_det()
         return before + self._values.log().sum().to(before)
