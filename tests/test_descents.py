@@ -12,7 +12,7 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Deflated, minimize
+from ntk_laplace.runtime.krylov import Deflated, WrittenOut, minimize
 from ntk_laplace.runtime.krylov.quasi_newton import Inverses, descend
 from reference import relative_error
 from refusals import inputs, labels, network, refused
@@ -133,6 +133,39 @@ def test_deflation_is_the_inverse_where_lanczos_has_converged():
     for matrix, steps in ((hessian, 0), (metric, 100)):
         found = Deflated(lambda v, m=matrix: v @ m, lambda v: v @ inverse, probe, steps)(eye)
         assert relative_error(found, inverse) < 1e-10
+
+
+def test_an_inverse_that_is_written_out():
+    """(H + s D⁻²)⁻¹ where H is positive definite, and with the absolute eigenvalues of DHD where it is not."""
+    scale, eye = torch.linspace(0.5, 2.0, SIZE).double(), torch.eye(SIZE).double()
+    for hessian, sign in ((definite(5), 1.0), (definite(6) - 4.0 * eye, -1.0)):
+        values, vectors = torch.linalg.eigh(scale[:, None] * hessian * scale)
+        assert sign * values[0] > 0.0
+        turned = scale[:, None] * vectors
+        want = turned / (values.abs() + 0.1) @ turned.T
+        assert relative_error(WrittenOut(hessian, scale, 0.1)(eye), want) < 1e-10
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac"])
+def test_the_minima_do_not_depend_on_what_preconditions(structure: str, monkeypatch: pytest.MonkeyPatch):
+    """Written out for many groups, and of the points put back; the Hessian of the fit is computed once."""
+    posterior, _, _ = case("classes", structure)
+    groups, made = [[i] for i in range(9)], list[int]()
+    whole = WrittenOut.__init__
+
+    def counted(self: WrittenOut, hessian: Tensor, scale: Tensor, shift: float) -> None:
+        made.append(len(hessian))
+        whole(self, hessian, scale, shift)
+
+    monkeypatch.setattr(WrittenOut, "__init__", counted)
+    found = posterior.what_ifs(groups)
+    home = found.comes_back()
+    assert len(made) == 2 and made[0] <= 9 * tuning.WRITTEN_PER_GROUP
+    monkeypatch.setattr(tuning, "WRITTEN_PER_GROUP", 0)
+    other = posterior.what_ifs(groups)
+    assert len(made) == 2 and bool((found.converged & other.converged).all())
+    assert relative_error(other.thetas, found.thetas) < 1e-7
+    assert torch.equal(other.comes_back(), home)
 
 
 def test_what_descents_remember_fits_into_the_budget():

@@ -154,6 +154,7 @@ QUASI_NEWTON_STEPS = 1000  # gradients in a descent before Newton steps follow; 
 FEWEST_VECTORS, MOST_VECTORS = 10, 128  # that the descent remembers, by memory; twice as many spare 3 % of the steps
 DESCENT_BYTES = 256 * MIB  # of these vectors, for all networks that share passes
 DEFLATION = 64  # products with an exact Hessian that correct the preconditioner of all what-ifs, at most
+WRITTEN_PER_GROUP = 32  # parameters for each group, up to which that Hessian is written out: it spares 30 steps a group
 HALVINGS = 40  # halvings of a step in a line search; more raise an error
 NEWTON_PRODUCTS = 250  # products with an exact Hessian in one Newton step; the direction found so far is taken then
 GRAPH_GROUPS = 8  # of them that share a graph of second derivatives: fewer waste less where some are solved earlier

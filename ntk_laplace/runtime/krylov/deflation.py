@@ -1,4 +1,4 @@
-"""A preconditioner that is corrected in the directions in which it is most wrong."""
+"""Preconditioners of a Hessian that may be indefinite: one that few products correct, and one that is written out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ntk_laplace.runtime.linalg import symmetric_eigen
 
-__all__ = ["Deflated"]
+__all__ = ["Deflated", "WrittenOut"]
 
 _FLOOR = 0.05  # of an eigenvalue of M⁻¹H: a step along a direction with less, or with negative curvature, stays bounded
 _CONVERGED = 0.1  # residual of a Ritz vector, relative to its value
@@ -60,3 +60,30 @@ class Deflated:
     def __call__(self, vectors: Tensor) -> Tensor:
         """For vectors (m, P)."""
         return self._solve(vectors) + (vectors @ self._vectors.T * self._weights) @ self._vectors
+
+
+class WrittenOut:
+    """D (|DHD| + s)⁻¹ D of a symmetric matrix H that is known in all entries, with a diagonal D.
+
+    Parameters
+    ----------
+    hessian : Tensor, (P, P)
+    scale : Tensor, (P,)
+        The diagonal of D.
+    shift : float
+        s: steps along directions with less curvature, or with a negative one, stay bounded.
+    """
+
+    def __init__(self, hessian: Tensor, scale: Tensor, shift: float) -> None:
+        inverse = scale.unsqueeze(1) * hessian * scale
+        if bool(torch.linalg.cholesky_ex(inverse)[1]):  # indefinite: several times as much work
+            values, vectors = symmetric_eigen(inverse)
+            inverse = vectors / (values.abs() + shift) @ vectors.T
+        else:
+            inverse.diagonal().add_(shift)
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(inverse))
+        self._inverse = scale.unsqueeze(1) * inverse * scale
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """For vectors (m, P)."""
+        return vectors @ self._inverse

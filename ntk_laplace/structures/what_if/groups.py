@@ -81,7 +81,7 @@ class Groups:
         assert model.training_gradient is not None
         objective = ChangedObjectives(fitted, likelihood, weights, model.training_gradient.value)
         if moving:  # of the linearized model the fit is the Hessian
-            objective = objective.deflated(model.theta, fitted.structure.points_to_change.counts)
+            objective = objective.preconditioned(model.theta, fitted.structure.points_to_change.counts)
         found = _minima(model, each, objective, weights, start, "what-ifs")
         return cls(model, moving, found.at, weights, found.converged, found.falling, found.steps, likelihood, source,
                    objective)
@@ -104,7 +104,8 @@ class Groups:
         each = require_room(model, count + 1, 2 * self.thetas.nbytes)
         start = torch.cat([model.theta[None], self.thetas])
         unchanged = fitted.structure.points_to_change.counts.to(self.weights).expand(len(start), -1)
-        reached = _minima(model, each, self._objective, unchanged, start, "points put back").at
+        objective = self._objective.changed(unchanged).preconditioned(model.theta, unchanged[0])
+        reached = _minima(model, each, objective, unchanged, start, "points put back").at
         eps = max(torch.finfo(dtype).eps for dtype in (reached.dtype, model.network.precision))
         with torch.no_grad():
             home = self.log_prob_of(likelihood.outputs(reached[:1]))

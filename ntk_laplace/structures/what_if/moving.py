@@ -9,7 +9,7 @@ Quasi-Newton steps, with one gradient each, go down; Newton steps, with products
 passes, end the descent. Both are preconditioned by the posterior precision of the fit, corrected once at the trained
 weights where its products with the exact Hessian show that it is most wrong: by the second derivatives of the network,
 which the Gauss-Newton matrix leaves out. Many changes of the weights of examples are many objectives, whose networks
-share each pass.
+share each pass. They are worth the products that write out the exact Hessian at the trained weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 from ntk_laplace.errors import warn
 from ntk_laplace.model.data import Joined, Replaced, Source
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Deflated, Minima, minimize, remembered
+from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, minimize, remembered
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
 from ntk_laplace.structures.model import RemainingGradient
@@ -31,10 +32,14 @@ from ntk_laplace.structures.points import TrainingPoints, present_values
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import LocalCurvature, NetworkLikelihood, WeightLikelihood
 
-__all__ = ["ChangedObjectives", "fitted_at", "moved", "moving_model", "remaining_gradient", "require_room",
-           "tell_unreached", "with_remaining"]
+__all__ = ["ChangedObjectives", "fitted_at", "is_written_out", "moved", "moving_model", "remaining_gradient",
+           "require_room", "tell_unreached", "with_remaining"]
 
 _REMEDY = "Take fewer groups at a time, or fewer training points."
+
+# smallest curvatures of a Hessian that is written out, relative to the prior precision: of it at the trained weights,
+# and for each share of the data that leaves, with which it is less true (halves of digits: 9 % fewer steps)
+_SHIFT, _SHIFT_A_CHANGE = 0.05, 0.5
 
 
 class ChangedObjectives:
@@ -81,20 +86,44 @@ class ChangedObjectives:
         """An approximate inverse Hessian times vectors (m, P)."""
         return self._inverse(vectors)
 
-    def deflated(self, at: Tensor, counts: Tensor) -> ChangedObjectives:
-        """The same, whose preconditioner is corrected by products with the Hessian of F at θ (P,) for weights (N,).
+    def preconditioned(self, at: Tensor, counts: Tensor) -> ChangedObjectives:
+        """The same, preconditioned by the exact Hessian of F at θ (P,), for example weights (N,).
 
-        Both are those of the fit: the correction is kept beside its factorization.
+        Both are those of the fit: products with the Hessian are kept beside its factorization. For few changes they
+        correct the fit's preconditioner. For many the Hessian is written out, and the likelihood's part has the share
+        of the data that the changes leave.
         """
-        inverse = self._fitted.once("deflated", lambda: self._corrected(at, counts))
+        inverse: Callable[[Tensor], Tensor]
+        if is_written_out(self._fitted.model, len(self._weights)):
+            hessian = self._fitted.once("likelihood's Hessian", lambda: self._of_the_likelihood(at, counts))
+            share = float(self._weights.sum() / (len(self._weights) * counts.sum()))
+            hessian = (share * hessian).diagonal_scatter(share * hessian.diagonal() + self._precision)
+            inverse = WrittenOut(hessian, self._precision.rsqrt(), _SHIFT + _SHIFT_A_CHANGE * abs(1.0 - share))
+        else:
+            inverse = self._fitted.once("deflated", lambda: self._corrected(at, counts))
         return ChangedObjectives(self._fitted, self._likelihood, self._weights, self._remaining, inverse)
 
     def _corrected(self, at: Tensor, counts: Tensor) -> Deflated:
         noise = torch.randn(at.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(at)
         with torch.no_grad():
-            local = self.changed(counts[None]).local(at[None], torch.zeros(1, dtype=torch.long, device=at.device))
             steps = min(tuning.DEFLATION, self._room // (2 * noise.nbytes))
-            return Deflated(local.products, self._inverse, noise, steps)
+            return Deflated(self._at_the_fit(at, counts, 1), self._inverse, noise, steps)
+
+    def _of_the_likelihood(self, at: Tensor, counts: Tensor) -> Tensor:
+        """The Hessian of -log p(D | θ), (P, P), from its product with every unit vector."""
+        together, found = min(tuning.GRAPH_GROUPS, self.at_once()), torch.diag(-self._precision)
+        with torch.no_grad():
+            products = self._at_the_fit(at, counts, together)
+            for some in panels(len(at), 1, together):
+                units = at.new_zeros(together, len(at))
+                units.diagonal(some.start).fill_(1.0)
+                found[some] += products(units)[: some.stop - some.start]
+        return found
+
+    def _at_the_fit(self, at: Tensor, counts: Tensor, together: int) -> Callable[[Tensor], Tensor]:
+        """Products of so many vectors with the Hessian of F at θ (P,)."""
+        rows = torch.zeros(together, dtype=torch.long, device=at.device)
+        return self.changed(counts[None]).local(at.repeat(together, 1), rows).products
 
     def changed(self, weights: Tensor) -> ChangedObjectives:
         """For other example weights, (G, N)."""
@@ -118,6 +147,12 @@ def room(settings: Settings) -> int:
     return tuning.DESCENT_BYTES if budget is None else min(tuning.DESCENT_BYTES, int(budget) // 8)
 
 
+def is_written_out(model: LinearizedModel, count: int) -> bool:
+    """Whether descents of so many networks are worth the entries of the Hessian, and these fit in memory."""
+    size = model.network.num_parameters
+    return size <= tuning.WRITTEN_PER_GROUP * count and 4 * size * model.theta.nbytes <= room(model.settings)
+
+
 def require_room(model: LinearizedModel, count: int, held: int) -> int:
     """How many of `count` networks descend together, at most.
 
@@ -130,8 +165,9 @@ def require_room(model: LinearizedModel, count: int, held: int) -> int:
     each = min(count, tuning.GROUPS, max(1, left // (tuning.FEWEST_VECTORS * one)))
     most = remembered(each * one, left)
     learnt = each * most * (one + most * model.theta.element_size())
-    deflated = 3 * one * min(tuning.DEFLATION, left // (2 * one))
-    require_memory(held + (count + 12 * each) * one + learnt + deflated, model.network.device,
+    vectors = 4 * model.network.num_parameters if is_written_out(model, count) else 3 * tuning.DEFLATION
+    known = one * min(vectors, 3 * (left // (2 * one)))
+    require_memory(held + (count + 12 * each) * one + learnt + known, model.network.device,
                    f"the weights of {count:,} networks", _REMEDY, model.settings.memory_budget)
     return each
 
@@ -214,7 +250,7 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     before = torch.zeros_like(points.counts)  # added points do not count yet
     unchanged = fitted.structure.points_to_change.counts
     before[: len(unchanged)] = unchanged
-    found = objective.deflated(model.theta, before).minimize(model.theta[None])
+    found = objective.preconditioned(model.theta, before).minimize(model.theta[None])
     tell_unreached(found.converged, found.falling, found.steps)
     return fitted_at(model, fitted.structure, source, points, found.at[0])
 
