@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
-from torch.nn.functional import one_hot
 
 from ntk_laplace.errors import HyperparameterError, NetworkError
 from ntk_laplace.model.likelihoods.base import Likelihood
@@ -19,6 +18,8 @@ from ntk_laplace.model.likelihoods.targets import MISSING_LABEL
 from ntk_laplace.runtime.scalars import scalar
 
 __all__ = ["Categorical"]
+
+_SHORT = 32  # classes: of fewer, vector instructions run along the examples, in a fifth of the time for 10
 
 
 @register_likelihood
@@ -112,13 +113,14 @@ class Categorical(Likelihood):
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``(y - p) / T`` ([T20] 2.5), y one-hot for hard labels, (N, C), without cancellation where p is near 1."""
-        p = self.mean(f)
         if y.dim() == 2:
-            y = y.to(f).clamp_min(0)
+            p, y = self.mean(f), y.to(f).clamp_min(0)
             residual = y * complement(p) - (y.sum(-1, keepdim=True) - y) * p
         else:
-            label = one_hot(y.long().clamp_min(0), f.shape[-1]).bool()
-            residual = torch.where(label, complement(p), -p) * is_observed(y).unsqueeze(-1)
+            p = self._log_probabilities(f).exp() if type(self) is Categorical else self.mean(f)
+            label = y.long().clamp_min(0).unsqueeze(-1)
+            others = (-p).scatter(-1, label, 0.0)
+            residual = others.scatter(-1, label, -others.sum(-1, keepdim=True)) * is_observed(y).unsqueeze(-1)
         return residual / self._temperature(f)
 
     def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
@@ -241,7 +243,10 @@ class Categorical(Likelihood):
         return self.log_temperature.to(f).exp()
 
     def _log_probabilities(self, f: Tensor) -> Tensor:
-        return torch.log_softmax(f / self._temperature(f), -1)
+        f = f / self._temperature(f)
+        if f.dim() == 2 and f.shape[1] <= _SHORT:
+            return torch.log_softmax(f.T.contiguous(), 0).T
+        return torch.log_softmax(f, -1)
 
 
 def complement(p: Tensor) -> Tensor:
