@@ -1,4 +1,4 @@
-"""Preconditioners of a Hessian that may be indefinite: one that few products correct, and one that is written out."""
+"""Preconditioners from products with a Hessian: one that few of them correct, and one that is written out."""
 
 from __future__ import annotations
 
@@ -63,26 +63,28 @@ class Deflated:
 
 
 class WrittenOut:
-    """D (|DHD| + s)⁻¹ D of a symmetric matrix H that is known in all entries, with a diagonal D.
+    """(H + s D⁻²)⁻¹ of a positive definite matrix H that is known in all entries, with a diagonal D."""
 
-    Parameters
-    ----------
-    hessian : Tensor, (P, P)
-    scale : Tensor, (P,)
-        The diagonal of D.
-    shift : float
-        s: steps along directions with less curvature, or with a negative one, stay bounded.
-    """
+    def __init__(self, inverse: Tensor) -> None:
+        self._inverse = inverse
 
-    def __init__(self, hessian: Tensor, scale: Tensor, shift: float) -> None:
-        inverse = scale.unsqueeze(1) * hessian * scale
-        if bool(torch.linalg.cholesky_ex(inverse)[1]):  # indefinite: several times as much work
-            values, vectors = symmetric_eigen(inverse)
-            inverse = vectors / (values.abs() + shift) @ vectors.T
-        else:
-            inverse.diagonal().add_(shift)
-            inverse = torch.cholesky_inverse(torch.linalg.cholesky(inverse))
-        self._inverse = scale.unsqueeze(1) * inverse * scale
+    @classmethod
+    def of(cls, hessian: Tensor, scale: Tensor, shift: float) -> WrittenOut | None:
+        """None if H is not positive definite.
+
+        Parameters
+        ----------
+        hessian : Tensor, (P, P)
+        scale : Tensor, (P,)
+            The diagonal of D.
+        shift : float
+            s: steps along directions with less curvature stay bounded.
+        """
+        turned = scale.unsqueeze(1) * hessian * scale
+        if bool(torch.linalg.cholesky_ex(turned)[1]):
+            return None
+        turned.diagonal().add_(shift)
+        return cls(scale.unsqueeze(1) * torch.cholesky_inverse(torch.linalg.cholesky(turned)) * scale)
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """For vectors (m, P)."""

@@ -91,15 +91,17 @@ class ChangedObjectives:
 
         Both are those of the fit: products with the Hessian are kept beside its factorization. For few changes they
         correct the fit's preconditioner. For many the Hessian is written out, and the likelihood's part has the share
-        of the data that the changes leave.
+        of the data that the changes leave. At a saddle point few products correct it too: steps that are as good as
+        Newton's would stay there.
         """
-        inverse: Callable[[Tensor], Tensor]
+        inverse: Callable[[Tensor], Tensor] | None = None
         if is_written_out(self._fitted.model, len(self._weights)):
             hessian = self._fitted.once("likelihood's Hessian", lambda: self._of_the_likelihood(at, counts))
             share = float(self._weights.sum() / (len(self._weights) * counts.sum()))
             hessian = (share * hessian).diagonal_scatter(share * hessian.diagonal() + self._precision)
-            inverse = WrittenOut(hessian, self._precision.rsqrt(), _SHIFT + _SHIFT_A_CHANGE * abs(1.0 - share))
-        else:
+            shift = _SHIFT + _SHIFT_A_CHANGE * abs(1.0 - share)
+            inverse = WrittenOut.of(hessian, self._precision.rsqrt(), shift)
+        if inverse is None:
             inverse = self._fitted.once("deflated", lambda: self._corrected(at, counts))
         return ChangedObjectives(self._fitted, self._likelihood, self._weights, self._remaining, inverse)
 
