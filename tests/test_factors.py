@@ -428,7 +428,7 @@ def test_short_rows_are_made_at_once(short, monkeypatch):
     assert {block.weight for block in found.blocks if isinstance(block, Outer)} >= {"one.weight", "two.weight", "view"}
     factors = JacobianPass(Network(network), torch.float64)
     factors.rows(x)
-    made = {use.name for plan in factors._plans.values() for use in plan.uses if use.at_once}
+    made = {use.name for plan in factors.checked.plans.values() for use in plan.uses if use.at_once}
     assert ({"one.weight", "two.weight"} <= made) == (short == 0) and "view" not in made
 
 
@@ -464,7 +464,7 @@ def test_a_wrong_rule_is_excluded_from_the_next_plan(sizes, monkeypatch):
         x = torch.randn(size, 4).double()
         found = factors.rows(x).dense(factors.network.shapes).transpose(0, 1)
         assert relative_error(found, jacobian(network, x)) < 1e-12
-    (plan,) = factors._plans.values()
+    (plan,) = factors.checked.plans.values()
     assert set(plan.unmatched) == {"linear.weight", "linear.bias"}
     assert {use.name for use in plan.uses} == {"scale"}
 
@@ -631,7 +631,7 @@ def test_plans_are_used_at_another_theta_and_after_a_move(monkeypatch):
     network = Network(case.network)
     factors = JacobianPass(network, torch.float64)
     factors.rows(case.x)
-    monkeypatch.setattr("ntk_laplace.jacobian.passes.make_plan", None)
+    monkeypatch.setattr("ntk_laplace.jacobian.checked_blocks.make_plan", None)
     theta = 1.5 * network.theta
     at_theta = factors.rows(case.x, theta=theta)
     moved = factors.on(network.at(theta), torch.float64).rows(case.x)

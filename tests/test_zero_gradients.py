@@ -202,7 +202,7 @@ def test_a_layout_from_shapes_is_used_for_zeros_alone(keep_factors, loud):
         factors = JacobianPass(door, torch.float64, keep_factors)
         found = factors.rows(x, batch_size=batch_size)
         assert relative_error(found.dense(door.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
-        assert not any(plan.unmatched for plan in factors._plans.values())
+        assert not any(plan.unmatched for plan in factors.checked.plans.values())
 
 
 def test_the_axis_that_grows_with_the_examples():

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ntk_laplace.jacobian.fast import FusedLayers
-from ntk_laplace.jacobian.plan import UsePlan
+from ntk_laplace.jacobian.gradients import edges, kept_whole
+from ntk_laplace.jacobian.graph import Graph
+from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import buffer_bytes
 
-__all__ = ["Edge", "batch_size", "joined_nodes"]
+__all__ = ["Edge", "batch_size", "edges_of"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,16 @@ def batch_size(
     return own, max(1, min(room // max(1, own), each // max(held, default=1)))
 
 
-def joined_nodes(uses: Sequence[UsePlan]) -> set[int]:
-    """Nodes whose output gradients belong to parameters with several uses."""
-    counts = Counter(use.name for use in uses)
-    return {use.step.consumer for use in uses if counts[use.name] > 1}
+def edges_of(plan: Plan, graph: Graph, out: Tensor) -> list[Edge]:
+    """The nodes whose output gradients a plan reads, from its graph of the outputs `out`."""
+    extractions, uses = plan.extractions(graph, len(out)), Counter(use.name for use in plan.uses)
+    kept, plain = kept_whole(extractions), {use.step.consumer: use.name for use in plan.uses if use.plain}
+    joined = kept & {use.step.consumer for use in plan.uses if uses[use.name] > 1}
+    element = torch.promote_types(out.dtype, graph.dtype).itemsize
+    found = []
+    for number in edges(extractions):
+        size = graph.shape(number).numel() * element // len(out)
+        size *= 2 if number in joined else 1  # with the copy that joins them
+        found.append(Edge(max(1, size), number in kept, plain.get(number), plan.partners.get(plain.get(number, "")),
+                          number == 0 and number in kept and graph.shape(0) == out.shape))
+    return found

@@ -6,24 +6,20 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NetworkError, warn
-from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
-from ntk_laplace.jacobian.batch_size import Edge, batch_size, joined_nodes
+from ntk_laplace.errors import DataError
+from ntk_laplace.jacobian.batch import Batch
+from ntk_laplace.jacobian.batch_size import Edge, batch_size, edges_of
 from ntk_laplace.jacobian.blocks import Block, Outer
-from ntk_laplace.jacobian.fallback import Fallback
-from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums, side_by_side
-from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
-from ntk_laplace.jacobian.graph import Graph, node_kind, rows_dtype
+from ntk_laplace.jacobian.checked_blocks import CheckedBlocks
+from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayers, FusedSums, side_by_side
+from ntk_laplace.jacobian.graph import Graph, rows_dtype
 from ntk_laplace.jacobian.jacobian import Jacobian
-from ntk_laplace.jacobian.plan import Plan
-from ntk_laplace.jacobian.search import Search, make_plan
-from ntk_laplace.jacobian.storage import apart_from, compacted
+from ntk_laplace.jacobian.storage import apart_from
 from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
 from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.model.network import Network, outside_autocast, probe
@@ -71,17 +67,19 @@ class JacobianPass:
         self, network: Network, dtype: torch.dtype, keep_factors: bool = False, budget: int | None = None
     ) -> None:
         self.network, self.dtype, self.keep_factors, self.budget = network, dtype, keep_factors, budget
-        # skip parameters with zero elements
-        self._parameters = {name: p for name, p in network.parameters.items() if p.numel()}
-        self._plans: dict[tuple, Plan] = {}
-        self._fallbacks: dict[tuple[str, ...], Fallback] = {}
+        self.checked = CheckedBlocks(network, dtype, keep_factors)
         self._edges: list[Edge] | None = None
         self._graph_bytes = 0
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "checked" not in state:  # of an earlier version: plans are made anew
+            names = ("network", "dtype", "keep_factors", "budget")
+            state = vars(JacobianPass(*(state[name] for name in names)))
+        vars(self).update(state)
     def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
         """The same pass, with its plans, for a copy of the network, or for rows in another floating type."""
         other = JacobianPass(network, dtype, self.keep_factors, self.budget)
-        other._plans = self._plans
+        other.checked.plans = self.checked.plans
         if network.device == self.network.device and network.dtype == self.network.dtype:
             other._edges, other._graph_bytes = self._edges, self._graph_bytes
         return other
@@ -193,11 +191,11 @@ class JacobianPass:
 
         With `fused_layers`, whether its sums are sufficient for all parameters.
         """
-        edges = self._prepared(x)
+        edges = self.prepare(x)
         if [edge.last for edge in edges] != [True]:
             return False
         weight, bias = edges[0].plain, edges[0].bias
-        return fused_layers is None or (weight is not None and set(self._parameters) <= {weight, bias}
+        return fused_layers is None or (weight is not None and set(self.checked.parameters) <= {weight, bias}
                                         and fused_layers.suits(weight, self.network.num_outputs, bias))
 
     def evaluated_at_once(self) -> int | None:
@@ -207,84 +205,28 @@ class JacobianPass:
         each, count = batch_size(self._edges, 1, NO_FUSED_LAYERS, self.network.device)
         return tuning.FORWARD_FACTOR * self.within_budget(count, each)
 
-    def prepare(self, x: Inputs) -> None:
-        """Probe the network and plan its rows on a few examples; later calls return at once.
+    def prepare(self, x: Inputs) -> list[Edge]:
+        """Probe the network and plan its rows on a few examples: the nodes that it reads; later calls return at once.
 
         Raises
         ------
         NonDeterministicError, MixedExamplesError
-            As `Network.probe`.
+            As `probe`.
         """
-        self._prepared(x)
-
-    def _prepared(self, x: Inputs) -> list[Edge]:
         if self._edges is not None:
             return self._edges
         with passing(self.network):
             out = probe(self.network, differentiable(x))
         with passing(self.network):  # the probe has set the network's precision
-            graph = Graph(out, self._parameters)
-            plan = self._plan(graph, out, x)
-            extractions = plan.extractions(graph, len(out))
-            kept, plain = kept_whole(extractions), {use.step.consumer: use.name for use in plan.uses if use.plain}
-            element = torch.promote_types(out.dtype, graph.dtype).itemsize
-            sizes = {n: graph.shape(n).numel() * element // len(out) for n in edges(extractions)}
+            graph = Graph(out, self.checked.parameters)
+            plan = self.checked.plan(graph, out, x)
             own = [*self.network.module.parameters(), *self.network.module.buffers()]
-            other, m = self._another(x, len(out))  # converted weights, for instance, do not grow with the examples
+            # converted weights, for instance, do not grow with the examples
+            other, m = self.checked.another(x, len(out))
             grown = other.saved_bytes(own) - graph.saved_bytes(own)
             self._graph_bytes = max(0, grown // (m - len(out)))
-            for number in kept & joined_nodes(plan.uses):
-                sizes[number] *= 2  # with the copy that joins them
-        self._edges = [Edge(max(1, size), number in kept, plain.get(number), plan.partners.get(plain.get(number, "")),
-                             number == 0 and number in kept and graph.shape(0) == out.shape)
-                       for number, size in sizes.items()]
+            self._edges = edges_of(plan, graph, out)
         return self._edges
-
-    def _plan(self, graph: Graph, out: Tensor, x: Inputs, confirm: bool = False) -> Plan:
-        signature = graph.signature()
-        if signature not in self._plans:
-            self._require_own(graph)
-        if signature not in self._plans or confirm:
-            search = Search(graph, out, self._parameters, self.network.precision, partial(self._another, x, len(out)))
-            self._plans[signature] = make_plan(search, self.keep_factors, confirm)
-        return self._plans[signature]
-
-    def _require_own(self, graph: Graph) -> None:
-        """Refuse a graph that leads to the caller's network, or that hides the parameters from autograd.
-
-        Raises
-        ------
-        NetworkError
-        """
-        name = self.network.read_from_caller(node.variable for node in graph.nodes if hasattr(node, "variable"))
-        if name is not None:
-            raise NetworkError("a network whose copy reads its own parameters",
-                               f"one that reads {name!r} of the network that was passed, through a function on it",
-                               "Make that function a method of the module: a copy keeps what a lambda, a wrapper or a "
-                               "hook refers to.")
-        if any(node_kind(node) == "CheckpointFunctionBackward" for node in graph.nodes):
-            raise NetworkError("a network that autograd can follow", "a reentrant checkpoint",
-                               "Pass use_reentrant=False to torch.utils.checkpoint.")
-
-    def _another(self, x: Inputs, n: int) -> tuple[Graph, int]:
-        """Graph of m examples of `x`, and m, which differs from n."""
-        m = 2 if n != 2 else 3
-        few = take(x, torch.arange(m) % num_examples(x))
-        return Graph(self.network.evaluate(few), self._parameters), m
-
-    def _fallback(self, names: tuple[str, ...]) -> Fallback:
-        if names not in self._fallbacks:
-            self._fallbacks[names] = Fallback(self.network, names)
-            self._announce(names)
-        return self._fallbacks[names]
-
-    def _announce(self, names: tuple[str, ...]) -> None:
-        modules = dict(self.network.module.named_modules())
-        owners = sorted({f"{type(modules[name.rpartition('.')[0]]).__name__} {name!r}" for name in names})
-        count = sum(self.network.parameters[name].numel() for name in names)
-        warn(f"no factor rule covers {', '.join(owners)} as the network uses them: their {count:,} parameters take the "
-             "exact per-example fallback, which costs one backward pass per example and output and stores N x C x "
-             f"{count:,} numbers")
 
     def _batch(
         self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fused_layers: FusedLayers,
@@ -307,7 +249,7 @@ class JacobianPass:
             f = out.detach().to(self.dtype, copy=True)
             if not out.requires_grad:
                 return Jacobian((), len(cotangents), n, f)
-            blocks = self._blocks(Batch(network, self._parameters, x, out, cotangents, offset), fused_layers)
+            blocks = self.checked.of(Batch(network, self.checked.parameters, x, out, cotangents, offset), fused_layers)
         del out  # and the graph
         of_dtype = _converted(blocks, self.dtype) if self.keep_factors else side_by_side(blocks, self.dtype)
         return Jacobian(tuple(of_dtype), len(cotangents), n, f)
@@ -324,82 +266,11 @@ class JacobianPass:
         sums = FusedSums.of_last_layer(block, root.form(rows.f, part), fused_layers.squared)
         return replace(rows, blocks=(cast(Block, sums),))
 
-    def _blocks(self, batch: Batch, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> list[Block]:
-        graph = Graph(batch.out, self._parameters)
-        if len(batch.out) == 1 and graph.signature() not in self._plans:
-            return self._blocks_of_one(batch)
-        plan = self._plan(graph, batch.out, batch.x)
-        fusing = any(use.plain and use.name in fused_layers.weights for use in plan.uses)
-        if batch.sample is not None and fusing and not plan.uncertain:
-            blocks = self._planned_blocks(batch, graph, plan, FusedAccumulation(fused_layers, batch.sample, self.dtype))
-            if batch.sample_agrees(blocks) and all_finite(blocks):
-                return blocks  # else repeat without fusion
-        blocks = self._planned_blocks(batch, graph, plan)
-        wrong = batch.disagreeing(blocks, uncertain=plan.uncertain)
-        if wrong and len(batch.out) == 1:
-            return self._blocks_of_one(batch)
-        if wrong:
-            # a rule fails, or the few examples of the probe did not reveal the example axes: plan on this batch
-            blocks = self._planned_blocks(batch, graph, self._plan(graph, batch.out, batch.x, confirm=True))
-            wrong = batch.disagreeing(blocks, whole=True)
-        if wrong:
-            redone = _touching(wrong, blocks)
-            blocks = [block for block in blocks if not set(block.names) & redone]
-            names = tuple(name for name in self._parameters if name in redone)
-            blocks += self._fallback(names).rows(batch.x, batch.cotangents, careful=True)
-            wrong = batch.disagreeing(blocks, whole=True)
-        if wrong:
-            raise mixed(f"gradients of {', '.join(wrong[:3])} over the batch that differ from the examples' own")
-        return blocks
-
-    def _blocks_of_one(self, batch: Batch) -> list[Block]:
-        """Blocks of a single example, which does not reveal the example axis of a tensor: it is used twice."""
-        twice = take(batch.x, torch.zeros(2, dtype=torch.long))
-        out, cotangents = self.network.evaluate(twice), batch.cotangents.expand(-1, 2, -1)
-        both = self._blocks(replace(batch, x=twice, out=out, cotangents=cotangents))
-        return [block.subset(slice(0, 1)) for block in both]
-
-    def _planned_blocks(
-        self, batch: Batch, graph: Graph, plan: Plan, accumulation: FusedAccumulation | None = None
-    ) -> list[Block]:
-        n = len(batch.out)
-        gradients, wrong = self._gradients(batch, graph, plan, accumulation)
-        if wrong and n == 1:
-            return self._blocks_of_one(batch)
-        if wrong:  # this batch reveals what the plan did not know
-            plan = self._plan(graph, batch.out, batch.x, confirm=True)
-            gradients, wrong = self._gradients(batch, graph, plan, accumulation)
-        if wrong:
-            plan = plan.without(wrong)
-            gradients, _ = self._gradients(batch, graph, plan, accumulation)
-        blocks = plan.blocks(gradients)
-        own = self._fallback(plan.unmatched).rows(batch.x, batch.cotangents) if plan.unmatched else []
-        return compacted(chain(blocks, own), self.keep_factors)
-
-    def _gradients(
-        self, batch: Batch, graph: Graph, plan: Plan, accumulation: FusedAccumulation | None
-    ) -> tuple[Gradients, set[str]]:
-        """The output gradients that the plan reads, and the parameters for which the plan is wrong in this batch."""
-        wrong = plan.misfits(graph, len(batch.out))
-        extractions = [] if wrong else plan.extractions(graph, len(batch.out), accumulation)
-        found = Gradients(graph, extractions, batch.cotangents, self.keep_factors, accumulation)
-        return (found, wrong) if wrong else (found.collect(batch.out), plan.contradicted(found))
-
 
 def _converted(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
     """Blocks in another floating type; the list is emptied, so that no block is there twice for long."""
     while blocks:
         yield blocks.pop(0).to(dtype)
-
-
-def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:
-    """The named parameters, and all that share a block with them, directly or through others."""
-    found = set(names)
-    while True:
-        more = {name for block in blocks if set(block.names) & found for name in block.names}
-        if more <= found:
-            return found
-        found |= more
 
 
 def _columns(root: Tensor | RootFunction | None) -> int | None:
