@@ -1,4 +1,4 @@
-"""The frozen network: outputs with or without a graph, parameters by name, and checks before linearization."""
+"""The frozen network: outputs with or without a graph, and parameters by name."""
 
 from __future__ import annotations
 
@@ -11,31 +11,21 @@ from typing import Any
 import torch
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, first_line, is_choice
-from ntk_laplace.model.data import (
-    Batches,
-    InputDtype,
-    Inputs,
-    check_finite,
-    describe_inputs,
-    input_remedy,
-    num_examples,
-    same_input_format,
-    take,
-)
+from ntk_laplace.errors import NetworkError, is_choice
+from ntk_laplace.model.data import Batches, InputDtype, Inputs, num_examples, take
 from ntk_laplace.model.network.caller import Caller
+from ntk_laplace.model.network.checked_outputs import CheckedOutputs
 from ntk_laplace.model.network.choice import ParameterChoice, choose
 from ntk_laplace.model.network.copying import compressed_copies, dense_parts, private_copy, require_module
 from ntk_laplace.model.network.precision import Products, whole_convolutions
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
-from ntk_laplace.runtime.resources import is_about_memory
 
 __all__ = ["Network"]
 
 
-class Network:
+class Network(CheckedOutputs):
     """A network frozen at its trained weights, as a function of inputs and of the chosen parameters.
 
     Parameters
@@ -65,13 +55,10 @@ class Network:
         Their values as a flat vector, in this order.
     num_outputs : int
         C, known after the first evaluation; `evaluated` says whether there was one.
-    scalar : bool
-        Whether the module returns shape (N,).
     before_last : set of str
         The parameters that "last_layer" leaves out; empty for any other choice.
     precision : torch.dtype
-        The coarsest floating type that outputs are computed in, known after `probe`. Its rounding is the tolerance of
-        comparisons with autograd.
+        As in `CheckedOutputs`; known after `probe`.
     constant_rows : dict of str to Tensor
         Rows of embeddings that `substituted` leaves alone, found by `probe`.
     follows_values : bool
@@ -90,7 +77,7 @@ class Network:
         targets: str | None = None, positions: Size | None = None,
     ) -> None:
         self.module = private_copy(require_module(module))
-        self.caller = Caller(self.module, output, targets, positions)
+        caller = Caller(self.module, output, targets, positions)
         chosen = choose(self.module, parameters)
         free = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         self.before_last = free - chosen if is_choice(parameters, ("last_layer",)) else set()
@@ -100,12 +87,9 @@ class Network:
         self.shapes = ParameterLayout({name: parameter.shape for name, parameter in self._parameters.items()})
         first = next(iter(self._parameters.values()))
         self.device, self.dtype = first.device, first.dtype
-        self.precision = first.dtype
+        super().__init__(caller, first.dtype)
         own = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         self.input_dtype = InputDtype(first.dtype, frozenset(own))
-        self._num_outputs: int | None = None
-        self.scalar = False
-        self._input_format: Inputs | None = None  # of inputs that were evaluated successfully
         self._channels_last = False
         self.constant_rows: dict[str, Tensor] = {}
         # of the caller's network; without them when it is pickled
@@ -115,7 +99,8 @@ class Network:
         return vars(self) | {"_given": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({"constant_rows": {}, "_given": {}} | state)  # of an earlier version too
+        earlier = {"constant_rows": {}, "_given": {}, "input_format": state.pop("_input_format", None)}
+        vars(self).update(earlier | state)
 
     @property
     def output(self) -> str | int | None:
@@ -147,29 +132,6 @@ class Network:
         return list(self._parameters)
 
     @property
-    def evaluated(self) -> bool:
-        """Whether the number of outputs is known."""
-        return self._num_outputs is not None
-
-    @property
-    def num_outputs(self) -> int:
-        """C, the number of outputs.
-
-        Raises
-        ------
-        NetworkError
-            Before the first evaluation.
-        """
-        if self._num_outputs is None:
-            raise NetworkError("a network whose number of outputs is known", "one that was not evaluated",
-                               "Evaluate it on one input first.")
-        return self._num_outputs
-
-    @num_outputs.setter
-    def num_outputs(self, number: int) -> None:
-        self._num_outputs = number
-
-    @property
     def num_parameters(self) -> int:
         """P, the number of chosen parameters."""
         return self.shapes.num_parameters
@@ -178,15 +140,6 @@ class Network:
     def theta(self) -> Tensor:
         """The chosen parameters, flat, (P,)."""
         return self.shapes.flat(self._parameters).detach()
-
-    @property
-    def input_format(self) -> Inputs | None:
-        """Keys, shapes and types of evaluated inputs, with no examples; None before the first evaluation."""
-        return self._input_format
-
-    @input_format.setter
-    def input_format(self, form: Inputs | None) -> None:
-        self._input_format = form
 
     @property
     def channels_last(self) -> bool:
@@ -262,23 +215,12 @@ class Network:
         return Products() if Products.helps(self.device, self.precision) else nullcontext()
 
     def evaluate(self, x: Inputs, offset: int = 0) -> Tensor:
-        """Outputs (N, C) with their autograd graph; `offset` is the index of the first example, for messages.
-
-        Raises
-        ------
-        DataError
-            If the network fails on these inputs.
-        NetworkError
-            If the outputs are not a floating tensor of shape (N, C) or (N,), C differs between batches, or there is no
-            tensor under `output`.
-        NonFiniteError
-            If an output is NaN or infinite.
-        """
+        """Outputs (N, C) with their autograd graph; see `outputs`."""
         with torch.enable_grad(), unrolled(self.module):
             return self.outputs(self.call, x, offset)
 
     def evaluate_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
-        """Outputs (N, C) with their graph in `x` and in `values` of the chosen parameters, by name; see `evaluate`."""
+        """Outputs (N, C) with their graph in `x` and in `values` of the chosen parameters, by name; see `outputs`."""
         with torch.enable_grad(), unrolled(self.module):
             return self.outputs(lambda x: self.call_at(values, x), x, 0)
 
@@ -358,51 +300,3 @@ class Network:
             except RuntimeError:
                 self.channels_last = True  # the memory format was not the cause
                 raise
-
-    def tolerance(self, outputs: Tensor) -> float:
-        """Largest allowed difference of one example's outputs between two batches."""
-        scale = float(outputs.abs().max()) or 1.0
-        return scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(self.precision, 3e-2)
-
-    def agree(self, one: Tensor, other: Tensor) -> bool:
-        """Whether outputs of the same examples are equal up to that difference."""
-        return bool((one.detach() - other.detach()).abs().max() <= self.tolerance(one))
-
-    def outputs(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
-        """Outputs (N, C) of `call` at `x`, checked; see `evaluate`.
-
-        Exceptions become DataError; out-of-memory errors are re-raised.
-        """
-        n = num_examples(x)
-        try:
-            out = call(x)
-        except Exception as cause:
-            if isinstance(cause, NTKLaplaceError) or is_about_memory(cause):
-                raise
-            like = "" if self._input_format is None else f", such as {describe_inputs(self._input_format, 'n')}"
-            where = f" in the batch from example {offset:,} on" if offset else ""
-            remedy = (self._input_format is None and self.caller.remedy(x)) or input_remedy(x, self._input_format)
-            got = f"{describe_inputs(x)}{where}, which raise {type(cause).__name__}: {first_line(cause)}"
-            raise DataError(f"inputs that the network takes{like}", got, remedy) from cause
-        if not out.is_floating_point() or out.ndim not in (1, 2) or len(out) != n:
-            raise self._wrong_outputs(f"({n}, C) or ({n},), floating point", f"{tuple(out.shape)} ({out.dtype})", x)
-        c = out.shape[1] if out.ndim == 2 else 1
-        if c == 0:
-            raise self._wrong_outputs(f"({n}, C), C at least 1", f"{tuple(out.shape)}", x)
-        if not self.evaluated:
-            self.num_outputs, self.scalar = c, out.ndim == 1
-        if c != self.num_outputs:
-            raise self._wrong_outputs(f"({n}, {self.num_outputs}), as before", f"{tuple(out.shape)}", x)
-        out = out.unsqueeze(1) if out.ndim == 1 else out
-        check_finite(out.detach(), "network outputs", "Look at that input, or at diverged weights.", offset)
-        return out
-
-    def _wrong_outputs(self, expected: str, got: str, x: Inputs) -> NTKLaplaceError:
-        """A DataError if the format differs from that of successful inputs, else a NetworkError."""
-        if self._input_format is None or same_input_format(x, self._input_format):
-            return NetworkError(f"network outputs of shape {expected}", got,
-                                "Wrap the network in a module that returns one row of outputs per example; for outputs "
-                                "at pixels or tokens, use the likelihood Everywhere(likelihood).")
-        known = describe_inputs(self._input_format, "n")
-        return DataError(f"network outputs of shape {expected}, from inputs such as {known}",
-                         f"{got} from {describe_inputs(x)}", input_remedy(x, self._input_format))
