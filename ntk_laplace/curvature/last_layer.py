@@ -41,8 +41,8 @@ __all__ = ["LastLayerPrecision", "last_layer"]
 
 def last_layer(rows: Jacobian, variances: Variances) -> Outer | None:
     """The rows of J as those of a last linear layer with one prior precision for each tensor; None if they are not."""
-    block = rows.blocks[0] if len(rows.blocks) == 1 else None
-    if not (isinstance(block, Outer) and block.reads_cotangents(rows.f.shape[1])):
+    block = rows.last_layer
+    if block is None:
         return None
     read = read_once({name: variances[name] for name in block.names})
     return block if all(isinstance(value, float) for value in read.values()) else None

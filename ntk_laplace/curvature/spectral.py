@@ -18,6 +18,7 @@ from ntk_laplace.curvature.posterior_precision import CrossCovariance
 from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian, LayerRows, Lookup, Outer
+from ntk_laplace.jacobian.blocks.outer_products import separated
 from ntk_laplace.runtime.linalg import cross_approximation
 from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record, turned, turned_back
 
@@ -302,7 +303,7 @@ class KroneckerBlock(SpectralBlock):
         """V between other rows and these, from l_r and h_r of these where the others have factors too."""
         theirs = self.block.rows(other)
         if _factors(theirs):
-            return theirs.separated(left, right)
+            return separated(theirs.full_b()[:, :, 0, 0], theirs.inputs[:, 0, 0], left, right)
         return super().cross_covariance(rows).products(other)
 
     @cached_property

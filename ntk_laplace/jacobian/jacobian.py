@@ -42,6 +42,16 @@ class Jacobian:
         """Floating type of the rows."""
         return self.f.dtype
 
+    @property
+    def last_layer(self) -> Outer | None:
+        """The one block, if its layer's outputs are the network's: b is the identity at every example; else None."""
+        block = self.blocks[0] if len(self.blocks) == 1 else None
+        if not (isinstance(block, Outer) and block.single and block.index is None and block.constant):
+            return None
+        b, outputs = block.b[:, 0, 0, 0], self.f.shape[1]
+        identity = len(b) == b.shape[1] == outputs and (b.diagonal() == 1).all() & (b.count_nonzero() == outputs)
+        return block if identity else None
+
     def weighted(self, root: Tensor) -> Jacobian:
         """Rows of SᵀJ for a root S (N, C, R); self must contain the rows of J, one per output."""
         return replace(self, blocks=tuple(block.weighted(root) for block in self.blocks), num_cotangents=root.shape[-1])

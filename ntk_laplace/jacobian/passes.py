@@ -14,7 +14,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError
 from ntk_laplace.jacobian.batch import Batch
 from ntk_laplace.jacobian.batch_size import Edge, batch_size, edges_of
-from ntk_laplace.jacobian.blocks import Block, Outer
+from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.checked_blocks import CheckedBlocks
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayers, FusedSums, side_by_side
 from ntk_laplace.jacobian.graph import Graph, rows_dtype
@@ -259,8 +259,8 @@ class JacobianPass:
     ) -> Jacobian:
         """The sums of a last layer, from its rows of J and the output curvature in closed form."""
         rows = self._batch(x, None, offset, NO_FUSED_LAYERS, theta)
-        block = rows.blocks[0] if len(rows.blocks) == 1 else None
-        if not (isinstance(block, Outer) and block.reads_cotangents(rows.f.shape[1])):
+        block = rows.last_layer
+        if block is None:
             # in this batch an example's outputs are not those of the layer, unlike in the examples of the plan
             return self._batch(x, partial(root, part=part), offset, fused_layers, theta)
         sums = FusedSums.of_last_layer(block, root.form(rows.f, part), fused_layers.squared)

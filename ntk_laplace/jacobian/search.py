@@ -12,6 +12,7 @@ which they are not zero gets a new plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -214,11 +215,16 @@ def _extract(
             return [], []  # the fallback is exact
         if extractor is None or block is None or block.shape != (2, n):
             return [], []
-        if isinstance(block, Outer) and not block.covers_weight:  # the layout takes positions for features
+        if isinstance(block, Outer) and not _covers_weight(block):  # the layout takes positions for features
             return [], []
         extractors.append(extractor)
         found.append(block)
     return extractors, joined(found)
+
+
+def _covers_weight(block: Outer) -> bool:
+    """Whether the outer products have as many entries as the weight, or as its slice."""
+    return math.prod(block.entries) == (block.size if block.index is None else len(block.index))
 
 
 def _is_whole(graph: Graph, use: UsePlan) -> bool:

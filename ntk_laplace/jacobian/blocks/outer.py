@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +10,14 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, steps, weigh
+from ntk_laplace.jacobian.blocks.outer_products import (
+    add_pulled_,
+    add_pushed_,
+    factors_are_cheaper,
+    position_product,
+    projected,
+    summed_product,
+)
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reflections import Reflections, turned
@@ -70,21 +77,9 @@ class Outer(Factored):
         return self.b
 
     @property
-    def covers_weight(self) -> bool:
-        """Whether the outer products have as many entries as the weight, or as its slice."""
-        return math.prod(self.entries) == (self.size if self.index is None else len(self.index))
-
-    @property
     def single(self) -> bool:
         """One position and one group: the Gram matrix is a Hadamard product."""
         return self.b.shape[2] == 1 and self.b.shape[3] == 1
-
-    def reads_cotangents(self, outputs: int) -> bool:
-        """Whether b is the identity at every example: the network's outputs are those of this layer."""
-        if not (self.single and self.index is None and self.constant and len(self.b) == self.b.shape[4] == outputs):
-            return False
-        b = self.b[:, 0, 0, 0]
-        return bool((b.diagonal() == 1).all() & (b.count_nonzero() == outputs))
 
     def full_b(self) -> Tensor:
         """b with a full example axis, also if it is constant."""
@@ -95,7 +90,7 @@ class Outer(Factored):
         return found if self.bias is None else found | {self.bias: self.b.shape[2] * self.b.shape[4]}
 
     def dense(self) -> dict[str, Tensor]:
-        found = {self.weight: self._in_place(_position_product(self.full_b(), self.a))}
+        found = {self.weight: self._in_place(position_product(self.full_b(), self.a))}
         return found if self.bias is None else found | {self.bias: self.sums()}
 
     def _in_place(self, entries: Tensor) -> Tensor:
@@ -108,12 +103,11 @@ class Outer(Factored):
 
     def columns(self, sample: slice) -> Tensor:
         """Rows of the weight for some columns of the layer inputs, in the order of the block, (K, N, G*o*i)."""
-        return _position_product(self.full_b(), self.a[..., sample])
+        return position_product(self.full_b(), self.a[..., sample])
 
     def shaped(self, vector: Tensor) -> Tensor:
         """Entries of the weight, (G, o, i)."""
-        flat = vector.flatten() if self.index is None else vector.flatten()[self.index]
-        return flat.reshape(self.b.shape[2], self.b.shape[4], self.a.shape[3])
+        return self._entries_of(vector.reshape(1, -1))[0]
 
     def sums(self) -> Tensor:
         """Σ_t b_nkt, the rows of a bias, (K, N, G*o)."""
@@ -147,58 +141,32 @@ class Outer(Factored):
             backward = (cotangent.T @ self.b[:, 0].flatten(1)).view(-1, *self.b.shape[2:])
         else:
             backward = over_cotangents(cotangent, self.b)
-        found = {self.weight: self._in_place(_summed_product(backward, self.a).flatten())}
+        found = {self.weight: self._in_place(summed_product(backward, self.a).flatten())}
         return found if self.bias is None else found | {self.bias: backward.sum((0, 2)).flatten()}
 
     def push(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """bᵀ(V a + v) for m vectors: per group one product with the inputs, and one with the output gradients."""
         count = len(vectors[self.weight])
-        if not self._factors_are_cheaper(count):
+        if not factors_are_cheaper(self.b, self.a, count):
             return super().push(vectors)
         b = self.full_b()
         out = b.new_zeros(*self.shape, count)
-        for chosen in self._vector_panels(count):
-            weights = self._entries_of(vectors[self.weight][chosen])  # (m, G, o, i)
-            bias = None if self.bias is None else vectors[self.bias][chosen].unflatten(1, weights.shape[1:3])
-            for part in self._example_panels(len(weights)):
-                for g in range(b.shape[2]):
-                    a = self.a[part, g]  # (n, T, i)
-                    forward = a.flatten(0, 1) @ weights[:, g].flatten(0, 1).T
-                    forward = forward.view(*a.shape[:2], *weights[:, g].shape[:2])  # (n, T, m, o)
-                    if bias is not None:
-                        forward += bias[:, g]
-                    gradients = b[:, part, g].transpose(0, 1).flatten(2)  # (n, K, T o)
-                    out[:, part, chosen] += (gradients @ forward.transpose(2, 3).flatten(1, 2)).transpose(0, 1)
+        for some in self._vector_panels(count):
+            weights = self._entries_of(vectors[self.weight][some])
+            biases = None if self.bias is None else vectors[self.bias][some].unflatten(1, weights.shape[1:3])
+            add_pushed_(out[..., some], b, self.a, weights, biases)
         return out
 
     def pull(self, cotangents: Tensor) -> dict[str, Tensor]:
-        """Σ_nt (Σ_k c_kn b_knt) a_ntᵀ for m cotangents: the products of `push` in reverse."""
         count = cotangents.shape[2]
-        if not self._factors_are_cheaper(count):
+        if not factors_are_cheaper(self.b, self.a, count):
             return super().pull(cotangents)
         b = self.full_b()
-        (_, _, groups, t, o), i = b.shape, self.a.shape[3]
-        weights, sums = b.new_zeros(count, groups, o, i), b.new_zeros(count, groups, o)
-        for chosen in self._vector_panels(count):
-            own, biases = weights[chosen], sums[chosen]
-            for part in self._example_panels(len(own)):
-                mixing = cotangents[:, part, chosen].permute(1, 2, 0)  # (n, m, K)
-                for g in range(groups):
-                    backward = mixing @ b[:, part, g].transpose(0, 1).flatten(2)  # (n, m, T o)
-                    backward = backward.unflatten(2, (t, o)).transpose(1, 2).flatten(0, 1)  # (n T, m, o)
-                    biases[:, g] += backward.sum(0)
-                    own[:, g] += (backward.flatten(1).T @ self.a[part, g].flatten(0, 1)).view(own[:, g].shape)
+        groups, _, o = b.shape[2:]
+        weights, biases = b.new_zeros(count, groups, o, self.a.shape[3]), b.new_zeros(count, groups, o)
+        for some in self._vector_panels(count):
+            add_pulled_(weights[some], biases[some], b, self.a, cotangents[..., some])
         found = {self.weight: self._in_place(weights.flatten(1))}
-        return found if self.bias is None else found | {self.bias: sums.flatten(1)}
-
-    def _factors_are_cheaper(self, count: int) -> bool:
-        """Whether `count` products with factors take fewer multiply-adds than writing rows out and products with these.
-
-        To write rows out takes as long as `tuning.WRITTEN_VECTORS` products with them, or longer.
-        """
-        k, _, _, t, _ = self.b.shape
-        i = self.a.shape[3]
-        return count * t * (i + k) <= (count + tuning.WRITTEN_VECTORS) * k * i
+        return found if self.bias is None else found | {self.bias: biases.flatten(1)}
 
     def _entries_of(self, vectors: Tensor) -> Tensor:
         """Vectors (m, p) of the weight as entries (m, G, o, i)."""
@@ -208,10 +176,6 @@ class Outer(Factored):
     def _vector_panels(self, count: int) -> Iterator[slice]:
         """Slices of vectors whose entries of one layer form a wide product that stays in the cache."""
         return panels(count, self.b.shape[4], tuning.PRODUCT_COLUMNS)
-
-    def _example_panels(self, vectors: int) -> Iterator[slice]:
-        t, o = self.b.shape[3:]
-        return steps(self.shape[1], vectors * t * o * self.b.element_size(), self.b.device)
 
     def joined(self, others: Sequence[Outer]) -> Outer:
         uses = [self, *others]
@@ -277,7 +241,7 @@ class Outer(Factored):
         return self.b.shape[3] == 1
 
     def written(self, part: slice) -> Tensor:
-        rows = _position_product(self.full_b()[:, part], self._with_ones(self.a[part]))  # `inputs` has all examples
+        rows = position_product(self.full_b()[:, part], self._with_ones(self.a[part]))  # `inputs` has all examples
         return rows.transpose(0, 1).unflatten(2, self.entries)
 
     def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Outer:
@@ -295,25 +259,27 @@ class Outer(Factored):
     def inner(self, weights: Tensor) -> Tensor:
         if not self.one_position:
             return super().inner(weights)
-        # Σ_i w_oi a_i² first, which leaves a weighted product of the outputs' side
-        sides = torch.einsum("ngi,goi->ngo", self.inputs[:, :, 0].square(), weights.expand(self.entries)).flatten(1)
         rows = self.full_b()[:, :, :, 0].transpose(0, 1).flatten(2)
-        return (rows * sides.unsqueeze(1)) @ rows.mT
+        return (rows * self._output_weights(weights).unsqueeze(1)) @ rows.mT
 
     def inner_diagonal(self, weights: Tensor) -> Tensor:
         if not self.one_position:
             return super().inner_diagonal(weights)
-        sides = torch.einsum("ngi,goi->ngo", self.inputs[:, :, 0].square(), weights.expand(self.entries)).flatten(1)
+        own = self._output_weights(weights)
         if self.constant:
-            return sides @ self.b[:, 0, :, 0].flatten(1).square().T
-        return torch.einsum("kno,no->nk", self.b[:, :, :, 0].flatten(2).square(), sides)
+            return own @ self.b[:, 0, :, 0].flatten(1).square().T
+        return torch.einsum("kno,no->nk", self.b[:, :, :, 0].flatten(2).square(), own)
+
+    def _output_weights(self, weights: Tensor) -> Tensor:
+        """Σ_i w_oi a_i², (N, G*o), for rows of one position: `inner` is a weighted product of their b."""
+        return torch.einsum("ngi,goi->ngo", self.inputs[:, :, 0].square(), weights.expand(self.entries)).flatten(1)
 
     def joint(self, weights: Tensor) -> Tensor:
         """`inner` for all pairs of examples, (N*K, N*K), a few outputs of the layer at a time."""
         (k, n), (g, o, i) = self.shape, self.entries
         out, weights, b = self.b.new_zeros(n * k, n * k), weights.expand(self.entries), self.full_b()
         for part in steps(o, n * k * g * i * self.b.element_size(), self.b.device):
-            rows = _position_product(b[..., part], self.inputs).transpose(0, 1).flatten(0, 1)
+            rows = position_product(b[..., part], self.inputs).transpose(0, 1).flatten(0, 1)
             out.addmm_(rows * weights[:, part].flatten(), rows.T)
         return out
 
@@ -326,58 +292,7 @@ class Outer(Factored):
             out[:, :, place] = torch.einsum("kngo,gno->kn", b, a @ vector.mT)
         return out
 
-    def separated(self, left: Tensor, right: Tensor) -> Tensor:
-        """Σ_r (b_nkᵀ l_mr)(a_nᵀ h_mr), one group and position, for l (m, r, o) and h (m, r, i): (K, N, m)."""
-        out = self.b.new_empty(*self.shape, len(left))
-        outputs, inner = left.flatten(0, 1).T, right.flatten(0, 1).T
-        for part in steps(self.shape[1], 2 * inner.shape[1] * self.b.element_size(), self.b.device):
-            inputs = self.inputs[part, 0, 0] @ inner
-            for k, b in enumerate(self.full_b()[:, part, 0, 0]):
-                out[k, part] = (b @ outputs).mul_(inputs).view(-1, *left.shape[:2]).sum(2)
-        return out
-
     def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
         if not self.one_position:
             return super().project(weights, left, right)
-        (k, n), (g, o, i), p, q = self.shape, self.entries, left.shape[2], right.shape[2]
-        out, weights = self.b.new_empty(n, k, g, p, q), weights.expand(self.entries)
-        numbers = g * (k * o * p + q * (o + i) + k * p * q)  # per example
-        for part in steps(n, numbers * self.b.element_size(), self.b.device):
-            inner = weights @ (self.inputs[part, :, 0].unsqueeze(-1) * right)  # (n, G, o, q)
-            b = self.full_b()[:, part, :, 0].permute(1, 2, 3, 0).contiguous()  # small, unlike a copy of its products
-            own = (b.unsqueeze(-1) * left.unsqueeze(2)).flatten(3)  # (n, G, o, K p)
-            out[part] = (own.mT @ inner).unflatten(2, (k, p)).transpose(1, 2)
-        return out
-
-
-def _position_product(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, the layout of `Dense`.
-
-    One product per example covers all cotangents. It needs no copy if the cotangents are next to the examples in
-    memory, which is how `Gradients` stores them.
-    """
-    k, n, g, t, o = left.shape
-    if t == 1:
-        return (left.squeeze(3).unsqueeze(-1) * right.squeeze(2).unsqueeze(-2)).flatten(2)
-    few = _few_rows(k, left, right)
-    left = left.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t)
-    # read both operands contiguously: transposing a small result is cheaper
-    rows = (right.mT @ left.mT).mT.contiguous() if few else left @ right
-    i = right.shape[-1]
-    rows = rows.view(n, g, k, o * i).transpose(1, 2).reshape(n, k, g * o * i)  # n may be 0
-    return rows.transpose(0, 1)
-
-
-def _summed_product(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_nt left_ngto right_ngti -> (G, o, i)."""
-    if left.shape[1:3] == (1, 1):
-        return (left[:, 0, 0].T @ right[:, 0, 0]).unsqueeze(0)
-    if _few_rows(1, left, right):
-        return (right.mT @ left).sum(0).mT
-    return torch.einsum("ngto,ngti->goi", left, right)
-
-
-def _few_rows(k: int, left: Tensor, right: Tensor) -> bool:
-    """Whether the rows of k cotangents are small beside factors whose inputs are contiguous over positions."""
-    t, o, i = left.shape[-2], left.shape[-1], right.shape[-1]
-    return right.stride(-2) == 1 and t * (k * o + i) > 2 * k * o * i
+        return projected(self.full_b()[:, :, :, 0], self.inputs[:, :, 0], weights.expand(self.entries), left, right)
