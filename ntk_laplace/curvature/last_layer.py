@@ -1,27 +1,19 @@
-"""Function space of a last linear layer: K = k ⊗ I_C, factored one output at a time.
+"""Function space of a last linear layer: rows, parameters and outputs around the algebra of `output_factors`.
 
-With Λ_n = diag(d_n) - u_n u_nᵀ, u_nc = √d_nc v_nc, D_c = diag(d_nc) over the examples n, and k = X Xᵀ ([RW06] 3.3)
-
-    B_c = I + D_c^½ k D_c^½,    M = I - Σ_c V_c (I - B_c⁻¹) V_c,    log det B = Σ_c log det B_c + log det M:
-
-C matrices and one more instead of one matrix of order N R. X contains the layer's inputs and a one, times their prior
-deviations, in r = min(N, D + 1) coordinates. Of each output only G_c = (I + XᵀD_cX)⁻¹, (r, r), is kept:
-det B_c = 1/det G_c, and in these coordinates
-
-    H⁻¹ = blockdiag(G_c) + [G_cXᵀU_c M⁻¹ U_c'XG_c'],    V(x) = φᵀ H⁻¹ φ.
-
-The algebra is in float64: M is a difference.
+The layer's inputs and a one, times their prior deviations, are in r = min(N, D + 1) coordinates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature.output_factors import OutputFactors, output_parts
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian, Outer
 from ntk_laplace.jacobian.contractions import read_once
@@ -29,8 +21,7 @@ from ntk_laplace.jacobian.gram import Variances
 from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.linalg import add_outer_lower_, cholesky_log_det, cholesky_of, mirror_lower_
-from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_definite
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reduction import collective_property
 from ntk_laplace.runtime.resources import require_memory
@@ -83,10 +74,14 @@ class LastLayerPrecision(FunctionSpacePrecision):
         self._scale = self._deviations(self.variances)
         features = self._inputs(rows) * self._scale
         self._turn = torch.linalg.qr(features.T).Q if len(features) < features.shape[1] else None
-        self._features = features if self._turn is None else features @ self._turn  # X, (N, r)
-        self._log_det, self._inner, self._covariances = self._factored(1.0, keep=True)
+        features = features if self._turn is None else features @ self._turn  # X, (N, r)
+        self._factors = OutputFactors.of(features, self.form, self._turn is not None)
 
-    # --- the factorization
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_factors" not in state:  # of an earlier version
+            names = ("_features", "form", "_log_det", "_inner", "_covariances")
+            state["_factors"] = OutputFactors(*(state[name] for name in names))
+        vars(self).update(state)
 
     def _deviations(self, variances: Variances) -> Tensor:
         """Prior deviations of the layer's inputs and of the bias, (D + 1,)."""
@@ -99,60 +94,11 @@ class LastLayerPrecision(FunctionSpacePrecision):
         assert isinstance(block, Outer)
         return block.inputs[:, 0, 0].double()
 
-    def _factored(self, factor: float, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """log det B, the factor of M, and all G_c (C, r, r) if they are kept, with prior precisions times `factor`."""
-        x, d = self._features * factor**-0.5, self.form.diagonal
-        (n, r), c = x.shape, d.shape[1]
-        total, kept = x.new_zeros((), dtype=torch.float64), x.new_empty(c if keep else 0, r, r)
-        inner, direct = x.new_zeros(n, n), n < len(self._scale)
-        eye = torch.eye(r, dtype=x.dtype, device=x.device)
-        for part in self._parts(2 * r * (r + n) + 3 * n * n * direct):
-            lower = _cholesky((x.T * d.T[part].unsqueeze(1)) @ x + eye)  # of XᵀD_cX + I
-            total = total + 2.0 * lower.diagonal(dim1=1, dim2=2).log().sum()
-            if self.form.vector is not None:
-                self._add_inner_(inner, x, lower, part, direct)
-            if keep:
-                kept[part] = torch.cholesky_inverse(lower)
-        if self.form.vector is None:
-            return total, inner, kept
-        inner.diagonal().add_(1.0 - self._unit.square().sum(1) if direct else 1.0)
-        inner = cholesky_of(mirror_lower_(inner))
-        return total + cholesky_log_det(inner), inner, kept
-
-    def _add_inner_(self, inner: Tensor, x: Tensor, lower: Tensor, part: slice, direct: bool) -> None:
-        """Add V_cB_c⁻¹V_c of some outputs, lower triangle; by the Woodbury identity -U_cX G_c XᵀU_c, less V_c²."""
-        n, r = x.shape
-        if not direct:
-            half = torch.linalg.solve_triangular(lower, x.T.expand(len(lower), r, n), upper=False)
-            half *= self._vector.T[part].unsqueeze(1)
-            add_outer_lower_(inner, half.flatten(0, 1), scale=-1.0)
-            return
-        scale = self.form.diagonal.T[part].sqrt()
-        small = (x @ x.T) * scale.unsqueeze(1) * scale.unsqueeze(2)
-        small.diagonal(dim1=1, dim2=2).add_(1.0)
-        unit = self._unit.T[part]
-        inner += (torch.cholesky_inverse(_cholesky(small)) * unit.unsqueeze(1) * unit.unsqueeze(2)).sum(0)
-
-    @property
-    def _vector(self) -> Tensor:
-        """u, (N, C); zero if Λ is diagonal."""
-        return torch.zeros_like(self.form.diagonal) if self.form.vector is None else self.form.vector
-
-    @cached_property
-    def _unit(self) -> Tensor:
-        """v = u/√d, (N, C), 0 where d is."""
-        root = self.form.diagonal.sqrt()
-        return torch.where(root > 0, self._vector / root, 0.0)
-
-    def _parts(self, numbers: int) -> Iterator[slice]:
-        """Slices of outputs that take so many numbers each."""
-        return panels(self.form.diagonal.shape[1], 8 * numbers, tuning.OUTPUTS_BYTES)
-
     # --- evidence
 
     def log_det(self) -> Tensor:
         """log det B."""
-        return self._log_det.to(self.rows.dtype)
+        return self._factors.log_det.to(self.rows.dtype)
 
     @property
     def log_det_rounding(self) -> float:
@@ -161,7 +107,9 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
     def log_det_at(self, factor: float) -> Tensor:
         """log det B with all prior precisions multiplied by a factor."""
-        return self._factored(factor, keep=False)[0].to(self.rows.dtype)
+        own = self._factors
+        found = OutputFactors.of(own.features * factor**-0.5, own.form, self._turn is not None, keep=False)
+        return found.log_det.to(self.rows.dtype)
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
         """log det B with all prior precisions multiplied by each of `factors` (m,); (m,)."""
@@ -177,20 +125,6 @@ class LastLayerPrecision(FunctionSpacePrecision):
     def num_rows(self) -> int:
         """N R, the order of B."""
         return self.rows.num_examples * self._columns
-
-    @cached_property
-    def marginals(self) -> Tensor:
-        """Covariance of the weights of each output, G_c + G_cXᵀU_c M⁻¹ U_cXG_c, (C, r, r)."""
-        require_memory(self._covariances.nbytes, self.rows.f.device, "the covariance of each output's weights",
-                       "Use fewer training points, or a structured posterior.")
-        found = self._covariances.clone()
-        if self.form.vector is not None:
-            (n, r) = self._features.shape
-            for part in self._parts(2 * n * r):
-                half = self._vector.T[part].unsqueeze(2) * (self._features @ self._covariances[part])  # (m, N, r)
-                half = torch.linalg.solve_triangular(self._inner, half, upper=False)
-                found[part].baddbmm_(half.mT, half)
-        return found
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,)."""
@@ -209,8 +143,9 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
     def _used(self) -> Tensor:
         """I - P0^½ H⁻¹ P0^½ summed over the outputs, between the directions of the layer's inputs, (r, r)."""
-        c, r = self.marginals.shape[:2]
-        return c * torch.eye(r, dtype=self.marginals.dtype, device=self.marginals.device) - self.marginals.sum(0)
+        marginals = self._factors.marginals
+        c, r = marginals.shape[:2]
+        return c * torch.eye(r, dtype=marginals.dtype, device=marginals.device) - marginals.sum(0)
 
     def form_sensitivity(self) -> Tensor:
         """∂ log det B in the numbers of the `DiagonalForm`: V_nn's diagonal, and -2 V_nn u_n."""
@@ -239,8 +174,10 @@ class LastLayerPrecision(FunctionSpacePrecision):
         """H v = P0 v + JᵀΛJ v for vectors (..., P)."""
         flat, inputs = vectors.reshape(-1, self.num_parameters), self._inputs(self.rows)
         pushed = self._gather(flat) @ inputs.T  # (m, C, N)
-        seen, u = self.form.diagonal.T * pushed, self._vector.T
-        seen -= u * (u * pushed).sum(1, keepdim=True)
+        seen = self.form.diagonal.T * pushed
+        if self.form.vector is not None:
+            u = self.form.vector.T
+            seen -= u * (u * pushed).sum(1, keepdim=True)
         total = torch.zeros_like(flat)
         self._scatter_(total, seen @ inputs)
         return total.addcmul_(flat, self.prior_precision).view_as(vectors)
@@ -261,17 +198,8 @@ class LastLayerPrecision(FunctionSpacePrecision):
     def _solved_whitened(self, values: Tensor) -> Tensor:
         """P0^½ H⁻¹ P0^½ v for v (m, C, D + 1)."""
         inside = values if self._turn is None else values @ self._turn
-        solved = self._by_output(inside)
-        if self.form.vector is not None:
-            u = self._vector.T
-            seen = (u * (solved @ self._features.T)).sum(1)  # (m, N)
-            back = torch.cholesky_solve(seen.T, self._inner).T.unsqueeze(1) * u
-            solved = solved + self._by_output(back @ self._features)
+        solved = self._factors.solve(inside)
         return solved if self._turn is None else values + (solved - inside) @ self._turn.T
-
-    def _by_output(self, values: Tensor) -> Tensor:
-        """G_c v_c for v (m, C, r)."""
-        return (values.transpose(0, 1) @ self._covariances).transpose(0, 1)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: H⁻¹(P0 u - JᵀS ε), u ~ N(0, P0⁻¹)."""
@@ -279,7 +207,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
         white = partial(normal, like=like, generator=generator)
         prior = white((count, self.num_parameters)) * self.prior_precision.rsqrt()
         noise = white((count, self.num_rows)).view(count, rows.num_examples, -1)
-        seen = like.new_zeros(count, *self._covariances.shape[:1], len(self._scale), dtype=torch.float64)
+        seen = like.new_zeros(count, rows.f.shape[1], len(self._scale), dtype=torch.float64)
         inputs = self._inputs(rows)
         for part in self._examples(rows, self._columns):
             drawn = torch.einsum("ncr,mnr->mcn", self._root_of(part).double(), noise[:, part].double())
@@ -312,9 +240,10 @@ class LastLayerPrecision(FunctionSpacePrecision):
         if block is None or not block.constant:
             return super().variances_of_outputs(rows)
         features, outside = self._projected(rows)
-        found = outside.unsqueeze(1).repeat(1, len(self.marginals))
-        for part in self._parts(3 * features.numel()):
-            found[:, part] += ((features @ self.marginals[part]) * features).sum(2).T
+        marginals = self._factors.marginals
+        found = outside.unsqueeze(1).repeat(1, len(marginals))
+        for part in output_parts(self.form, 3 * features.numel()):
+            found[:, part] += ((features @ marginals[part]) * features).sum(2).T
         return found.to(rows.dtype)
 
     def covariance(self, rows: Jacobian) -> Tensor:
@@ -327,8 +256,8 @@ class LastLayerPrecision(FunctionSpacePrecision):
         half = half.permute(1, 0, 2).flatten(1)  # (N, n C)
         found = (half.T @ half).view(n, c, n, c)
         diagonal = found.diagonal(dim1=1, dim2=3)  # (n, n, C)
-        for part in self._parts(features.numel() + n * n):
-            diagonal[..., part] += (features @ self._covariances[part] @ features.T).permute(1, 2, 0)
+        for part in output_parts(self.form, features.numel() + n * n):
+            diagonal[..., part] += (features @ self._factors.covariances[part] @ features.T).permute(1, 2, 0)
         if self._turn is not None:
             left = self._inputs(rows) * self._scale
             left = left - features @ self._turn.T
@@ -351,16 +280,10 @@ class LastLayerPrecision(FunctionSpacePrecision):
         return inside, (features - inside @ self._turn.T).square().sum(1)
 
     def _moments(self, rows: Jacobian) -> tuple[Tensor, Tensor]:
-        """φᵀG_cφ, (n, C), and L⁻¹U_cXG_cφ, (n, N, C), with M = L Lᵀ: V is diag of the first, and the second squared."""
+        """`OutputFactors.moments` at other rows, with what lies outside of the r coordinates."""
         features, outside = self._projected(rows)
-        solved = self._covariances @ features.T  # (C, r, n)
-        own = torch.einsum("crn,nr->nc", solved, features) + outside.unsqueeze(1)
-        if self.form.vector is None:
-            return own, own.new_zeros(len(own), 0, own.shape[1])
-        seen = self._vector.T.unsqueeze(2) * (self._features @ solved)  # (C, N, n)
-        (c, n, m) = seen.shape
-        seen = torch.linalg.solve_triangular(self._inner, seen.permute(1, 2, 0).reshape(n, m * c), upper=False)
-        return own, seen.view(n, m, c).transpose(0, 1)
+        own, half = self._factors.moments(features)
+        return own + outside.unsqueeze(1), half
 
     def _examples(self, rows: Jacobian, numbers: int) -> Iterator[slice]:
         """Slices of examples of which each takes so many numbers per output."""
@@ -427,10 +350,3 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
 _REMEDY = ("Use a method that needs no inverse of B (the evidence, predictions, samples), fewer training points, or "
            'structure="kfac".')
-
-
-def _cholesky(matrices: Tensor) -> Tensor:
-    """L with A = L Lᵀ, for matrices (m, p, p)."""
-    lower, info = torch.linalg.cholesky_ex(matrices)
-    require_definite(info.max(), 0, matrices.shape[1], matrices.dtype)
-    return lower
