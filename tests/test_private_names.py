@@ -33,7 +33,6 @@ PRIVATE = {
     "_require_length": "the bound of a scheduler at its exact step, without a training of that length",
     "_basis": "directions that quasi-Newton steps remember, which must stay orthonormal",
     "_counts": "how many of them there are",
-    "_solved_blocks": "variances by solves, in a network whose variances are drawn otherwise",
     "_batched": "a module of examples/uci",
     "_baselines": "a module of examples/predictions",
     "_scores": "a module of examples/predictions",

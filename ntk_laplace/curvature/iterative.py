@@ -244,30 +244,13 @@ class IterativePrecision(PosteriorPrecision):
         return self.probing.curve(factors)
 
     def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
-        """log det (I + Σ_g e^(-s_g) F_gF_gᵀ) + k log (1 + Σ_g e^(-s_g) t_g/k) + constant, in changes s_g of log δ_g.
-
-        Exact in the low rank. What it leaves has the trace t and k equal eigenvalues, so that its value and its
-        derivatives at 0, -γ_g, are those of the estimates. A function whose gradient is its own, unlike that of two
-        estimates. None if there are too many groups for their matrices.
-        """
+        """`approximate_log_det` of the low rank and the estimates; None if there are too many prior groups for it."""
         fine = self.informed
-        r, left = fine.base.rank, fine._used.mean(0)
+        r = fine.base.rank
         if self._num_groups * r * r * self.curvature.like.element_size() > tuning.LOCAL_BYTES:
             return None
-        cores = fine.base.group_grams()
-        rest, used = fine.estimate.value - fine.estimate.lower, float(left.sum())
-        eigenvalue = _common_eigenvalue(used, rest)
-        count, shares = used * (1.0 + eigenvalue) / eigenvalue, left.to(cores) / max(used, 1e-300)
-        constant = rest - count * math.log1p(eigenvalue)
-
-        def log_det(shift: Tensor) -> Tensor:
-            weights = torch.exp(-shift.to(cores))
-            inner = torch.eye(len(cores[0]), dtype=cores.dtype, device=cores.device)
-            inner = inner + (weights.view(-1, 1, 1) * cores).sum(0)
-            beyond = count * torch.log1p(eigenvalue * (shares * weights).sum())
-            return cholesky_log_det(cholesky_of(inner)) + beyond + constant
-
-        return log_det
+        rest = fine.estimate.value - fine.estimate.lower
+        return approximate_log_det(fine.base.group_grams(), fine._used.mean(0), rest)
 
     # --- solves and samples
 
@@ -344,49 +327,37 @@ class IterativePrecision(PosteriorPrecision):
 
     def _blocks(self, rows: Jacobian, root: Tensor | None) -> Tensor:
         fine = self.refined
-        low = fine.base.covariance_blocks(rows)
-        if fine.probing.complete:
-            return low
-        seen = fine._left.outputs(rows)
-        rest = seen @ seen.mT
-        blocks = low - rest
-        uncertain = fine._left.uncertain(blocks, rest)
-        if root is not None:
-            eye = torch.eye(root.shape[2], dtype=root.dtype, device=root.device)
-            uncertain |= fine._left.uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root)
-        solved = uncertain.nonzero().squeeze(1)
-        if len(solved):
-            blocks[solved] = fine._solved_blocks(rows.subset(solved))
-        return blocks
-
-    def _solved_blocks(self, rows: Jacobian) -> Tensor:
-        """V by solves. With solutions X, their residuals R and rows J, in units of the prior: V = JXᵀ + XRᵀ + EĤEᵀ.
-
-        The last term, of the errors E of X, is of second order and is left out: residuals are the root of what they are
-        in other solves.
-        """
-        n, k = rows.num_examples, rows.num_cotangents
-        tolerance, found = torch.finfo(self.curvature.like.dtype).eps ** 0.35, []
-        for some in torch.arange(n, device=rows.f.device).split(max(1, self.probing.together // k)):
-            right = rows.subset(some).dense(self.shapes).transpose(0, 1) * self.base.deviation
-            solved = self.probing.solved(right.flatten(0, 1), tolerance)
-            solutions, residuals = (part.view_as(right) for part in solved)
-            found.append(solutions @ right.mT + residuals @ solutions.mT)
-        return torch.cat(found)
+        return fine.base.covariance_blocks(rows) if fine.probing.complete else fine._left.blocks(rows, root)
 
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
         fine = self.refined
-        joint = fine.base.covariance(rows)
         if fine.probing.complete:
-            return joint
-        seen = fine._left.outputs(rows)
-        own = joint.view(rows.num_examples, rows.num_cotangents, rows.num_examples, -1)
-        rest = seen @ seen.mT
-        if bool(fine._left.uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - rest, rest).any()):
-            return PosteriorPrecision.covariance(fine, rows)
-        flat = seen.flatten(0, 1)
-        return joint.addmm_(flat, flat.T, alpha=-1.0)
+            return fine.base.covariance(rows)
+        found = fine._left.joint(rows)
+        return PosteriorPrecision.covariance(fine, rows) if found is None else found
+
+
+def approximate_log_det(cores: Tensor, left: Tensor, rest: float) -> Callable[[Tensor], Tensor]:
+    """log det (I + Σ_g e^(-s_g) F_gF_gᵀ) + k log (1 + Σ_g e^(-s_g) t_g/k) + constant, in changes s_g of log δ_g.
+
+    Exact in the low rank, of which `cores` has F_gF_gᵀ (G, r, r). What it leaves has k equal eigenvalues with the trace
+    t, so that its value `rest` and its derivatives at 0, minus `left` (G,), are those of the estimates. Value and
+    gradient are those of one function, unlike the estimates themselves.
+    """
+    used = float(left.sum())
+    eigenvalue = _common_eigenvalue(used, rest)
+    count, shares = used * (1.0 + eigenvalue) / eigenvalue, left.to(cores) / max(used, 1e-300)
+    constant = rest - count * math.log1p(eigenvalue)
+
+    def log_det(shift: Tensor) -> Tensor:
+        weights = torch.exp(-shift.to(cores))
+        inner = torch.eye(len(cores[0]), dtype=cores.dtype, device=cores.device)
+        inner = inner + (weights.view(-1, 1, 1) * cores).sum(0)
+        beyond = count * torch.log1p(eigenvalue * (shares * weights).sum())
+        return cholesky_log_det(cholesky_of(inner)) + beyond + constant
+
+    return log_det
 
 
 def _common_eigenvalue(used: float, log_det: float) -> float:

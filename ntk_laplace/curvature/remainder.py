@@ -92,3 +92,43 @@ class Remainder:
             return count
 
         return min(int(self._probing.curvature.largest(needed_at)), most, self._most)
+
+    def blocks(self, rows: Jacobian, root: Tensor | None = None) -> Tensor:
+        """V, diagonal blocks (n, C, C), solved exactly where it is uncertain, or I - SᵀVS for a root S (n, C, R)."""
+        seen = self.outputs(rows)
+        rest = seen @ seen.mT
+        blocks = self._probing.base.covariance_blocks(rows) - rest
+        uncertain = self.uncertain(blocks, rest)
+        if root is not None:
+            eye = torch.eye(root.shape[2], dtype=root.dtype, device=root.device)
+            uncertain |= self.uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root)
+        solved = uncertain.nonzero().squeeze(1)
+        if len(solved):
+            blocks[solved] = self.solved_blocks(rows.subset(solved))
+        return blocks
+
+    def solved_blocks(self, rows: Jacobian) -> Tensor:
+        """V by solves. With solutions X, their residuals R and rows J, in units of the prior: V = JXᵀ + XRᵀ + EĤEᵀ.
+
+        The last term, of the errors E of X, is of second order and is left out: residuals are the root of what they are
+        in other solves.
+        """
+        probing, n, k = self._probing, rows.num_examples, rows.num_cotangents
+        shapes, found = probing.curvature.shapes, []
+        tolerance = torch.finfo(probing.curvature.like.dtype).eps ** 0.35
+        for some in torch.arange(n, device=rows.f.device).split(max(1, probing.together // k)):
+            right = rows.subset(some).dense(shapes).transpose(0, 1) * probing.base.deviation
+            solved = probing.solved(right.flatten(0, 1), tolerance)
+            solutions, residuals = (part.view_as(right) for part in solved)
+            found.append(solutions @ right.mT + residuals @ solutions.mT)
+        return torch.cat(found)
+
+    def joint(self, rows: Jacobian) -> Tensor | None:
+        """V, joint and interleaved, (nC, nC); None if a diagonal block is uncertain."""
+        joint, seen = self._probing.base.covariance(rows), self.outputs(rows)
+        own = joint.view(rows.num_examples, rows.num_cotangents, rows.num_examples, -1)
+        rest = seen @ seen.mT
+        if bool(self.uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - rest, rest).any()):
+            return None
+        flat = seen.flatten(0, 1)
+        return joint.addmm_(flat, flat.T, alpha=-1.0)

@@ -13,15 +13,22 @@ from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_ch
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import marginal_factor
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
-from ntk_laplace.model.likelihoods.noise import filled, numbers, one_number, positive, unit_factors
+from ntk_laplace.model.likelihoods.noise import (
+    KINDS,
+    filled,
+    kind_of,
+    numbers,
+    one_number,
+    positive,
+    possible_kinds,
+    unit_factors,
+)
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import MultivariateNormalResponse, NormalResponse, Response
 from ntk_laplace.runtime.scalars import scalar
 
 __all__ = ["Gaussian"]
-
-KINDS = ("auto", "scalar", "output", "point", "covariance")
 
 
 @register_likelihood
@@ -63,7 +70,7 @@ class Gaussian(PerOutput):
         super().__init__(missing)
         require_choice(kind, KINDS, f"a kind among {KINDS}", error=HyperparameterError)
         values = numbers(noise)
-        self._kinds = (kind,) if kind != "auto" else _possible_kinds(values)
+        self._kinds = (kind,) if kind != "auto" else possible_kinds(values)
         if "scalar" in self._kinds:
             values = one_number(values)
         if "covariance" in self._kinds:
@@ -293,9 +300,10 @@ class Gaussian(PerOutput):
     def _factor(self, like: Tensor) -> Tensor:
         """Cholesky factor U diag(√D) of the covariance, in the dtype and device of `like`."""
         size = len(self.log_noise)
-        rows, columns = torch.tril_indices(size, size, -1, device=like.device)
         unit = torch.eye(size, dtype=like.dtype, device=like.device)
-        unit = unit if self.coupling is None else unit.index_put((rows, columns), self.coupling.to(like))
+        if self.coupling is not None:
+            rows, columns = torch.tril_indices(size, size, -1, device=like.device)
+            unit = unit.index_put((rows, columns), self.coupling.to(like))
         return unit * (0.5 * self.log_noise.to(like)).exp()
 
     def _log_det(self, f: Tensor, there: Tensor | None) -> Tensor:
@@ -307,29 +315,10 @@ class Gaussian(PerOutput):
         return 2.0 * self._marginal_factor(f, there).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def _resolve(self, num_examples: int, num_outputs: int, kinds: tuple[str, ...] = ()) -> str:
-        """Return what the noise means for N examples and C outputs: the only one of `kinds` that its shape fits.
-
-        By default `kinds` are the possible ones.
-        """
-        n, c, size = num_examples, num_outputs, tuple(self.log_noise.shape)
+        """What the noise means for N examples and C outputs; see `kind_of`."""
+        size = tuple(self.log_noise.shape)
         shape = size if self.coupling is None else (*size, *size)
-        allowed: dict[str, list[tuple[int, ...]]] = {
-            "scalar": [()], "output": [(c,)], "point": [(n,), (n, c)], "covariance": [(c, c)],
-        }
-        kinds = tuple(kind for kind in kinds or self._kinds if shape in allowed[kind])
-        if not kinds:
-            raise HyperparameterError(
-                f"noise of shape (), ({c},), ({n},), ({n}, {c}) or ({c}, {c}) for {n} examples of {c} outputs",
-                f"shape {shape}",
-                "Pass one variance, one per output, one per point, or a covariance of the outputs.",
-            )
-        if len(kinds) > 1:
-            raise HyperparameterError(
-                f"noise of an unambiguous shape for {n} examples of {c} outputs",
-                f"shape {shape}, which could be one per point or of kind {kinds[0]!r}",
-                f'Say which: Gaussian(noise, kind="{kinds[0]}") or Gaussian(noise, kind="point").',
-            )
-        return kinds[0]
+        return kind_of(shape, kinds or self._kinds, num_examples, num_outputs)
 
     def _no_noise(self, what: str) -> UnsupportedError:
         return UnsupportedError(
@@ -337,12 +326,3 @@ class Gaussian(PerOutput):
             what,
             "Give the noise there: predict(x, likelihood=ntkl.Gaussian(noise=...)).",
         )
-
-
-def _possible_kinds(values: Tensor) -> tuple[str, ...]:
-    """What noise of this shape may mean; N and C decide between two."""
-    if values.numel() == 1:
-        return ("scalar",)
-    if values.dim() < 2:
-        return "output", "point"
-    return ("covariance", "point") if values.dim() == 2 and values.shape[0] == values.shape[1] else ("point",)

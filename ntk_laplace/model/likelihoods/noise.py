@@ -1,4 +1,4 @@
-"""Checks of the noise that a Gaussian likelihood is given; each raises a `HyperparameterError`."""
+"""The noise that a Gaussian likelihood is given: its checks, each a `HyperparameterError`, and what its shape means."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch import Size, Tensor
 
 from ntk_laplace.errors import HyperparameterError
 
-__all__ = ["filled", "numbers", "one_number", "positive", "unit_factors"]
+__all__ = ["KINDS", "filled", "kind_of", "numbers", "one_number", "positive", "possible_kinds", "unit_factors"]
+
+KINDS = ("auto", "scalar", "output", "point", "covariance")
 
 
 def numbers(noise: Any) -> Tensor:
@@ -64,3 +66,34 @@ def unit_factors(covariance: Tensor) -> tuple[Tensor, Tensor]:
     scale = factor.diagonal()
     rows, columns = torch.tril_indices(len(scale), len(scale), -1)
     return 2.0 * scale.log(), (factor / scale)[rows, columns]
+
+
+def possible_kinds(values: Tensor) -> tuple[str, ...]:
+    """What noise of this shape may mean; N and C decide between two."""
+    if values.numel() == 1:
+        return ("scalar",)
+    if values.dim() < 2:
+        return "output", "point"
+    return ("covariance", "point") if values.dim() == 2 and values.shape[0] == values.shape[1] else ("point",)
+
+
+def kind_of(shape: tuple[int, ...], kinds: tuple[str, ...], num_examples: int, num_outputs: int) -> str:
+    """What noise of this shape means for N examples and C outputs: the only one of `kinds` that the shape fits."""
+    n, c = num_examples, num_outputs
+    allowed: dict[str, list[tuple[int, ...]]] = {
+        "scalar": [()], "output": [(c,)], "point": [(n,), (n, c)], "covariance": [(c, c)],
+    }
+    kinds = tuple(kind for kind in kinds if shape in allowed[kind])
+    if not kinds:
+        raise HyperparameterError(
+            f"noise of shape (), ({c},), ({n},), ({n}, {c}) or ({c}, {c}) for {n} examples of {c} outputs",
+            f"shape {shape}",
+            "Pass one variance, one per output, one per point, or a covariance of the outputs.",
+        )
+    if len(kinds) > 1:
+        raise HyperparameterError(
+            f"noise of an unambiguous shape for {n} examples of {c} outputs",
+            f"shape {shape}, which could be one per point or of kind {kinds[0]!r}",
+            f'Say which: Gaussian(noise, kind="{kinds[0]}") or Gaussian(noise, kind="point").',
+        )
+    return kinds[0]
