@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -76,3 +77,19 @@ def test_the_checks_find_what_they_look_for() -> None:
     assert BANNED.search("The linearised model.") and BANNED.search("At the door") and not BANNED.search("indoor")
     module = '"""One.\n\nTwo."""\nx = "door"  # three\n'
     assert [line for _, line in prose_of_module(module) if line] == ['"""One.', 'Two."""', "# three"]
+
+
+def test_public_methods_are_documented() -> None:
+    """In their class, or in a class of the library that it derives from."""
+    classes = {node.name: node for module in MODULES for node in ast.walk(ast.parse(module.read_text()))
+               if isinstance(node, ast.ClassDef)}
+
+    def documented(owner: str, method: str) -> bool:
+        own = [node for node in classes[owner].body if isinstance(node, ast.FunctionDef) and node.name == method]
+        bases = [re.split(r"[.\[]", ast.unparse(base))[0] for base in classes[owner].bases]
+        return any(map(ast.get_docstring, own)) or any(documented(base, method) for base in bases if base in classes)
+
+    missing = [f"{name}.{node.name}" for name, owner in classes.items() for node in owner.body
+               if isinstance(node, ast.FunctionDef) and not name.startswith("_") and not node.name.startswith("_")
+               and not documented(name, node.name)]
+    assert missing == []

@@ -96,12 +96,10 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
     # --- evidence
 
     def log_det(self) -> Tensor:
-        """log det B."""
         return self.matrix.log_det()
 
     @collective_property
     def log_det_rounding(self) -> float:
-        """Of B, from the pivots of its factorization."""
         return self.matrix.pivot_rounding()
 
     def _column_squares(self, matrix: Tensor) -> Tensor:
@@ -142,7 +140,6 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
     # --- solves
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """H⁻¹ v for vectors (..., P), by the Woodbury identity: P0⁻¹(v - JᵀS B⁻¹ SᵀJ P0⁻¹ v)."""
         scaled = vectors.reshape(-1, self.num_parameters) / self.prior_precision
         return (scaled - self._seen_many(scaled)).view_as(vectors)
 
@@ -183,7 +180,6 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         return self._dealt(rows.num_examples, self.matrix.size * k, blocks)
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
         k = rows.num_cotangents
 
         def half(part: slice) -> Tensor:

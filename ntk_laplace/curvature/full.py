@@ -69,7 +69,6 @@ class FullPrecision(PosteriorPrecision):
     # --- evidence
 
     def log_det(self) -> Tensor:
-        """log det B = log det H - log det P0."""
         return cholesky_log_det(self.factor) - self._log_det_prior
 
     @cached_property
@@ -96,7 +95,6 @@ class FullPrecision(PosteriorPrecision):
         return cholesky_log_det(self._factorized(factor)) - self._log_det_prior - self.num_parameters * math.log(factor)
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """H⁻¹ v for vectors (..., P)."""
         return solve_spd(self.factor, vectors.reshape(-1, len(self.factor)).T).T.view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
@@ -108,7 +106,6 @@ class FullPrecision(PosteriorPrecision):
     # --- covariance of f
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         k, n = rows.num_cotangents, rows.num_examples
         blocks = self.factor.new_empty(n, k, k)
         for part in self._panels(rows):
@@ -117,7 +114,6 @@ class FullPrecision(PosteriorPrecision):
         return blocks
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
         k, n = rows.num_cotangents, rows.num_examples
         half = self._half(rows).view(-1, k, n).transpose(1, 2).reshape(-1, n * k)
         return half.T @ half
@@ -129,6 +125,5 @@ class FullPrecision(PosteriorPrecision):
     # --- samples
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from N(0, H⁻¹), (count, P)."""
         noise = normal((len(self.factor), count), self.factor, generator)
         return solve_lower(self.factor, noise, transpose=True).T

@@ -84,7 +84,6 @@ class BlockwisePrecision(PosteriorPrecision):
         return used
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """H⁻¹ v for vectors (..., P)."""
         return self._by_block(vectors, lambda own, v: v / own, solve_spd)
 
     def multiply(self, vectors: Tensor) -> Tensor:
@@ -92,7 +91,6 @@ class BlockwisePrecision(PosteriorPrecision):
         return self._by_block(vectors, lambda own, v: v * own, lambda factor, v: (low := factor.tril()) @ (low.T @ v))
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from N(0, H⁻¹), (count, P)."""
         like = self.prior_precision
         noise = normal((len(like), count), like, generator)
         return self._by_block(noise.T, lambda own, v: v * own.rsqrt(), lambda factor, v: solve_lower(factor, v, True))
@@ -112,7 +110,6 @@ class BlockwisePrecision(PosteriorPrecision):
     # --- covariance of f
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         k, n = rows.num_cotangents, rows.num_examples
         blocks = diagonal_blocks(rows, self._variances) if self._variances else rows.f.new_zeros(n, k, k)
         for part in self._panels(rows) if self._blocks else ():
@@ -122,7 +119,6 @@ class BlockwisePrecision(PosteriorPrecision):
         return blocks
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
         k, n = rows.num_cotangents, rows.num_examples
         joint = gram(rows, None, self._variances) if self._variances else rows.f.new_zeros(n * k, n * k)
         for half in self._halves(rows):
@@ -191,7 +187,6 @@ class GivenPrecision(PosteriorPrecision):
         return self.inner.effective_error * float((self.prior_precision / self.inner.prior_precision).max())
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """H⁻¹ v for vectors (..., P)."""
         return self.inner.solve(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
@@ -199,17 +194,13 @@ class GivenPrecision(PosteriorPrecision):
         return self.inner.multiply(vectors)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from N(0, H⁻¹), (count, P)."""
         return self.inner.sample(count, generator)
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         return self.inner.covariance_blocks(rows)
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
         return self.inner.covariance(rows)
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
-        """V between later rows and these, which have one cotangent."""
         return self.inner.cross_covariance(rows)

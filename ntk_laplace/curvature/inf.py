@@ -239,7 +239,6 @@ class InfBlock(BlockPrecision):
         return cholesky_log_det(factor).double() - torch.log(weights * self.precision).double().sum()
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B with the precision multiplied by each of `factors` (m,): (m,)."""
         return torch.stack([
             self._log_det(self.kept, self.exact, (self.precision * factor).log()) for factor in factors.to(self.exact)
         ])

@@ -300,7 +300,6 @@ class IterativePrecision(PosteriorPrecision):
         return found
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         if draws_suffice(self.variance_error, rows.num_cotangents) and self.drawn_for_variances is not None:
             seen = self.drawn_for_variances.outputs(rows, tuning.REMAINDER_DRAWS)
             return seen @ seen.mT
@@ -330,7 +329,6 @@ class IterativePrecision(PosteriorPrecision):
         return fine.base.covariance_blocks(rows) if fine.probing.complete else fine._left.blocks(rows, root)
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
         fine = self.refined
         if fine.probing.complete:
             return fine.base.covariance(rows)

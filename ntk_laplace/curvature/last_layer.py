@@ -97,7 +97,6 @@ class LastLayerPrecision(FunctionSpacePrecision):
     # --- evidence
 
     def log_det(self) -> Tensor:
-        """log det B."""
         return self._factors.log_det.to(self.rows.dtype)
 
     @property
@@ -106,7 +105,6 @@ class LastLayerPrecision(FunctionSpacePrecision):
         return 0.0
 
     def log_det_at(self, factor: float) -> Tensor:
-        """log det B with all prior precisions multiplied by a factor."""
         own = self._factors
         found = OutputFactors.of(own.features * factor**-0.5, own.form, self._turn is not None, keep=False)
         return found.log_det.to(self.rows.dtype)
@@ -163,7 +161,6 @@ class LastLayerPrecision(FunctionSpacePrecision):
     # --- H⁻¹
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """H⁻¹ v for vectors (..., P)."""
         flat = (vectors / self.prior_precision).reshape(-1, self.num_parameters)
         found = flat.clone()
         for part in panels(len(flat), 8 * self.form.diagonal.numel(), tuning.COVARIANCE_BYTES):
@@ -235,7 +232,6 @@ class LastLayerPrecision(FunctionSpacePrecision):
         return found
 
     def variances_of_outputs(self, rows: Jacobian) -> Tensor:
-        """Diagonals of `covariance_blocks`, (n, K)."""
         block = self._block_of(rows)
         if block is None or not block.constant:
             return super().variances_of_outputs(rows)

@@ -50,15 +50,12 @@ class LeadingRows(Sketch):
         return self, LeadingRowsPrecision(self.rows, None, curvature.prior, curvature.shapes)
 
     def scaled(self, factor: float) -> LeadingRows:
-        """The rows of c JᵀΛJ."""
         return replace(self, rows=self.rows.weighted(self.rows.f.new_full((len(self.rows.f), 1, 1), factor**0.5)))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LeadingRows:
-        """The rows on another device, with another dtype."""
         return replace(self, rows=self.rows.to(dtype, device), rest=self.rest.to(device, dtype))
 
     def record(self) -> dict[str, Any]:
-        """Plain containers of tensors."""
         return {"rows": self.rows.record(), "rest": self.rest, "limit": self.limit, "exhausted": self.exhausted}
 
     def rank_left(self, curvature: Curvature) -> int:
@@ -100,12 +97,10 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
 
     @property
     def rank(self) -> int:
-        """r."""
         return len(self.factor)
 
     @cached_property
     def trace(self) -> float:
-        """tr FP0⁻¹Fᵀ."""
         return float(diagonal_blocks(self.weighted, self.variances).sum(dtype=torch.float64))
 
     @cached_property
@@ -117,7 +112,6 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
         return float(vector.norm())
 
     def products(self, vectors: Tensor) -> Tensor:
-        """FᵀF v for vectors (m, P)."""
         return self._pulled(self._pushed(vectors))
 
     def whitened_solve(self, vectors: Tensor) -> Tensor:
@@ -126,7 +120,6 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
         return vectors - self._pulled(seen).mul_(self.deviation)
 
     def whitened_half(self, vectors: Tensor, transpose: bool = False) -> Tensor:
-        """W v, or Wᵀ v, for vectors (m, P)."""
         seen = self._pushed(vectors * self.deviation)
         if transpose:
             self.factor.solve_lower_(self.factor.solve_lower_(seen), transpose=True, shift=1.0)

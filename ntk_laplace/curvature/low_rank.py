@@ -104,7 +104,6 @@ class LowRankPrecision(LowRankBase):
 
     @property
     def rank(self) -> int:
-        """r."""
         return len(self.values)
 
     @property
@@ -148,11 +147,9 @@ class LowRankPrecision(LowRankBase):
     # --- products in units of the prior: M = I + P0^-½FᵀFP0^-½
 
     def products(self, vectors: Tensor) -> Tensor:
-        """FᵀF v for vectors (m, P)."""
         return (vectors @ self.factor.T) @ self.factor
 
     def whitened_solve(self, vectors: Tensor) -> Tensor:
-        """M⁻¹ v for vectors (m, P)."""
         return self._changed(vectors, -1.0 / (1.0 + self.values))
 
     def whitened_half(self, vectors: Tensor, transpose: bool = False) -> Tensor:
@@ -166,7 +163,6 @@ class LowRankPrecision(LowRankBase):
         return ((seen * weights) @ self.factor).mul_(self.deviation).add_(vectors)
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """H⁻¹ v for vectors (..., P)."""
         flat = vectors.reshape(-1, self.num_parameters) * self.deviation
         return (self.whitened_solve(flat) * self.deviation).view_as(vectors)
 
@@ -176,7 +172,6 @@ class LowRankPrecision(LowRankBase):
         return (self.products(flat) + self.prior_precision * flat).view_as(vectors)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from N(0, H⁻¹), (count, P)."""
         noise = normal((count, self.num_parameters), self.factor, generator)
         return self.whitened_half(noise) * self.deviation
 
@@ -193,6 +188,5 @@ class LowRankPrecision(LowRankBase):
         return less_(diagonal_blocks(rows, self.variances), seen)
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        """V, joint and interleaved, (nC, nC)."""
         seen = rows.products(self.shapes.parts(self.directions)).transpose(0, 1).flatten(0, 1)
         return less_(gram(rows, None, self.variances).unsqueeze(0), seen.unsqueeze(0)).squeeze(0)

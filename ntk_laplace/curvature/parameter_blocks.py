@@ -207,7 +207,6 @@ class SummedRows(LayerRows):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(K, N)."""
         return self.num_cotangents, len(self.f)
 
     @property
@@ -228,7 +227,6 @@ class SummedRows(LayerRows):
         return replace(self, bases=(*self.bases, (left, right)))
 
     def written(self, part: slice) -> Tensor:
-        """Rows of some examples, (n, K, G, o, i)."""
         block = self.block
         total = summed(_written_names(term.subset(part), set(block.names)) for term in self.terms)
         columns = block.entries[2] - (block.bias is not None)

@@ -167,17 +167,14 @@ class RandomSketch(Sketch):
         return replace(self, factor=self.factor[-rank:].clone(), tests=None, mixing=None)
 
     def scaled(self, factor: float) -> RandomSketch:
-        """The sketch of c JᵀΛJ."""
         mixing = None if self.mixing is None else self.mixing * factor**-0.5
         return replace(self, factor=self.factor * factor**0.5, mixing=mixing)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> RandomSketch:
-        """The sketch on another device, with another dtype."""
         tests, mixing = (None if one is None else one.to(device, dtype) for one in (self.tests, self.mixing))
         return RandomSketch(self.factor.to(device, dtype), tests, mixing, self.exhausted)
 
     def record(self) -> dict[str, Any]:
-        """Plain containers of tensors."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def rank_left(self, curvature: Curvature) -> int:

@@ -97,7 +97,6 @@ class SpectralBlock(BlockPrecision):
         return torch.log1p((self.values / self._shift).double()).sum()
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B with the precision multiplied by each of `factors` (m,): (m,)."""
         ratio = (self.values / self._shift).double().flatten()
         return torch.stack([torch.log1p(ratio / factor).sum() for factor in factors.double()])
 
@@ -153,7 +152,6 @@ class SpectralBlock(BlockPrecision):
         return self._turned(rows).inner(self.inverse)
 
     def variances(self, rows: Jacobian) -> Tensor:
-        """Diagonals of `blocks`, (n, K)."""
         return self._turned(rows).inner_diagonal(self.inverse)
 
     def joint(self, rows: Jacobian) -> Tensor:
@@ -203,7 +201,6 @@ class DenseParameterBlock(SpectralBlock):
 
     @cached_property
     def basis(self) -> Basis:
-        """U."""
         vectors = self._side.vectors
         if not isinstance(vectors, Tensor):
             return Basis(None, vectors)
@@ -273,7 +270,6 @@ class KroneckerBlock(SpectralBlock):
 
     @cached_property
     def values(self) -> Tensor:
-        """λ, (G, o, i)."""
         return self.left.unsqueeze(2) * self.right.unsqueeze(1)
 
     @cached_property
@@ -314,11 +310,9 @@ class KroneckerBlock(SpectralBlock):
         return None if found is None else (found[0].to(self.inverse), found[1].to(self.inverse))
 
     def log_det(self) -> Tensor:
-        """log det H - log det P0."""
         return self.log_det_curve(self.precision.new_ones(1)).squeeze(0) if self.damped else super().log_det()
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B with the precision multiplied by each of `factors` (m,): (m,)."""
         if not self.damped:
             return super().log_det_curve(factors)
         root = (factors * self.precision).sqrt().double().view(-1, 1, 1)
@@ -351,7 +345,6 @@ class KroneckerBlock(SpectralBlock):
         return (1.0 - self._shift * self.inverse).sum(dtype=torch.float64)
 
     def quadratic(self, vector: Tensor) -> Tensor:
-        """zᵀ (H - P0) z for z (G, o, i)."""
         if not self.damped:
             return super().quadratic(vector)
         return ((1.0 / self.inverse - self.precision) * self.basis.turn(vector).square()).sum(dtype=torch.float64)

@@ -199,7 +199,6 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     # --- H⁻¹ and its root
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """H⁻¹ v for vectors (..., P)."""
         return self._by_block(lambda block, v: block.solve(v), vectors, vectors / self.prior_precision)
 
     def multiply(self, vectors: Tensor) -> Tensor:
@@ -220,28 +219,23 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         return untouched
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from N(0, H⁻¹), (count, P)."""
         return self.factor(normal((count, self.num_parameters), self._by_group, generator))
 
     # --- covariance of f
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         k, n = rows.num_cotangents, rows.num_examples
         return sum((part.blocks(rows) for part in self.algebras), start=rows.f.new_zeros(n, k, k))
 
     def variances_of_outputs(self, rows: Jacobian) -> Tensor:
-        """Diagonals of `covariance_blocks`, (n, C)."""
         start = rows.f.new_zeros(rows.num_examples, rows.num_cotangents)
         return sum((part.variances(rows) for part in self.algebras), start=start)
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
         size = rows.num_examples * rows.num_cotangents
         return sum((part.joint(rows) for part in self.algebras), start=rows.f.new_zeros(size, size))
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
-        """V between later rows and these, which have one cotangent."""
         found = [part.cross_covariance(rows) for part in self.algebras]
         return CrossCovariance(partial(_added_products, found, rows.num_examples), sum(part.numbers for part in found))
 

@@ -55,16 +55,13 @@ class ProcessGroupReducer(Reducer):
 
     @property
     def rank(self) -> int:
-        """Number of this process in the group."""
         return dist.get_rank(self.group)
 
     @property
     def world_size(self) -> int:
-        """Number of processes in the group."""
         return dist.get_world_size(self.group)
 
     def sum_(self, *tensors: Tensor) -> None:
-        """Replace each tensor by its sum over the processes, in place, one all-reduce each."""
         for tensor in tensors:
             whole = tensor.contiguous()  # the tensor itself, where it is
             with _lost_processes():

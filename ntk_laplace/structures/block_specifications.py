@@ -52,7 +52,6 @@ class KroneckerSpec(StructuredSpec):
         return self.squares
 
     def algebra(self, summary: Summary, eigenbasis: Eigenbasis, extra: Any, precision: Tensor) -> BlockPrecision:
-        """Factorization of H on one parameter block at one precision, 0-d or (G, o, i)."""
         if summary.block.kind == "kronecker":
             return self.kronecker(summary, eigenbasis, extra, precision)
         return super().algebra(summary, eigenbasis, extra, precision)

@@ -77,7 +77,6 @@ class GaussianStructure(StreamedStructure):
     inner: PosteriorPrecision = field(kw_only=True)
 
     def displaced(self, model: LinearizedModel) -> GaussianStructure:
-        """The structure with the outputs of the linearized network at the model's displacement."""
         found = super().displaced(model)
         return found if found is self else replace(found, base=self.points)
 
@@ -106,7 +105,6 @@ class GaussianStructure(StreamedStructure):
         return record
 
     def to(self, device: torch.device, dtype: torch.dtype) -> GaussianStructure:
-        """The precision on another device, with another dtype."""
         like = self.inner.prior_precision
         same = (like.device, like.dtype) == (device, dtype)
         inner = self.inner if same else moved_precision(self.inner, device, dtype)

@@ -324,17 +324,14 @@ class UnsavedPoints(TrainingPoints):
 
     @property
     def precision(self) -> torch.dtype:
-        """The floating type whose rounding the outputs had."""
         return self._value.dtype if self.rounded is None else self.rounded
 
     @property
     def num_examples(self) -> int:
-        """N."""
         return self._sizes[0]
 
     @property
     def num_outputs(self) -> int:
-        """C."""
         return self._sizes[1]
 
     @property
@@ -361,7 +358,6 @@ class UnsavedPoints(TrainingPoints):
         return self._value.new_ones(self.num_examples)
 
     def total(self, likelihood: Likelihood) -> float:
-        """Number of examples in the log likelihood: Σ w_n over those with a target."""
         return float(self.num_examples) if self._total is None else self._total
 
     def residual(self, likelihood: Likelihood) -> Tensor:

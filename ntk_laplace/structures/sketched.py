@@ -333,7 +333,6 @@ class SketchedStructure(StreamedStructure):
         return collected(model, self.data, torch.cat([blocks(rows) for rows in self.rows]))
 
     def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
-        """J v, (N, C)."""
         if not self.rows:
             return super().jvp(model, vector)
         named = model.network.unflatten(vector)
@@ -392,7 +391,6 @@ class SketchedStructure(StreamedStructure):
         return {"sketch": sketch.record(), "precision": record}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SketchedStructure:
-        """The structure on another device, with another dtype."""
         sketch, likelihood = self.at.sketch, self.at.likelihood
         at = _AtLikelihood(None if sketch is None else sketch.to(device, dtype),
                            None if likelihood is None else copy.deepcopy(likelihood).to(device),

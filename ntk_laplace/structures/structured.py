@@ -163,7 +163,6 @@ class StructuredStructure(StreamedStructure):
 
     @property
     def parameter_blocks(self) -> list[ParameterBlock]:
-        """Which parameters share a factorization, and of which kind."""
         return list(self.at.accumulated.parameter_blocks)
 
     @property
@@ -179,7 +178,6 @@ class StructuredStructure(StreamedStructure):
     # --- algebra
 
     def posterior_precision(self, model: LinearizedModel) -> BlockDiagonalPrecision:
-        """The factorized posterior precision at the current hyperparameters."""
         parts = list(zip(self.summaries(model), self.at.scaled_eigenbases(), self.at.extras, strict=True))
         return block_precision(self.spec, parts, model.prior, model.network.shapes, model.theta)
 
@@ -260,7 +258,6 @@ class StructuredStructure(StreamedStructure):
         }
 
     def to(self, device: torch.device, dtype: torch.dtype) -> StructuredStructure:
-        """The sums on another device, with another dtype."""
         at = self.at
         gathered = replace(
             at.accumulated, summaries=[summary.to(device, dtype) for summary in at.accumulated.summaries],

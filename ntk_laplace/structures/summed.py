@@ -185,7 +185,6 @@ class SummedStructure(StreamedStructure):
         return self.sums(model)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SummedStructure:
-        """The structure on another device, with another dtype."""
         sums, likelihood = self.at.sums, self.at.likelihood
         moved = None if sums is None else {name: total.to(device, dtype) for name, total in sums.items()}
         at = _AtLikelihood(moved, None if likelihood is None else copy.deepcopy(likelihood).to(device))

@@ -164,7 +164,6 @@ class BlockState(VariationalState):
         })
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Continue from them."""
         record = copy.deepcopy(dict(record))
         self.mean = record["mean"].to(self.mean)
         self._sums, self._ratio = _of_record(record["used"], self.mean)

@@ -64,12 +64,10 @@ class StateIteration(Iteration):
 
     @property
     def mean(self) -> Tensor:
-        """μ, (P,)."""
         return self._state.mean
 
     @property
     def precision(self) -> PosteriorPrecision:
-        """H of the present q."""
         return self._state.precision
 
 
@@ -102,7 +100,6 @@ class SampledIteration(StateIteration):
 
     @property
     def rows_kept(self) -> int | None:
-        """Number of rows that represent H; None if it is a matrix of parameters."""
         return self._state.rows_kept
 
     @property

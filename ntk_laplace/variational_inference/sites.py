@@ -167,7 +167,6 @@ class AnchoredSites(Iteration):
 
     @property
     def mean(self) -> Tensor:
-        """μ, (P,)."""
         return self._anchor.theta + self._displacement
 
     @property

@@ -156,7 +156,6 @@ class DenseState(VariationalState):
         return {"mean": self.mean.clone(), "excess": self._excess.clone()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Continue from them."""
         self.mean = record["mean"].to(self.mean)
         self._excess.copy_(record["excess"])
         self._precision = None
@@ -305,7 +304,6 @@ class FunctionSpaceState(VariationalState):
         })
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Continue from them."""
         record = copy.deepcopy(dict(record))
         self.mean, self._ratio = record["mean"].to(self.mean), record["ratio"].to(self.mean)
         self._scales, self._grams = record["scales"].to(self.mean), [own.to(self.mean) for own in record["grams"]]

@@ -133,7 +133,6 @@ class Everywhere(Likelihood):
         return count
 
     def at_position(self) -> Likelihood:
-        """The likelihood of one position."""
         return self.likelihood
 
     def apart(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +140,6 @@ class Everywhere(Likelihood):
         return self._flat(f), self._flat_targets(y)
 
     def together(self, marginals: Response) -> EverywhereResponse:
-        """Responses of n L positions as those of n examples."""
         return EverywhereResponse(self, marginals)
 
     def _per_position(self, num_outputs: int) -> int:

@@ -76,15 +76,12 @@ class DiagonalGaussian(WeightGaussian):
         self._precision = precision
 
     def noise(self, count: int, generator: Generator) -> Tensor:
-        """Draws from N(0, Q⁻¹), (count, P)."""
         return normal((count, len(self.mean)), self.mean, generator) * self._precision.rsqrt()
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """Q v for vectors (m, P)."""
         return vectors * self._precision
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """Q⁻¹ v for vectors (m, P)."""
         return vectors / self._precision
 
 
@@ -99,15 +96,12 @@ class DenseGaussian(WeightGaussian):
         self._inverse = self._root.T @ self._root
 
     def noise(self, count: int, generator: Generator) -> Tensor:
-        """Draws from N(0, Q⁻¹), (count, P)."""
         return normal((count, len(self.mean)), self.mean, generator) @ self._root
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """Q v for vectors (m, P)."""
         return vectors @ self._matrix
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """Q⁻¹ v for vectors (m, P)."""
         return vectors @ self._inverse
 
 

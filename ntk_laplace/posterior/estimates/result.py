@@ -176,7 +176,6 @@ class AnnealedEvidence(EvidenceEstimate):
 
     @property
     def words(self) -> str:
-        """Whether to trust the value, and why."""
         found = [super().words]
         if self.stuck:
             found.append(f"{self.stuck} of {self.samples} chains were stuck")

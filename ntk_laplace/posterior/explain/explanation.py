@@ -203,7 +203,6 @@ class Explanation(Ranked):
         }
 
     def contributed(self) -> Tensor:
-        """Sum of all contributions, (n, C)."""
         return self.contributions.sum(1)
 
     def __repr__(self) -> str:

@@ -116,7 +116,6 @@ class Ranking(Ranked):
         return [self._entry(i, j, effect) for j, effect in list(pairs)[: self._kept(k)]]
 
     def contributed(self) -> Tensor:
-        """Sum of all contributions, (n, C)."""
         return self.total
 
     def __repr__(self) -> str:

@@ -50,7 +50,6 @@ class LinearizedLikelihood(WeightLikelihood):
         return self._f + self._rows.products(self._shapes.parts(thetas - self._theta)).permute(2, 1, 0)
 
     def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
-        """log p(D | θ_s), (S,), nats. Example weights (S, N) replace those of the data."""
         return self._points.values(self.outputs(thetas), weights=weights)
 
     def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
@@ -67,7 +66,6 @@ class LinearizedLikelihood(WeightLikelihood):
         return LocalCurvature(self._pulled(residual.detach()), products)
 
     def at_once(self) -> int:
-        """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
         return max(1, tuning.CHAIN_BYTES // (8 * self._f.nbytes))
 
     def _pulled(self, cotangents: Tensor) -> Tensor:
@@ -75,7 +73,6 @@ class LinearizedLikelihood(WeightLikelihood):
         return self._rows.transposed_products(cotangents.permute(2, 1, 0), self._shapes)
 
     def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`values`, and their gradients, (S, P)."""
         values, residual = self._points.values_and_residuals(self.outputs(thetas), weights=weights)
         return values, self._pulled(residual)
 

@@ -93,7 +93,6 @@ class NetworkLikelihood(WeightLikelihood):
         self._fitting = min(self._reducer.gather(fitting))
 
     def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
-        """log p(D | θ_s), (S,), nats; -inf where it is not finite. Example weights (S, N) replace those of the data."""
         total, weights = thetas.new_zeros(len(thetas)), None if weights is None else weights[:, self._numbers]
         with torch.no_grad():
             for some, part, x in self._passes(thetas):
@@ -103,7 +102,6 @@ class NetworkLikelihood(WeightLikelihood):
         return total
 
     def outputs(self, thetas: Tensor) -> Tensor:
-        """Outputs at the training points, (S, N, C)."""
         f = thetas.new_empty(len(thetas), *self._share.shape)
         with torch.no_grad():
             for some, part, x in self._passes(thetas):
@@ -186,11 +184,9 @@ class NetworkLikelihood(WeightLikelihood):
                 yield GradientGraph(some, own, differentiated(value, own, None))
 
     def at_once(self) -> int:
-        """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
         return self._fitting
 
     def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`values`, and their gradients, (S, P)."""
         total, gradients = thetas.new_zeros(len(thetas)), torch.zeros_like(thetas)
         weights = None if weights is None else weights[:, self._numbers]
         for some, part, x in self._passes(thetas):

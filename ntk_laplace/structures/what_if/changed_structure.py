@@ -55,17 +55,14 @@ class MovedPoints(TrainingPoints):
 
     @property
     def num_examples(self) -> int:
-        """N."""
         return self._unmoved.num_examples
 
     @property
     def num_outputs(self) -> int:
-        """C."""
         return self._unmoved.num_outputs
 
     @property
     def counts(self) -> Tensor:
-        """The weights, (N,); ones if there are none."""
         return self._unmoved.counts
 
 
@@ -126,7 +123,6 @@ class ChangedStructure(Structure):
 
     @property
     def parameter_blocks(self) -> Sequence[ParameterBlock]:
-        """Which parameters share a factorization, and of which kind."""
         return self.inner.parameter_blocks
 
     def changed(
@@ -263,7 +259,6 @@ class ChangedStructure(Structure):
         return {}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ChangedStructure:
-        """The structure with sums, rows and points on another device, with another dtype."""
         unmoved_points = self.unmoved_points.to(device, dtype)
         return replace(
             self, inner=self.inner.to(device, dtype), unmoved_points=unmoved_points,
