@@ -53,22 +53,16 @@ def class_probabilities(probabilities: ArrayLike) -> NDArray[np.float64]:
     if table.ndim == 1:
         table = table[:, None]
     if table.ndim != 2 or table.size == 0:
-        raise DataError(
-            "probabilities of shape (N, C), (N, 1) or (N,)",
-            f"shape {table.shape}",
-            "Pass one row per example.",
-        )
+        raise DataError("probabilities of shape (N, C), (N, 1) or (N,)", f"shape {table.shape}",
+                        "Pass one row per example.")
     if table.shape[1] == 1:
         table = np.concatenate([1.0 - table, table], axis=1)
     # float32 sums have rounding errors of about 1e-6; NaN fails the comparison and is detected too
     bad = ~((table >= 0).all(1) & (table <= 1 + 1e-5).all(1) & (np.abs(table.sum(1) - 1) < 1e-4))
     if bad.any():
         first = int(bad.argmax())
-        raise DataError(
-            "probabilities in [0, 1] that sum to one in each row",
-            f"{table[first]} at example {first}",
-            "Pass the probabilities of a predictive distribution, not logits.",
-        )
+        raise DataError("probabilities in [0, 1] that sum to one in each row", f"{table[first]} at example {first}",
+                        "Pass the probabilities of a predictive distribution, not logits.")
     return table
 
 
@@ -115,11 +109,8 @@ def mean_log_likelihood(predictive: Distribution, targets: torch.Tensor) -> floa
     """
     scores = predictive.log_prob(targets)
     if scores.ndim != 1:
-        raise TargetError(
-            "one log probability per example",
-            f"log probabilities of shape {tuple(scores.shape)}",
-            "Give the targets the shape of the predictive's samples.",
-        )
+        raise TargetError("one log probability per example", f"log probabilities of shape {tuple(scores.shape)}",
+                          "Give the targets the shape of the predictive's samples.")
     present = _present(predictive, targets)
     return float((scores if present is None else scores[present]).mean())
 
@@ -271,11 +262,8 @@ def interval_coverage(
     middle, spread, truth = _array(mean).ravel(), _array(variance).ravel(), _array(targets).ravel()
     wanted = torch.as_tensor(_levels(levels))
     if not middle.size == spread.size == truth.size or truth.size == 0:
-        raise TargetError(
-            f"as many targets and variances as means, {middle.size}",
-            f"{truth.size} targets and {spread.size} variances",
-            "Pass one of each for every prediction.",
-        )
+        raise TargetError(f"as many targets and variances as means, {middle.size}",
+                          f"{truth.size} targets and {spread.size} variances", "Pass one of each for every prediction.")
     _require_present(middle, spread, truth)
     if (spread < 0).any():
         raise DataError("variances of at least 0", f"{spread.min():g}", "Pass the variance of the response.")
@@ -353,9 +341,6 @@ def _labels(labels: ArrayLike, table: NDArray[np.float64]) -> NDArray[np.int64]:
     bad = ~((values == np.floor(values)) & (values >= 0) & (values < classes))
     if bad.any():
         first = int(bad.argmax())
-        raise TargetError(
-            f"class labels in 0..{classes - 1}",
-            f"{values[first]:g} at example {first}",
-            "Number the classes from 0.",
-        )
+        raise TargetError(f"class labels in 0..{classes - 1}", f"{values[first]:g} at example {first}",
+                          "Number the classes from 0.")
     return values.astype(np.int64)

@@ -93,11 +93,9 @@ class Summary:
         elif isinstance(own, Lookup):
             self._add_lookup(own, counts)
         else:
-            raise UnsupportedError(
-                f"every batch to reach {self.block.weight!r} through its layer",
-                "a batch that uses it in another operation",
-                'Use structure="diag", "full" or "gp", which follow any graph.',
-            )
+            raise UnsupportedError(f"every batch to reach {self.block.weight!r} through its layer",
+                                   "a batch that uses it in another operation",
+                                   'Use structure="diag", "full" or "gp", which follow any graph.')
 
     def _add_outer(
         self, rows: Outer, sharing: str, products: Products, counts: Tensor | None, rank: int | None

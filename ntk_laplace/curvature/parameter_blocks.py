@@ -147,10 +147,9 @@ class ParameterBlock:
         if not fused:
             return None
         if len(mine) > 1:
-            raise UnsupportedError(
-                f"every batch to reach {self.weight!r} through its layer", "a batch that uses it in another operation",
-                'Use structure="full" or "gp", which follow any graph.',
-            )
+            raise UnsupportedError(f"every batch to reach {self.weight!r} through its layer",
+                                   "a batch that uses it in another operation",
+                                   'Use structure="full" or "gp", which follow any graph.')
         return fused[0]
 
     @property

@@ -367,10 +367,9 @@ class KroneckerBlock(SpectralBlock):
             b = b.sum(3, keepdim=True) if self.sharing == "reduce" else b
             b = turned(b, self.basis.left).permute(1, 0, 3, 2, 4)
         else:
-            raise UnsupportedError(
-                f"every batch to reach {self.block.weight!r} through its layer",
-                "a batch that uses it in another operation", 'Use structure="ekfac", "diag" or "full".',
-            )
+            raise UnsupportedError(f"every batch to reach {self.block.weight!r} through its layer",
+                                   "a batch that uses it in another operation",
+                                   'Use structure="ekfac", "diag" or "full".')
         pulled = torch.einsum("nktgp,gpq->nktgq", b, self._by_outputs(vector))
         return pulled.flatten(2) @ b.flatten(2).mT
 

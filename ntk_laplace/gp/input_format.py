@@ -62,11 +62,8 @@ class InputFormat:
             raise DataError("at least one input", "none", "Pass one or more inputs.")
         if self.shape is not None:
             if x.shape[-1] != self.num_features:
-                raise DataError(
-                    f"rows of {self.num_features} features, input_shape {self.shape} flattened",
-                    f"shape {tuple(x.shape)}",
-                    "Pass x.flatten(1); GPyTorch reads further axes as batches.",
-                )
+                raise DataError(f"rows of {self.num_features} features, input_shape {self.shape} flattened",
+                                f"shape {tuple(x.shape)}", "Pass x.flatten(1); GPyTorch reads further axes as batches.")
             x = x.reshape(len(x), *self.shape)
         return self.cast(x, network)
 

@@ -122,9 +122,8 @@ def joined(parts: Sequence[Response]) -> Response:
 def predictive_from_samples(likelihood: Likelihood, f: Tensor, scalar: bool = False) -> Response:
     """Response averaged over equally likely samples of f (S, n, C) ([T20] 3.14): the ``nn`` method."""
     if f.dim() != 3 or f.shape[0] == 0:
-        raise UnsupportedError(
-            "samples of f of shape (S, n, C), S at least 1", f"shape {tuple(f.shape)}", "Stack samples first."
-        )
+        raise UnsupportedError("samples of f of shape (S, n, C), S at least 1", f"shape {tuple(f.shape)}",
+                               "Stack samples first.")
     return likelihood.average(f, scalar)
 
 

@@ -261,11 +261,9 @@ def require_definite(info: Tensor, before: int, n: int, dtype: torch.dtype) -> N
     NumericalError
     """
     if int(info) != 0:
-        raise NumericalError(
-            "a positive definite matrix",
-            f"a leading minor of order {before + int(info)} of {n} that is not positive ({dtype})",
-            more_digits(dtype),
-        )
+        raise NumericalError("a positive definite matrix",
+                             f"a leading minor of order {before + int(info)} of {n} that is not positive ({dtype})",
+                             more_digits(dtype))
 
 
 def require_full_precision(dtype: torch.dtype, device: torch.device) -> None:

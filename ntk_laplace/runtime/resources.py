@@ -90,11 +90,8 @@ def require_memory(needed: int, device: torch.device, what: str, remedy: str, bu
         return
     limit = available_memory(device) if budget is None else budget
     if needed > limit:
-        raise MemoryBudgetError(
-            f"{what} to fit into {format_bytes(limit)} on {device}",
-            f"a predicted need of {format_bytes(needed)}",
-            remedy,
-        )
+        raise MemoryBudgetError(f"{what} to fit into {format_bytes(limit)} on {device}",
+                                f"a predicted need of {format_bytes(needed)}", remedy)
 
 
 def is_about_memory(error: BaseException) -> bool:

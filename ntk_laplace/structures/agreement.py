@@ -116,10 +116,8 @@ def plain_blocks(names: Container[str], model: LinearizedModel) -> list[Paramete
 
 def unreached(names: Sequence[str], got: str) -> UnsupportedError:
     """The error of parameters that not every batch reaches."""
-    return UnsupportedError(
-        f"every batch to reach {', '.join(names[:3])}", got,
-        'Use structure="diag", "full" or "gp", which follow any graph, or larger batches.',
-    )
+    return UnsupportedError(f"every batch to reach {', '.join(names[:3])}", got,
+                            'Use structure="diag", "full" or "gp", which follow any graph, or larger batches.')
 
 
 def _union(shares: Sequence[Sequence[ParameterBlock]]) -> dict[tuple, ParameterBlock]:

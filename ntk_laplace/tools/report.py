@@ -148,13 +148,10 @@ class Page:
             If the image is not a PNG, or `alt` is empty.
         """
         if image[:8] != b"\x89PNG\r\n\x1a\n":
-            raise DataError(
-                "the bytes of a PNG file", f"bytes that start with {image[:8]!r}", "Use ntk_laplace.plotting.png."
-            )
+            raise DataError("the bytes of a PNG file", f"bytes that start with {image[:8]!r}",
+                            "Use ntk_laplace.plotting.png.")
         if not alt.strip():
-            raise DataError(
-                "a text alternative for the picture", "an empty one", "Describe what the picture shows."
-            )
+            raise DataError("a text alternative for the picture", "an empty one", "Describe what the picture shows.")
         # width and height avoid layout shifts while a long page loads
         width, height = int.from_bytes(image[16:20], "big"), int.from_bytes(image[20:24], "big")
         data = base64.b64encode(image).decode()

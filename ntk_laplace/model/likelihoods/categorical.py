@@ -62,11 +62,8 @@ class Categorical(Likelihood):
     def bind(self, num_examples: int, num_outputs: int) -> None:
         """Check that there are at least two classes."""
         if num_outputs < 2:
-            raise NetworkError(
-                "a network with one output per class for Categorical(), at least 2",
-                f"{num_outputs} output",
-                "Use Bernoulli() for two classes with one output.",
-            )
+            raise NetworkError("a network with one output per class for Categorical(), at least 2",
+                               f"{num_outputs} output", "Use Bernoulli() for two classes with one output.")
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check class labels 0..C-1, (N,), or soft labels, (N, C); -100 marks a missing label."""

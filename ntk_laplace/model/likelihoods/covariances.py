@@ -35,11 +35,8 @@ def covariance_root(covariance: Tensor) -> Tensor:
         If a covariance is not finite, or has a negative eigenvalue larger than rounding errors.
     """
     if not covariance.isfinite().all():
-        raise NumericalError(
-            "finite covariances",
-            f"NaN or infinity at input {first_bad(~covariance.isfinite())}",
-            "Check the inputs and the network's outputs there.",
-        )
+        raise NumericalError("finite covariances", f"NaN or infinity at input {first_bad(~covariance.isfinite())}",
+                             "Check the inputs and the network's outputs there.")
     values, vectors = torch.linalg.eigh(covariance)
     spectrum = values.detach()
     least, largest = float(spectrum.min()), float(spectrum.abs().max())
@@ -71,11 +68,8 @@ def require_positive(variance: Tensor) -> None:
     """Raise a `NumericalError` that names the first input whose variance (n,) is not positive."""
     if not (variance > 0).all():
         index = first_bad(~(variance > 0))
-        raise NumericalError(
-            "positive variances of the response",
-            f"{float(variance.detach()[index]):.3g} at input {index}",
-            more_digits(variance.dtype),
-        )
+        raise NumericalError("positive variances of the response",
+                             f"{float(variance.detach()[index]):.3g} at input {index}", more_digits(variance.dtype))
 
 
 def marginal_factor(covariance: Tensor, there: Tensor) -> Tensor:

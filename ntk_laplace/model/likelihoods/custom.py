@@ -51,11 +51,9 @@ class CustomLikelihood(Likelihood):
         scores = self._log_density(f, y)
         if not isinstance(scores, Tensor) or scores.shape != f.shape[:1]:
             shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise UnsupportedError(
-                f"log densities of shape ({f.shape[0]},), one per example",
-                f"{shape} from your log density",
-                "Sum over the outputs of each example, not over examples.",
-            )
+            raise UnsupportedError(f"log densities of shape ({f.shape[0]},), one per example",
+                                   f"{shape} from your log density",
+                                   "Sum over the outputs of each example, not over examples.")
         return scores
 
     def mean(self, f: Tensor) -> Tensor:

@@ -321,8 +321,5 @@ class Gaussian(PerOutput):
         return kind_of(shape, kinds or self._kinds, num_examples, num_outputs)
 
     def _no_noise(self, what: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"the {len(self.log_noise)} points that the noise per point was given for",
-            what,
-            "Give the noise there: predict(x, likelihood=ntkl.Gaussian(noise=...)).",
-        )
+        return UnsupportedError(f"the {len(self.log_noise)} points that the noise per point was given for", what,
+                                "Give the noise there: predict(x, likelihood=ntkl.Gaussian(noise=...)).")

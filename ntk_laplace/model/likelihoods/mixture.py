@@ -142,9 +142,8 @@ class MixtureResponse(Response):
         pick = torch.randint(samples, (repeats * n,), device=self.f.device)
         response = _given(self._at(index), self.f[pick, index], self.scalar)
         if isinstance(response, MixtureResponse):  # a log density alone defines no sampler
-            raise UnsupportedError(
-                "a likelihood that can draw responses", type(self.likelihood).__name__, "Override distribution(f)."
-            )
+            raise UnsupportedError("a likelihood that can draw responses", type(self.likelihood).__name__,
+                                   "Override distribution(f).")
         y: Tensor = getattr(response, method)()
         if not isinstance(response, Response):  # of a user's class, which knows nothing of outputs of shape (N,)
             y = self._drop(y)

@@ -19,26 +19,23 @@ def numbers(noise: Any) -> Tensor:
     try:
         return torch.as_tensor(noise, dtype=torch.float64).detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise HyperparameterError(
-            "noise as a number or a tensor", repr(noise)[:80], "Pass variances, such as 0.1."
-        ) from error
+        raise HyperparameterError("noise as a number or a tensor", repr(noise)[:80],
+                                  "Pass variances, such as 0.1.") from error
 
 
 def one_number(values: Tensor) -> Tensor:
     """A 0-d tensor."""
     if values.numel() != 1:
-        raise HyperparameterError(
-            'one number for kind="scalar"', f"shape {tuple(values.shape)}", 'Pass a float, or kind="auto".'
-        )
+        raise HyperparameterError('one number for kind="scalar"', f"shape {tuple(values.shape)}",
+                                  'Pass a float, or kind="auto".')
     return values.reshape(())
 
 
 def filled(values: Tensor, shape: Size) -> Tensor:
     """Values in the given shape; one number is expanded to it."""
     if values.numel() != 1 and values.shape != shape:
-        raise HyperparameterError(
-            f"noise of shape {tuple(shape)}, or one number", f"shape {tuple(values.shape)}", "Pass one value for each."
-        )
+        raise HyperparameterError(f"noise of shape {tuple(shape)}, or one number", f"shape {tuple(values.shape)}",
+                                  "Pass one value for each.")
     return values.expand(shape)
 
 
@@ -58,11 +55,9 @@ def unit_factors(covariance: Tensor) -> tuple[Tensor, Tensor]:
     if not symmetric or int(info) != 0 or not covariance.isfinite().all():
         shape = f"shape {tuple(covariance.shape)}"
         fault = "one that is not symmetric" if not symmetric else "one that is not positive definite"
-        raise HyperparameterError(
-            "a noise covariance (C, C) that is symmetric and positive definite",
-            fault if covariance.dim() == 2 else shape,
-            'Noise of one variance per point and output is Gaussian(noise, kind="point").',
-        )
+        raise HyperparameterError("a noise covariance (C, C) that is symmetric and positive definite",
+                                  fault if covariance.dim() == 2 else shape,
+                                  'Noise of one variance per point and output is Gaussian(noise, kind="point").')
     scale = factor.diagonal()
     rows, columns = torch.tril_indices(len(scale), len(scale), -1)
     return 2.0 * scale.log(), (factor / scale)[rows, columns]
@@ -91,9 +86,7 @@ def kind_of(shape: tuple[int, ...], kinds: tuple[str, ...], num_examples: int, n
             "Pass one variance, one per output, one per point, or a covariance of the outputs.",
         )
     if len(kinds) > 1:
-        raise HyperparameterError(
-            f"noise of an unambiguous shape for {n} examples of {c} outputs",
-            f"shape {shape}, which could be one per point or of kind {kinds[0]!r}",
-            f'Say which: Gaussian(noise, kind="{kinds[0]}") or Gaussian(noise, kind="point").',
-        )
+        raise HyperparameterError(f"noise of an unambiguous shape for {n} examples of {c} outputs",
+                                  f"shape {shape}, which could be one per point or of kind {kinds[0]!r}",
+                                  f'Say which: Gaussian(noise, kind="{kinds[0]}") or Gaussian(noise, kind="point").')
     return kinds[0]

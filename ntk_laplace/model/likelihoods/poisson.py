@@ -106,9 +106,7 @@ class Poisson(PerOutput):
         rate = f.exp()
         if not rate.isfinite().all():
             index = first_bad(~rate.isfinite())
-            raise NonFiniteError(
-                f"rates exp(f) within {f.dtype}",
-                f"f = {float(f.detach()[index].max()):.3g} at example {index}",
-                "Scale the network's output, or use float64.",
-            )
+            raise NonFiniteError(f"rates exp(f) within {f.dtype}",
+                                 f"f = {float(f.detach()[index].max()):.3g} at example {index}",
+                                 "Scale the network's output, or use float64.")
         return rate

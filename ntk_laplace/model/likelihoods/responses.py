@@ -138,11 +138,8 @@ class Response(td.Distribution):
             y = y.squeeze(-1)
         inner = self.batch_shape + event
         if y.shape[max(y.dim() - len(inner), 0) :] != inner:
-            raise TargetError(
-                f"targets of shape {tuple(inner)}, with sample dimensions in front if any",
-                f"shape {tuple(y.shape)}",
-                "Pass one target for each predicted input.",
-            )
+            raise TargetError(f"targets of shape {tuple(inner)}, with sample dimensions in front if any",
+                              f"shape {tuple(y.shape)}", "Pass one target for each predicted input.")
         sample_shape = y.shape[: y.dim() - len(inner)]
         return sample_shape, y.reshape((math.prod(sample_shape) * n, *event))
 

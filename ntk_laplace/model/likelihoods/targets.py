@@ -41,9 +41,8 @@ def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY
     try:
         y = as_tensor(y)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TargetError(
-            "targets as a tensor or an array of numbers", type(y).__name__, "Convert the targets to a tensor."
-        ) from error
+        raise TargetError("targets as a tensor or an array of numbers", type(y).__name__,
+                          "Convert the targets to a tensor.") from error
     y = y.double() if y.dtype in _NOT_COMPARED else y
     if y.is_complex():
         raise TargetError("real targets", f"dtype {y.dtype}", "Pass real and imaginary part as two outputs.")
@@ -70,11 +69,8 @@ def read_columns(
         y = y.unsqueeze(1)
     if y.shape != (num_examples, num_responses):
         wanted = f"({num_examples}, {num_responses})"
-        raise TargetError(
-            f"targets of shape {wanted}" + (f" or ({num_examples},)" if num_responses == 1 else ""),
-            f"shape {tuple(y.shape)}",
-            "Give each example one target per network output.",
-        )
+        raise TargetError(f"targets of shape {wanted}" + (f" or ({num_examples},)" if num_responses == 1 else ""),
+                          f"shape {tuple(y.shape)}", "Give each example one target per network output.")
     return y if y.is_floating_point() else y.double()
 
 

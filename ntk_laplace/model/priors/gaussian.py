@@ -68,9 +68,8 @@ class GaussianPrior(nn.Module):
     ) -> None:
         super().__init__()
         if not (isinstance(groups, Mapping) or is_choice(groups, GROUPS)):
-            raise HyperparameterError(
-                f"groups among {GROUPS} or a mapping from group to names", f"{groups!r}", "Pass one of them."
-            )
+            raise HyperparameterError(f"groups among {GROUPS} or a mapping from group to names", f"{groups!r}",
+                                      "Pass one of them.")
         if not (is_number(spread, above=0) or spread == math.inf):
             raise HyperparameterError("a positive spread", f"{spread!r}", 'Leave it out for 1, or pass float("inf").')
         if spread != 1.0 and groups != "input":
@@ -117,9 +116,8 @@ class GaussianPrior(nn.Module):
         if self._grouping.shapes:
             return self._rebind(layout)
         if not layout:
-            raise HyperparameterError(
-                "a network with at least one trainable parameter", "none", "Set requires_grad on some of them."
-            )
+            raise HyperparameterError("a network with at least one trainable parameter", "none",
+                                      "Set requires_grad on some of them.")
         grouping, mean = Grouping.of(self.groups, layout), flat_mean(self._given_mean, layout)
         if self.log_precision is None:
             self._make(grouping, self._given_precision)
@@ -229,11 +227,8 @@ class GaussianPrior(nn.Module):
     def group_distances(self, theta: Tensor) -> Tensor:
         """``‖θ_g - μ0_g‖²`` for each group, (G,), float64, of flat θ (P,). Differentiable."""
         if theta.shape != (self.num_parameters,):
-            raise HyperparameterError(
-                f"flat weights of shape ({self.num_parameters},)",
-                f"shape {tuple(theta.shape)}",
-                "Concatenate all parameters in the network's order.",
-            )
+            raise HyperparameterError(f"flat weights of shape ({self.num_parameters},)", f"shape {tuple(theta.shape)}",
+                                      "Concatenate all parameters in the network's order.")
         return self._grouping.sums((theta.double() - self.flat_mean().to(theta.device)).square())
 
     def energy(self, theta: Tensor) -> Tensor:
@@ -289,11 +284,8 @@ class GaussianPrior(nn.Module):
 
     def _bound(self) -> Grouping:
         if not self._grouping.shapes:
-            raise HyperparameterError(
-                "a prior that knows the network's parameters",
-                "one that was not bound",
-                "Call prior.bind(shapes) with names and shapes, as laplace() does.",
-            )
+            raise HyperparameterError("a prior that knows the network's parameters", "one that was not bound",
+                                      "Call prior.bind(shapes) with names and shapes, as laplace() does.")
         return self._grouping
 
     def _log_precision(self) -> nn.Parameter:

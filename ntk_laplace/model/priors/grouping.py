@@ -147,11 +147,8 @@ class Grouping:
             return self._from_parameters(given) if self.by_parameter else self._from_groups(given)
         values = torch.as_tensor(given, dtype=torch.float64)
         if values.numel() != 1 and values.shape != (size,):
-            raise HyperparameterError(
-                f"one precision, or one per group, ({size},)",
-                f"shape {tuple(values.shape)}",
-                f"The groups are {shorten(self.group_names)}.",
-            )
+            raise HyperparameterError(f"one precision, or one per group, ({size},)", f"shape {tuple(values.shape)}",
+                                      f"The groups are {shorten(self.group_names)}.")
         return values.flatten().expand(size).clone()
 
     def _from_groups(self, given: Mapping[str, Value]) -> Tensor:
@@ -160,17 +157,13 @@ class Grouping:
             group = self._group_named(key)
             if group in values or torch.as_tensor(value).numel() != 1:
                 got = "two" if group in values else f"shape {tuple(torch.as_tensor(value).shape)}"
-                raise HyperparameterError(
-                    f"one precision for group {group!r}", got, 'Tensors of precisions want groups="parameter".'
-                )
+                raise HyperparameterError(f"one precision for group {group!r}", got,
+                                          'Tensors of precisions want groups="parameter".')
             values[group] = float(value)
         missing = [name for name in self.names if name not in values]
         if missing:
-            raise HyperparameterError(
-                f"a precision for every group, {shorten(self.names)}",
-                f"none for {shorten(missing)}",
-                "Name each group once.",
-            )
+            raise HyperparameterError(f"a precision for every group, {shorten(self.names)}",
+                                      f"none for {shorten(missing)}", "Name each group once.")
         return torch.tensor([values[name] for name in self.names], dtype=torch.float64)
 
     def _with_each_input(self, given: Mapping[str, Value]) -> dict[str, Value]:
@@ -192,11 +185,9 @@ class Grouping:
             raise unknown("group", key, self.names)
         group = self.group_of[key]
         if list(self.group_of.values()).count(group) > 1:
-            raise HyperparameterError(
-                f"the name of a group, such as {self.names[group]!r}",
-                f"{key!r}, one of several parameters in it",
-                'Name the group, or use groups="tensor".',
-            )
+            raise HyperparameterError(f"the name of a group, such as {self.names[group]!r}",
+                                      f"{key!r}, one of several parameters in it",
+                                      'Name the group, or use groups="tensor".')
         return self.names[group]
 
     def _from_parameters(self, given: Mapping[str, Value]) -> Tensor:

@@ -50,11 +50,9 @@ def _assign_by_mapping(groups: Mapping[str, Sequence[str]], names: list[str]) ->
                 owners[name].append(group)
     for name, owner in owners.items():
         if len(owner) != 1:
-            raise HyperparameterError(
-                f"every parameter in one group; {name!r} once",
-                f"it in groups {owner}" if owner else f"{name!r} in none of {shorten(order)}",
-                "List each parameter, or the module that contains it, in exactly one group.",
-            )
+            raise HyperparameterError(f"every parameter in one group; {name!r} once",
+                                      f"it in groups {owner}" if owner else f"{name!r} in none of {shorten(order)}",
+                                      "List each parameter, or the module that contains it, in exactly one group.")
     return {name: order.index(owner[0]) for name, owner in owners.items()}, order
 
 
@@ -76,18 +74,14 @@ def flatten(given: Mapping[str, Value], shapes: ParameterLayout, what: str) -> T
     """Values by parameter name, flat (P,)."""
     missing = [name for name in shapes if name not in given]
     if missing:
-        raise HyperparameterError(
-            f"a {what} for every parameter", f"none for {shorten(missing)}", "Add them, a number or a tensor each."
-        )
+        raise HyperparameterError(f"a {what} for every parameter", f"none for {shorten(missing)}",
+                                  "Add them, a number or a tensor each.")
     parts = []
     for name, shape in shapes.items():
         value = torch.as_tensor(given[name], dtype=torch.float64)
         if value.numel() != 1 and value.shape != shape:
-            raise HyperparameterError(
-                f"a {what} of shape {tuple(shape)} for {name!r}, or one number",
-                f"shape {tuple(value.shape)}",
-                "Pass a tensor of the parameter's shape.",
-            )
+            raise HyperparameterError(f"a {what} of shape {tuple(shape)} for {name!r}, or one number",
+                                      f"shape {tuple(value.shape)}", "Pass a tensor of the parameter's shape.")
         parts.append(value.flatten().expand(shape.numel()))
     return torch.cat(parts)
 
@@ -122,17 +116,15 @@ def names_of(group: str, members: Any) -> list[str]:
     """Names of parameters or modules that a mapping lists for a group."""
     listed = isinstance(members, Iterable) and not isinstance(members, str)
     if not listed or not all(isinstance(member, str) for member in members):
-        raise HyperparameterError(
-            f"a list of names for group {group!r}", f"{members!r}", f"Write {{{group!r}: [name, ...]}}."
-        )
+        raise HyperparameterError(f"a list of names for group {group!r}", f"{members!r}",
+                                  f"Write {{{group!r}: [name, ...]}}.")
     return list(members)
 
 
 def unknown(what: str, name: str, known: Any) -> HyperparameterError:
     """The error for a name that does not occur in the network."""
-    return HyperparameterError(
-        f"the name of a {what}", f"{name!r}", f"The network has {shorten(list(known))}; frozen ones are left out."
-    )
+    return HyperparameterError(f"the name of a {what}", f"{name!r}",
+                               f"The network has {shorten(list(known))}; frozen ones are left out.")
 
 
 def describe(shapes: ParameterLayout) -> str:

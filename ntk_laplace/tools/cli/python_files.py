@@ -125,10 +125,8 @@ def _called(
             lines = [cause.lineno]
         where = f" in line {lines[-1]} of {path}" if lines else f" in {path}"
         arguments = f"with {', '.join(options)}" if options else "without arguments"
-        raise fail(
-            f"{what} to run {arguments}", f"{type(cause).__name__}: {first_line(cause)}{where}",
-            'Training and the reading of arguments belong below if __name__ == "__main__".',
-        ) from cause
+        raise fail(f"{what} to run {arguments}", f"{type(cause).__name__}: {first_line(cause)}{where}",
+                   'Training and the reading of arguments belong below if __name__ == "__main__".') from cause
 
 
 def require_file(path: Path, what: str) -> None:
