@@ -1,6 +1,6 @@
 """Data reading and validation: inputs, and batches of inputs and targets."""
 
-from ntk_laplace.model.data.batches import BATCH_BYTES, Batches, as_pair
+from ntk_laplace.model.data.batches import BATCH_BYTES, Batches
 from ntk_laplace.model.data.input_batches import InputBatches
 from ntk_laplace.model.data.input_format import describe_inputs, format_of, input_remedy, same_input_format
 from ntk_laplace.model.data.inputs import (
@@ -22,6 +22,7 @@ from ntk_laplace.model.data.inputs import (
     to_device,
 )
 from ntk_laplace.model.data.loaders import generators_of
+from ntk_laplace.model.data.readers import as_pair
 from ntk_laplace.model.data.row_buffer import RowBuffer, fill_buffer
 from ntk_laplace.model.data.sources import Joined, Missing, Replaced, Selected, Source, kept_or_missing
 from ntk_laplace.model.data.weights import example_weights

@@ -24,57 +24,21 @@ from ntk_laplace.model.data.inputs import (
     leaves,
     num_bytes,
     num_examples,
-    take,
     to_device,
 )
-from ntk_laplace.model.data.loaders import length_of, require_every_example_once, with_own_randomness, with_own_workers
-from ntk_laplace.model.data.parts import dealt, examples_of, index_loader, only_batches, subset_of
+from ntk_laplace.model.data.loaders import length_of, require_every_example_once, with_own_workers
+from ntk_laplace.model.data.parts import dealt, examples_of
+from ntk_laplace.model.data.readers import LoaderReader, TensorReader, as_pair
 from ntk_laplace.model.data.row_buffer import RowBuffer
 from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.reduction import Reducer
 
-__all__ = ["BATCH_BYTES", "Batches", "as_pair", "changed"]
+__all__ = ["BATCH_BYTES", "Batches", "changed"]
 
 _BATCH = 512  # default batch size
 _LARGEST_BATCH = 5_000  # largest batch size for small examples, if their use allows it
 _UNKNOWN_BATCH = 2048  # largest batch size until `limit_batch_size` is called
 BATCH_BYTES = 32 * 2**20  # target size of a batch's inputs, in bytes
-_USUAL = ("labels", "label", "targets", "target", "y")  # keys of targets, for messages
-
-
-def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
-    """Inputs and targets of a batch, which is a pair or a mapping with the targets under the key `targets`.
-
-    Raises
-    ------
-    DataError
-        If the batch is neither, or the mapping lacks that key.
-    """
-    if isinstance(batch, Mapping):
-        return _apart(batch, targets)
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x, y = batch
-        return x, torch.as_tensor(y)
-    got = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if hasattr(batch, "__len__") else "")
-    raise DataError("batches that are pairs (inputs, targets), or (inputs, targets, weights)", got,
-                    "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
-
-
-def _apart(batch: Mapping[str, Any], targets: str | None) -> tuple[Inputs, Tensor]:
-    """Split a mapping into inputs and targets."""
-    got = f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch))}"
-    if targets is None:
-        likely = next((key for key in _USUAL if key in batch), _USUAL[0])
-        raise DataError("batches that are pairs (inputs, targets)", got,
-                        f"Name the key of the targets, targets={likely!r} for instance.")
-    if targets not in batch:
-        raise DataError(f"targets under the key {targets!r} of each batch", got,
-                        "Name the key of the targets with targets=, and let every batch have it.")
-    y = as_tensors(batch[targets])
-    if not isinstance(y, Tensor):
-        raise DataError(f"targets under the key {targets!r} as one tensor or array of numbers",
-                        f"a {type(y).__name__}", "Number classes from 0 if these are their names.")
-    return {key: as_tensors(value) for key, value in batch.items() if key != targets}, y
 
 
 class Batches:
@@ -111,18 +75,15 @@ class Batches:
         self._share: tuple[Tensor, int] | None = None  # global numbers of these examples, and of how many
         self._parts: dict[tuple[int, int], Batches] = {}  # shares of the data by rank and number of processes
         self._whole: Batches | None = None  # the data of which these are a part
-        self._keep: Tensor | None = None  # which examples of a stream are read
         self._order = 0, 0  # checksums of the targets and of the weights, in reading order
         self._weights: RowBuffer | None = None
         self.read = 0
         self._chosen = batch_size is not None
         self._fitting = _LARGEST_BATCH  # batch size at which the inputs fill BATCH_BYTES
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
-        self._source: DataLoader | tuple[Inputs, Tensor]
+        self._source: TensorReader | LoaderReader
         self._length: int | None
-        self._targets = targets
-        self._dataset: Dataset | None = None  # batches of it may be cut anywhere
-        data, self._given = example_weights(data)
+        data, weights = example_weights(data)
         if isinstance(data, Mapping):
             data = as_pair(data, targets)
         if isinstance(data, (tuple, list)) and len(data) == 2:
@@ -135,20 +96,28 @@ class Batches:
             if n != m:
                 raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
                                 "Give one target (row) per input.")
-            self._source, self._length = (x, y), n
+            self._source, self._length = TensorReader(x, y, weights), n
             self._fitting = min(_LARGEST_BATCH, BATCH_BYTES // max(1, num_bytes(x) // max(1, n)))
         elif isinstance(data, DataLoader):
             require_every_example_once(data)
-            self._source, self._length = with_own_workers(data), length_of(data)
+            self._source, self._length = LoaderReader(with_own_workers(data), targets), length_of(data)
         elif isinstance(data, Dataset):
-            self._source, self._length = DataLoader(data, batch_size=self.batch_size), length_of(data)
-            self._dataset = None if isinstance(data, IterableDataset) else data
+            whole = None if isinstance(data, IterableDataset) else data
+            self._source = LoaderReader(DataLoader(data, batch_size=self.batch_size), targets, whole)
+            self._length = length_of(data)
         else:
             raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
                             "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,).")
         if self._length == 0:
             raise _empty()
         self.limit_batch_size(_UNKNOWN_BATCH)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_dataset" in state:  # of an earlier version
+            own, given, keep = state["_source"], state["_given"], state["_keep"]
+            state["_source"] = (LoaderReader(own, state["_targets"], state["_dataset"], keep)
+                                if isinstance(own, DataLoader) else TensorReader(own[0], own[1], given))
+        vars(self).update(state)
 
     @classmethod
     def of(
@@ -167,8 +136,8 @@ class Batches:
         if self._chosen:
             return
         self.batch_size = max(_BATCH, min(self._fitting, most))
-        if not isinstance(self._source, DataLoader):
-            n = len(self._source[1])
+        if isinstance(self._source, TensorReader):
+            n = len(self._source.y)
             self.batch_size = -(-n // max(1, -(-n // self.batch_size)))
             self.close()
 
@@ -189,8 +158,7 @@ class Batches:
 
     def _count(self) -> int:
         """Number of examples; a loader is read once to count them."""
-        sized = not isinstance(self._source, DataLoader) or self._dataset is not None
-        if self._total is None and not sized:
+        if self._total is None and not self._source.divisible:
             for _ in self:
                 pass
         count = self._length if self._total is None else self._total
@@ -253,34 +221,18 @@ class Batches:
 
     def _layout(self) -> tuple[list[Any], list[int] | None, int]:
         """Indices of each batch of a loader, sizes of batches that are not to be cut, and the number of examples."""
-        if not isinstance(self._source, DataLoader) or self._dataset is not None:
+        if isinstance(self._source, TensorReader) or self._source.divisible:
             return [], None, self._count()
-        loader = index_loader(self._source)
-        if loader is not None:
-            indices = list(with_own_randomness(loader))
-            sizes = list(map(len, indices))
-        else:
-            indices, sizes = [], [num_examples(x) for x, _ in self]
-        return indices, sizes, sum(sizes)
+        indices = self._source.indices()
+        sizes = [num_examples(x) for x, _ in self] if indices is None else list(map(len, indices))
+        return indices or [], sizes, sum(sizes)
 
     def _only(self, numbers: Tensor, indices: list[Any], total: int) -> Batches:
         part = copy.copy(self)
         part._begun = part._total = part._weights = None
         part._order, part.read, part._parts, part._whole = (0, 0), 0, {}, self
         part._share, part._length = (numbers, total), len(numbers)
-        if not isinstance(self._source, DataLoader):
-            x, y = self._source
-            few = len(numbers) and len(numbers) == int(numbers[-1] - numbers[0]) + 1  # then no copy is needed
-            own = slice(int(numbers[0]), int(numbers[-1]) + 1) if few else numbers
-            part._source = take(x, own), y[own]
-            part._given = None if self._given is None else self._given[own]
-        elif self._dataset is not None:
-            part._dataset = subset_of(self._dataset, numbers)
-            part._source = DataLoader(part._dataset, batch_size=self.batch_size)
-        elif indices:
-            part._source = only_batches(self._source, indices, numbers)
-        else:
-            part._keep = examples_of(numbers, total)
+        part._source = self._source.only(numbers, indices, total, self.batch_size)
         return part
 
     @property
@@ -313,7 +265,7 @@ class Batches:
 
     def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
         seen, order = 0, (0, 0)
-        for x, y, weights in self._triples():
+        for x, y, weights in self._source.triples(self.batch_size):
             n = num_examples(x)
             if y.ndim == 0 or len(y) != n:
                 raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
@@ -348,22 +300,6 @@ class Batches:
             self._weights = RowBuffer(self._length or 0) if self._weights is None else self._weights
             self._weights.append(weights[self.read - seen :].to(self.device))
         self.read = seen + n
-
-    def _triples(self) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
-        if isinstance(self._source, DataLoader):
-            seen = 0
-            for batch in with_own_randomness(self._source):
-                pair, weights = example_weights(batch, seen)
-                x, y = as_pair(pair, self._targets)
-                n = len(y) if y.ndim else 1
-                seen += n
-                if self._keep is None or bool(self._keep[seen - n : seen].any()):
-                    yield x, y, weights
-            return
-        x, y = self._source
-        for start in range(0, len(y), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            yield take(x, part), y[part], None if self._given is None else self._given[part]
 
 
 def _checksum(values: Tensor | None, before: int) -> int:

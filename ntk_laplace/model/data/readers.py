@@ -1,0 +1,137 @@
+"""What `Batches` reads: tensors in memory, or a loader; a part of it; and the pairs (x, y) of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.model.data.inputs import Inputs, as_tensors, take
+from ntk_laplace.model.data.loaders import with_own_randomness
+from ntk_laplace.model.data.parts import examples_of, index_loader, only_batches, subset_of
+from ntk_laplace.model.data.weights import example_weights
+
+__all__ = ["LoaderReader", "TensorReader", "as_pair"]
+
+_USUAL = ("labels", "label", "targets", "target", "y")  # keys of targets, for messages
+
+
+@dataclass(frozen=True)
+class TensorReader:
+    """Tensors in memory, in batches of any size.
+
+    Attributes
+    ----------
+    x, y : Inputs, Tensor
+    weights : Tensor or None
+        Of the examples.
+    """
+
+    x: Inputs
+    y: Tensor
+    weights: Tensor | None
+
+    divisible = True
+
+    def triples(self, batch_size: int) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
+        """Inputs, targets and weights of each batch."""
+        for start in range(0, len(self.y), batch_size):
+            part = slice(start, start + batch_size)
+            yield take(self.x, part), self.y[part], None if self.weights is None else self.weights[part]
+
+    def only(self, numbers: Tensor, indices: list[Any], total: int, batch_size: int) -> TensorReader:
+        """The examples with these ascending numbers."""
+        few = len(numbers) and len(numbers) == int(numbers[-1] - numbers[0]) + 1  # then no copy is needed
+        own = slice(int(numbers[0]), int(numbers[-1]) + 1) if few else numbers
+        return TensorReader(take(self.x, own), self.y[own], None if self.weights is None else self.weights[own])
+
+
+@dataclass(frozen=True)
+class LoaderReader:
+    """Batches of a loader.
+
+    Attributes
+    ----------
+    loader : DataLoader
+    targets : str or None
+        The key of the targets in batches that are mappings.
+    dataset : Dataset or None
+        That of the loader, if its batches may be cut anywhere.
+    keep : Tensor of bool or None
+        Which examples of a stream are read.
+    """
+
+    loader: DataLoader
+    targets: str | None
+    dataset: Dataset | None = None
+    keep: Tensor | None = None
+
+    @property
+    def divisible(self) -> bool:
+        """Whether its batches may be cut anywhere."""
+        return self.dataset is not None
+
+    def triples(self, batch_size: int) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
+        """Inputs, targets and weights of each batch, whose size is the loader's own."""
+        seen = 0
+        for batch in with_own_randomness(self.loader):
+            pair, weights = example_weights(batch, seen)
+            x, y = as_pair(pair, self.targets)
+            n = len(y) if y.ndim else 1
+            seen += n
+            if self.keep is None or bool(self.keep[seen - n : seen].any()):
+                yield x, y, weights
+
+    def indices(self) -> list[Any] | None:
+        """Lists of indices, one for each batch; None if the loader does not choose examples by index."""
+        loader = index_loader(self.loader)
+        return None if loader is None else list(with_own_randomness(loader))
+
+    def only(self, numbers: Tensor, indices: list[Any], total: int, batch_size: int) -> LoaderReader:
+        """The examples with these ascending numbers, of `total`; `indices` are those of all batches, if known."""
+        if self.dataset is not None:
+            few = subset_of(self.dataset, numbers)
+            return replace(self, loader=DataLoader(few, batch_size=batch_size), dataset=few)
+        if indices:
+            return replace(self, loader=only_batches(self.loader, indices, numbers))
+        return replace(self, keep=examples_of(numbers, total))
+
+
+def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
+    """Inputs and targets of a batch, which is a pair or a mapping with the targets under the key `targets`.
+
+    Raises
+    ------
+    DataError
+        If the batch is neither, or the mapping lacks that key.
+    """
+    if isinstance(batch, Mapping):
+        return _apart(batch, targets)
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        x, y = batch
+        return x, torch.as_tensor(y)
+    got = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if hasattr(batch, "__len__") else "")
+    raise DataError("batches that are pairs (inputs, targets), or (inputs, targets, weights)", got,
+                    "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
+
+
+def _apart(batch: Mapping[str, Any], targets: str | None) -> tuple[Inputs, Tensor]:
+    """Split a mapping into inputs and targets."""
+    got = f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch))}"
+    if targets is None:
+        likely = next((key for key in _USUAL if key in batch), _USUAL[0])
+        raise DataError("batches that are pairs (inputs, targets)", got,
+                        f"Name the key of the targets, targets={likely!r} for instance.")
+    if targets not in batch:
+        raise DataError(f"targets under the key {targets!r} of each batch", got,
+                        "Name the key of the targets with targets=, and let every batch have it.")
+    y = as_tensors(batch[targets])
+    if not isinstance(y, Tensor):
+        raise DataError(f"targets under the key {targets!r} as one tensor or array of numbers",
+                        f"a {type(y).__name__}", "Number classes from 0 if these are their names.")
+    return {key: as_tensors(value) for key, value in batch.items() if key != targets}, y
