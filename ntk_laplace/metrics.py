@@ -87,10 +87,8 @@ def brier_score(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
     Parameters
     ----------
-    probabilities : array_like or Tensor, (N, C), (N, 1) or (N,)
-        See `class_probabilities`.
-    labels : array_like or Tensor, (N,) or (N, 1)
-        True classes, integers from 0.
+    probabilities, labels
+        As in `accuracy`.
     """
     table = class_probabilities(probabilities)
     truth = np.eye(table.shape[1])[_labels(labels, table)]
@@ -144,10 +142,8 @@ def reliability(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> 
 
     Parameters
     ----------
-    probabilities : array_like or Tensor, (N, C), (N, 1) or (N,)
-        See `class_probabilities`.
-    labels : array_like or Tensor, (N,) or (N, 1)
-        True classes, integers from 0.
+    probabilities, labels
+        As in `accuracy`.
     bins : int
         Number of intervals ((b-1)/bins, b/bins] of confidence.
 
@@ -282,10 +278,8 @@ def set_coverage(probabilities: ArrayLike, labels: ArrayLike, levels: Sequence[f
 
     Parameters
     ----------
-    probabilities : array_like or Tensor, (N, C), (N, 1) or (N,)
-        See `class_probabilities`.
-    labels : array_like or Tensor, (N,) or (N, 1)
-        True classes, integers from 0.
+    probabilities, labels
+        As in `accuracy`.
     levels : sequence of float
         Nominal probabilities in (0, 1).
 

@@ -17,12 +17,11 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.tools.demo import data, run_demo
-from ntk_laplace.tools.demo.networks import cnn, mlp, seeded
+from ntk_laplace.tools.demo.networks import cnn, mlp, seeded, train_map
 from ntk_laplace.tools.demo.pictures import support_of_prediction
 from ntk_laplace.tools.demo.problems import miniature, problems
 from ntk_laplace.tools.demo.screen import evidence_table
 from ntk_laplace.tools.demo.study import score_candidates, settled
-from ntk_laplace.tools.demo.training import train_map
 
 SCORES = {"log_likelihood", "map_log_likelihood", "calibrated_log_likelihood"}
 CLASS_SCORES = {"accuracy", "ece", "map_accuracy", "map_ece", "calibrated_ece"}

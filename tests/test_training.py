@@ -26,7 +26,7 @@ from ntk_laplace.model.optimum import Descent
 from ntk_laplace.posterior.explain.reliability import newton_decrement
 from ntk_laplace.posterior.hyperparameters import Variables
 from ntk_laplace.runtime.serialization import load_random, random_state
-from ntk_laplace.training import run, state
+from ntk_laplace.training import run
 from ntk_laplace.training.minibatches import Minibatches, count_examples
 from ntk_laplace.training.train import _require_length
 from pairwise import pairwise
@@ -768,7 +768,7 @@ def test_what_is_no_checkpoint(tmp_path) -> None:
     with pytest.raises(ntkl.DataError, match="the state of an interrupted training"):
         train(mlp(1, 5, 1), settings=ntkl.Settings(resume={"weights": torch.ones(1)}))
     with pytest.raises(ntkl.DataError, match="version 1 or older; got version 2"):
-        state.FORMAT.state(state.FORMAT.header | {"version": 2}, torch.device("cpu"), "training")
+        run.FORMAT.state(run.FORMAT.header | {"version": 2}, torch.device("cpu"), "training")
     random_sources = random_state(torch.device("cpu"), [torch.Generator()])
     with pytest.raises(ntkl.UnsupportedError, match="data with 1 random generators, as before; got 0"):
         load_random(random_sources, torch.device("cpu"), [])

@@ -108,7 +108,7 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
         """By a few steps of the power method, from below."""
         vector = self.deviation.new_ones(1, self.num_parameters)
         for _ in range(tuning.POWER_STEPS):
-            vector = self._whitened(vector / vector.norm())
+            vector = self.products(vector / vector.norm() * self.deviation) * self.deviation
         return float(vector.norm())
 
     def products(self, vectors: Tensor) -> Tensor:
@@ -146,9 +146,6 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
         """P0⁻¹ of a parameter's entries in a prior group, and 0 of others."""
         groups = torch.as_tensor(self._group_of[name], device=self.deviation.device)
         return self.deviation.new_ones(()) * self.variances[name] * (groups == group)
-
-    def _whitened(self, vectors: Tensor) -> Tensor:
-        return self.products(vectors * self.deviation) * self.deviation
 
     def _pushed(self, vectors: Tensor) -> Tensor:
         """F v for vectors (m, P), (r, m)."""

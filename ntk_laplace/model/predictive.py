@@ -94,14 +94,20 @@ class Predictive:
 
         For "probit" the covariance may be the variances (n, C), if the likelihood has `probit_by_variance`.
         """
-        if self.method == "glm":
-            return _glm(self.likelihood, mean, covariance, lambda: self._points_like(mean), self.scalar)
-        return METHODS[self.method](self.likelihood, mean, covariance, self.scalar)
-
-    def _points_like(self, mean: Tensor) -> Tensor:
+        if self.method != "glm":
+            return METHODS[self.method](self.likelihood, mean, covariance, self.scalar)
+        closed_form = self.likelihood.integrate(mean, covariance, self.scalar)
+        if closed_form is not None:
+            return closed_form
         if self._points is None:
             self._points = normal_points(self.samples, mean.shape[-1], self._generator).to(mean)
-        return self._points
+        z, root = self._points, covariance_root(covariance)
+        rows = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
+        return joined([
+            # f = mean + V^½ z, the same z at every input
+            self.likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), self.scalar)
+            for m, w in zip(mean.split(rows), root.split(rows), strict=True)
+        ])
 
 
 def joined(parts: Sequence[Response]) -> Response:
@@ -147,26 +153,6 @@ def normal_points(samples: int, dimension: int, generator: Generator | None = No
     return torch.special.ndtri(uniform + 2.0**-31)  # the center of the engine's cells of width 2⁻³⁰, never 0
 
 
-def _glm(
-    likelihood: Likelihood, mean: Tensor, covariance: Tensor, points: Callable[[], Tensor], scalar: bool
-) -> Response:
-    closed_form = likelihood.integrate(mean, covariance, scalar)
-    if closed_form is not None:
-        return closed_form
-    z, root = points(), covariance_root(covariance)
-    rows = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
-    parts = [
-        # f = mean + V^½ z, the same z at every input
-        likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), scalar)
-        for m, w in zip(mean.split(rows), root.split(rows), strict=True)
-    ]
-    return joined(parts)
-
-
-def _map(likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool) -> Response:
-    return plug_in(likelihood, mean, scalar)
-
-
 def _probit(likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool) -> Response:
     found = likelihood.probit_by_variance(mean, covariance, scalar) if covariance.ndim == 2 else None
     return likelihood.probit(mean, covariance, scalar) if found is None else found
@@ -175,5 +161,5 @@ def _probit(likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bo
 METHODS: dict[str, Callable[[Likelihood, Tensor, Tensor, bool], Response]] = {
     "blr": lambda likelihood, *arguments: likelihood.linearize(*arguments),
     "probit": _probit,
-    "map": _map,
+    "map": lambda likelihood, mean, _, scalar: plug_in(likelihood, mean, scalar),
 }

@@ -100,7 +100,8 @@ def _image_rows(ranked: Ranked, images: tuple[Tensor, Tensor]) -> Figure:
         column = 1
         for side in sides:
             for entry in ranked.entries(i, side, shown):
-                title = f"#{entry.training_index} y={_short(entry.target)}\n{_support(entry)}{_mark(entry)}"
+                support = f"{entry.support:+.2g}".replace("-", "\N{MINUS SIGN}")
+                title = f"#{entry.training_index} y={_short(entry.target)}\n{support}{_mark(entry)}"
                 color = _FOR if side == "for" else _AGAINST
                 _show(axes[i, column], images[1][entry.training_index], title, color)
                 column += 1
@@ -214,10 +215,6 @@ def _lines(ranked: Ranked, features: tuple[Tensor, Tensor], names: Sequence[str]
 
 def _short(target: Any) -> str:
     return f"{target:.3g}" if isinstance(target, float) else str(target)
-
-
-def _support(entry: Entry) -> str:
-    return f"{entry.support:+.2g}".replace("-", "\N{MINUS SIGN}")
 
 
 def _mark(entry: Entry) -> str:

@@ -90,9 +90,11 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         self._require_outputs(len(linear), len(points) + len(chosen))
         weights = self._without(points.unsqueeze(1), chosen)
         found = self.what_ifs(weights)
-        back, f, after = found.comes_back()[1:], *_split(found.outputs(x))
+        back, outputs = found.comes_back()[1:], found.outputs(x)  # before, and after each change
+        f, after = outputs[0], outputs[1:].transpose(0, 1)
         joint_weights = torch.cat([weights[:1], weights[1 + len(points) :]])
-        fixed = self.what_ifs(joint_weights, linearization="fixed").outputs(x) if chosen else None
+        fixed = self.what_ifs(joint_weights, linearization="fixed").outputs(x) if chosen else outputs[:1]
+        joint_outputs = f.unsqueeze(1) + (fixed[1:] - fixed[0]).transpose(0, 1)
         quantity = quantity_of(self._fitted.model.likelihood, f, by, output, y)
         moving, joint = quantity.change(f, after).split([len(points), len(chosen)], 1)
         slot = torch.searchsorted(points, indices.contiguous())
@@ -103,8 +105,7 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         return Reranking(
             f=f, quantity=quantity, indices=indices, linear=linear.gather(1, indices), moving=moving.gather(1, slot),
             places=order, converged=converged[slot], comes_back=single_back[slot], groups=chosen,
-            group_linear=joint if fixed is None else quantity.change(f, f.unsqueeze(1) + _changes(fixed)),
-            group_moving=joint,
+            group_linear=quantity.change(f, joint_outputs) if chosen else joint, group_moving=joint,
             group_converged=joint_converged, group_comes_back=joint_back, group_outputs=after[:, len(points) :],
             targets=self._points().targets, guarantees=_GUARANTEES,
         )
@@ -119,14 +120,3 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         require_memory(3 * networks * inputs * self.num_outputs * self.dtype.itemsize, self.network.device,
                        f"outputs of {networks:,} networks at {inputs:,} inputs",
                        "Pass fewer inputs at a time, or ask for fewer candidates.", self._fitted.settings.memory_budget)
-
-
-def _split(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs before, (n, C), and after each change, (n, G, C), of outputs (1 + G, n, C)."""
-    return outputs[0], outputs[1:].transpose(0, 1)
-
-
-def _changes(outputs: Tensor) -> Tensor:
-    """Changes of the outputs, (n, G, C)."""
-    before, after = _split(outputs)
-    return after - before.unsqueeze(1)

@@ -110,7 +110,7 @@ class SketchSpec(StructureSpec):
 
     def sketch_bytes(self, model: LinearizedModel, rank: int) -> int:
         """Bytes of a sketch at its peak."""
-        return int(self.copies * rank * _vector_bytes(model))
+        return int(self.copies * rank * model.network.num_parameters * model.jacobian_pass.dtype.itemsize)
 
     @abstractmethod
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int], list[int]]:
@@ -398,7 +398,3 @@ class SketchedStructure(StreamedStructure):
                            changed=self.at.changed)
         rows = self.rows if self.rows is None else [rows.to(dtype, device) for rows in self.rows]
         return self._moved(device, dtype, rows=rows, at=at)
-
-
-def _vector_bytes(model: LinearizedModel) -> int:
-    return model.network.num_parameters * model.jacobian_pass.dtype.itemsize

@@ -21,10 +21,9 @@ from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.posterior.hyperparameters import Ascent, Variables
 from ntk_laplace.posterior.hyperparameters.objectives import Differentiable
-from ntk_laplace.runtime.serialization import load_optimizer, load_random, random_state, require_same
+from ntk_laplace.runtime.serialization import FileFormat, load_optimizer, load_random, random_state, require_same
 from ntk_laplace.structures import FittedModel, Settings
 from ntk_laplace.structures.points import present_values, unmoved
-from ntk_laplace.training import state
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.minibatches import Minibatches
 from ntk_laplace.training.model import Model
@@ -32,7 +31,12 @@ from ntk_laplace.training.result import EvidenceTraining
 from ntk_laplace.training.schedule import EvidenceSchedule
 from ntk_laplace.training.step_evidence import PosteriorEvidence, StepEvidence
 
-__all__ = ["Run", "required"]
+__all__ = ["FORMAT", "Run", "required"]
+
+FORMAT = FileFormat(
+    "ntk_laplace training", 1, "a checkpoint of a training",
+    "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path).",
+)
 
 _FALL = 0.1  # of the evidence in nats a point, from which a warning is issued
 _SLOPE = 0.12  # the same, as what a Newton step in the noise gains; of tables trained as the pages say, at most 0.1
@@ -216,7 +220,7 @@ class Run:
     def snapshot(self) -> dict[str, Any]:
         """All state that another process needs to continue from the end of this epoch."""
         return copy.deepcopy({
-            **state.FORMAT.header, "signature": self.signature(),
+            **FORMAT.header, "signature": self.signature(),
             "schedule": _schedule_record(self.schedule), "tensors": self.model.tensors(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -229,7 +233,7 @@ class Run:
         interval = "batch" if self.by_batch else "epoch"
         return self.model.signature() | {
             "number of examples": self.objective.words, "batch size": f"{self.minibatches}",
-            "optimizer": state.optimizer_words(self.optimizer),
+            "optimizer": _optimizer_words(self.optimizer),
             "scheduler": f"{type(self.scheduler).__name__} by {interval}" if self.scheduler is not None else "none",
             "evidence": self.step_evidence.words,
         } | ({} if self.horizon is None else {"learning rate": f"to 0 over {self.horizon} epochs"})
@@ -261,6 +265,13 @@ def required(function: Callable[..., Any]) -> list[str]:
     empty, starred = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = inspect.signature(function).parameters.values()
     return [argument.name for argument in own if argument.default is empty and argument.kind not in starred]
+
+
+def _optimizer_words(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer's class and initial options; the current learning rate is not included, nor which kernel runs."""
+    plain = {name: value for name, value in optimizer.defaults.items()
+             if isinstance(value, (int, float, str, tuple)) and name != "fused"}
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
 
 
 def _schedule_record(schedule: EvidenceSchedule) -> dict[str, str]:

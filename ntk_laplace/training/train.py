@@ -33,12 +33,10 @@ from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.serialization import Autosave, require_writable
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.structures.forecast import Problem
-from ntk_laplace.training import state
-from ntk_laplace.training.adam import adam
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
 from ntk_laplace.training.model import Model
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
-from ntk_laplace.training.run import Run, required
+from ntk_laplace.training.run import FORMAT, Run, required
 from ntk_laplace.training.schedule import EvidenceSchedule
 from ntk_laplace.training.step_evidence import StepEvidence, step_evidence
 
@@ -184,7 +182,7 @@ def train_with_evidence(
                   targets)
     by_batch = scheduler is not None and scheduler_interval == "batch"
     annealed = optimizer is None and scheduler is None
-    optimizer = _optimizer(partial(adam, learning_rate=_RATE) if optimizer is None else optimizer, network)
+    optimizer = _optimizer(_adam if optimizer is None else optimizer, network)
     if annealed:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     scheduler = _scheduler(scheduler, optimizer, by_batch)
@@ -197,7 +195,7 @@ def train_with_evidence(
     del frozen
     _rehearse(model, few, n, run.ascent.which, strategy)
     if settings.resume is not None:
-        run.restore(state.FORMAT.state(settings.resume, device, "training"))
+        run.restore(FORMAT.state(settings.resume, device, "training"))
     _require_length(run, epochs)
     with torch.inference_mode(False), torch.enable_grad(), in_mode(network, training=True):
         return _go(run, epochs, list(callbacks), settings, predictive)
@@ -321,6 +319,12 @@ def _require_length(run: Run, epochs: int) -> None:
     if steps > total:
         raise UnsupportedError(f"a scheduler of at least {steps:,} steps, as many as it is given", f"one of {total:,}",
                                f"Pass total_steps={steps}, or fewer epochs.")
+
+
+def _adam(parameters: list[nn.Parameter]) -> torch.optim.Adam:
+    """The default: in one kernel where there is one, because the number of calls rules steps of small networks."""
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+    return torch.optim.Adam(parameters, lr=_RATE, fused=fused or None)
 
 
 def _optimizer(given: Any, network: nn.Module) -> torch.optim.Optimizer:

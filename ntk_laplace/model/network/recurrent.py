@@ -60,11 +60,6 @@ def _without(*backends: Any) -> Iterator[None]:
         yield
 
 
-def _is_scripted(layer: nn.Module) -> bool:
-    """Whether TorchScript runs a recurrent layer, whose calls no mode of torch functions sees."""
-    return getattr(layer, "original_name", None) in _SCRIPTED
-
-
 @contextmanager
 def unrolled(module: nn.Module) -> Iterator[None]:
     """Run recurrent layers step by step, so that rules find their weights and these have second derivatives.
@@ -73,7 +68,8 @@ def unrolled(module: nn.Module) -> Iterator[None]:
     derivative. Kronecker factors would depend on the device. In TorchScript the kernels of CUDA stay.
     """
     layers = list(module.modules())
-    scripted = any(map(_is_scripted, layers))
+    # TorchScript runs such a layer, whose calls no mode of torch functions sees
+    scripted = any(getattr(layer, "original_name", None) in _SCRIPTED for layer in layers)
     if not scripted and not any(isinstance(layer, (nn.RNNBase, nn.RNNCellBase)) for layer in layers):
         yield
         return

@@ -52,7 +52,9 @@ def annealed_evidence(
     told = path.told()
     upper = None
     if bounds:
-        draws = _exact_draws(fitted, chains, generator) if exact_draws is None else exact_draws
+        draws = exact_draws
+        if draws is None:  # the posterior of a conjugate model is known
+            draws = posterior_gaussian(fitted, center(fitted, "glm")).draws(chains, generator)
         upper = backward(path, betas, path.at_weights(draws), generator, shown).double().cpu()
     return AnnealedEvidence(
         **summary(log_weights, path.log_density_error, _EFFECTIVE), model=model, start=start, temperatures=temperatures,
@@ -63,8 +65,3 @@ def annealed_evidence(
 def _conjugate(fitted: FittedModel, model: str) -> bool:
     """Whether the posterior of the model is Gaussian, and its precision is that of the fit."""
     return model == "glm" and fitted.exact and fitted.likelihood.additive_noise(fitted.points.f) is not None
-
-
-def _exact_draws(fitted: FittedModel, count: int, generator: Generator) -> Tensor:
-    """Weights from the posterior of a conjugate model, (count, P)."""
-    return posterior_gaussian(fitted, center(fitted, "glm")).draws(count, generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +190,6 @@ def widths(text: str) -> tuple[int, ...]:
     return tuple(count(part.strip()) for part in text.split(","))
 
 
-def csv_file(text: str) -> Path:
-    """Path of a CSV file."""
-    return _file(text, ".csv")
-
-
 def level(text: str) -> float:
     """A probability strictly between 0 and 1."""
     try:
@@ -205,11 +201,6 @@ def level(text: str) -> float:
     return value
 
 
-def html_file(text: str) -> Path:
-    """Path of an HTML file."""
-    return _file(text, ".html")
-
-
 def directory(text: str) -> Path:
     """A directory, or a path where one can be created."""
     path = Path(text).expanduser()
@@ -218,12 +209,11 @@ def directory(text: str) -> Path:
     return path
 
 
-def png_file(text: str) -> Path:
-    """Path of a PNG file."""
-    return _file(text, ".png")
-
-
-def _file(text: str, ending: str) -> Path:
+def _file(ending: str, text: str) -> Path:
+    """Path of a file whose name ends so."""
     if not text.lower().endswith(ending):
         raise argparse.ArgumentTypeError(f"expected a file name that ends with {ending}; got {text!r}.")
     return Path(text).expanduser()
+
+
+csv_file, html_file, png_file = (partial(_file, ending) for ending in (".csv", ".html", ".png"))

@@ -15,9 +15,8 @@ from torch.distributions import Distribution
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
-from ntk_laplace.tools.demo.networks import seeded
+from ntk_laplace.tools.demo.networks import seeded, train_map
 from ntk_laplace.tools.demo.problems import Problem
-from ntk_laplace.tools.demo.training import train_map
 
 __all__ = ["Candidate", "Choice", "Study", "confidence", "score_candidates", "settled", "study"]
 
