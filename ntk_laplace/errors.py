@@ -265,12 +265,7 @@ def is_flag(value: object) -> bool:
 
 
 def require_flags(**given: object) -> None:
-    """Refuse options, by name, that are neither True nor False.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse options, by name, that are neither True nor False (UnsupportedError)."""
     for name, value in given.items():
         if not is_flag(value):
             raise UnsupportedError(f"{name} True or False", repr(value)[:80], "Choose one of the two.")

@@ -363,12 +363,7 @@ def _require_one_network(network: Network, other: Network) -> None:
 
 
 def require_noise_of_new_points(likelihood: Likelihood) -> None:
-    """Refuse to add points to a fit whose noise is that of each training point.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse to add points to a fit whose noise is that of each training point (UnsupportedError)."""
     try:
         likelihood.for_new_points()
     except UnsupportedError as error:

@@ -157,23 +157,13 @@ def _divided(model: LinearizedModel, groups: str) -> GaussianPrior:
 
 
 def _require_tolerance(tolerance: object) -> None:
-    """Refuse a tolerance that is not a positive number.
-
-    Raises
-    ------
-    HyperparameterError
-    """
+    """Refuse a tolerance that is not a positive number (HyperparameterError)."""
     if not is_number(tolerance, above=0):
         raise HyperparameterError("a positive tolerance, nats per point", repr(tolerance),
                                   "Leave it out for the default.")
 
 
 def require_predictive(predictive: object) -> None:
-    """Refuse a way to fit the predictive that is not known.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse a way to fit the predictive that is not known (UnsupportedError)."""
     require_choice(predictive, (None, "loo"), 'predictive="loo" or None',
                    "For other data, call fit_predictive(data) on the posterior afterwards.")

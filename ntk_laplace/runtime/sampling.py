@@ -12,12 +12,7 @@ __all__ = ["draw_sizes", "normal", "require_generator"]
 
 
 def require_generator(given: object) -> None:
-    """Refuse what is neither None nor a generator.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse what is neither None nor a generator (UnsupportedError)."""
     if given is not None and not isinstance(given, Generator):
         raise UnsupportedError("a torch.Generator", repr(given)[:80], "Pass torch.Generator().manual_seed(0).")
 

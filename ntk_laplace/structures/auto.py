@@ -44,12 +44,7 @@ class Auto:
                       f"{_words(needs)} would be needed, so {spec.name!r} {other}")
 
     def require_memory(self, problem: Problem) -> None:
-        """Refuse a problem of which no choice fits in memory.
-
-        Raises
-        ------
-        MemoryBudgetError
-        """
+        """Refuse a problem of which no choice fits in memory (MemoryBudgetError)."""
         needs, memory = _needs(problem), _memory(problem)
         if self.otherwise is None and all(needed > memory for _, needed in needs):
             raise MemoryBudgetError(

@@ -27,12 +27,7 @@ class FullWeightSpace(SummedSpec):
     exact: ClassVar[bool] = True
 
     def check_memory(self, model: LinearizedModel) -> None:
-        """Refuse P x P matrices that do not fit in memory.
-
-        Raises
-        ------
-        MemoryBudgetError
-        """
+        """Refuse P x P matrices that do not fit in memory (MemoryBudgetError)."""
         p = model.network.num_parameters
         _matrices(p, model.jacobian_pass.dtype.itemsize).require(
             model, f"the {p:,} x {p:,} matrices of weight space",

@@ -75,12 +75,7 @@ class FunctionSpace(StructureSpec):
         return FunctionSpaceStructure(self, rows, points, data=source)
 
     def require_memory(self, model: LinearizedModel, n: int, first: Structure) -> None:
-        """Refuse n examples if their rows and B do not fit in memory.
-
-        Raises
-        ------
-        MemoryBudgetError
-        """
+        """Refuse n examples if their rows and B do not fit in memory (MemoryBudgetError)."""
         rows = of_kind(FunctionSpaceStructure, first).rows
         _require_memory(Problem(model, n, rows, model.settings.reducer.world_size))
 

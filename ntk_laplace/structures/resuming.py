@@ -147,12 +147,7 @@ def _without_examples(found: Accumulation) -> Accumulation:
 
 
 def require_same_model(accumulated: Accumulation, model: LinearizedModel) -> None:
-    """Refuse to resume a fit under a different model.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse to resume a fit under a different model (UnsupportedError)."""
     for what, now in ModelSignature(model).items():
         if accumulated.signature.get(what, now) != now:  # older states do not know all of them
             raise UnsupportedError(f"to resume with the {what} of the interrupted fit", "another",

@@ -95,12 +95,7 @@ class SketchSpec(StructureSpec):
         return SketchedStructure(self, source, read_points(model, source)).displaced(model)
 
     def require_rank(self, model: LinearizedModel, rank: int) -> None:
-        """Refuse a rank whose vectors do not fit in memory.
-
-        Raises
-        ------
-        MemoryBudgetError
-        """
+        """Refuse a rank whose vectors do not fit in memory (MemoryBudgetError)."""
         rank = min(self.rank or rank, model.network.num_parameters)
         require_memory(self.sketch_bytes(model, rank), model.network.device,
                        f"{self.copies:g} x {rank:,} vectors of {model.network.num_parameters:,} parameters",

@@ -327,12 +327,7 @@ def no_basis(got: str) -> UnsupportedError:
 
 
 def require_one_process(model: LinearizedModel) -> None:
-    """Refuse to read rows of J at chosen training points if they are on several processes.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse to read rows of J at chosen training points if they are on several processes (UnsupportedError)."""
     model.settings.reducer.require_one(
         "rows of J at chosen training points, which this method needs",
         'Fit with structure="gp", which collects all rows on every process, or save and load on one process.')

@@ -119,12 +119,7 @@ class SubsetEvidence:
         return f"subset of {self.examples:,} examples, growing over {self.epochs} epochs"
 
     def require_memory(self, model: LinearizedModel, x: Inputs) -> None:
-        """Refuse a first M that does not fit in memory.
-
-        Raises
-        ------
-        MemoryBudgetError
-        """
+        """Refuse a first M that does not fit in memory (MemoryBudgetError)."""
         plain = replace(model, jacobian_pass=JacobianPass(model.network, model.jacobian_pass.dtype,
                                                                    budget=model.settings.memory_budget))
         try:

@@ -136,13 +136,7 @@ class BlockState(VariationalState):
         return float((gradient @ direction).clamp_min(0.0).sqrt())
 
     def _meet(self, rows: Jacobian, fresh: list[Summary]) -> None:
-        """Blocks for the parameters of the first rows.
-
-        Raises
-        ------
-        UnsupportedError
-            If later rows reach other parameters.
-        """
+        """Blocks for the parameters of the first rows. UnsupportedError if later rows reach other parameters."""
         names = {name for block in rows.blocks for name in block.names}
         late = sorted(names - {name for summary in self._sums for name in summary.block.names})
         if not late:

@@ -225,13 +225,7 @@ def _inner(fitted: FittedModel) -> PosteriorPrecision:
 
 
 def _ratio(model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
-    """d / P0 by group of the prior, for H = diag(d) + RᵀR.
-
-    Raises
-    ------
-    UnsupportedError
-        If it has several values in a group.
-    """
+    """d / P0 by group of the prior, for H = diag(d) + RᵀR. UnsupportedError if it has several values in a group."""
     groups, diagonal = model.prior, precision.prior_precision
     own = groups.flat_precision().detach().to(diagonal)
     numbers = torch.cat([_group(model, name) for name in model.network.shapes]).to(diagonal.device)

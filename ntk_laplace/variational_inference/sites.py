@@ -72,12 +72,7 @@ class _Anchor:
         return residual * points.weights.unsqueeze(1), curvature * points.weights.view(-1, 1, 1)
 
     def require(self, theta: Tensor) -> None:
-        """Refuse a record of a network that was linearized at other weights.
-
-        Raises
-        ------
-        UnsupportedError
-        """
+        """Refuse a record of a network that was linearized at other weights (UnsupportedError)."""
         own, theta = self.theta, theta.to(self.theta)
         if own.shape != theta.shape or not torch.allclose(own, theta, rtol=1e-6, atol=1e-6 * float(theta.abs().max())):
             raise UnsupportedError("to resume with the network linearized at the weights of the interrupted run",

@@ -46,12 +46,7 @@ def checked_start(start: object) -> float | Posterior | None:
 
 
 def require_same_network(posterior: Posterior, model: LinearizedModel) -> None:
-    """Refuse a posterior of another network, or of other parameters of it.
-
-    Raises
-    ------
-    DataError
-    """
+    """Refuse a posterior of another network, or of other parameters of it (DataError)."""
     own, given = model.network.shapes, posterior.network.shapes
     if list(own.items()) != list(given.items()):
         words = [f"{len(shapes)} tensors with {shapes.num_parameters:,} parameters" for shapes in (own, given)]

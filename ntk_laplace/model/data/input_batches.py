@@ -149,12 +149,7 @@ def _part_like(x: Any, form: Inputs) -> Inputs | None:
 
 
 def _require_order(loader: DataLoader) -> None:
-    """Raise an error for a loader whose examples come in an unknown order.
-
-    Raises
-    ------
-    DataError
-    """
+    """Raise an error for a loader whose examples come in an unknown order (DataError)."""
     for sampler in samplers_of(loader):
         if isinstance(sampler, _RANDOM) or getattr(sampler, "shuffle", False) is True:
             raise DataError("a loader that keeps the order of its data, so that results can be matched by position",

@@ -130,12 +130,7 @@ class PredictionSets:
 
 
 def require_classes(likelihood: Likelihood, num_outputs: int) -> None:
-    """Refuse a likelihood without one label per example.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse a likelihood without one label per example (UnsupportedError)."""
     one = likelihood.classifies and likelihood.event_shape(num_outputs) in (Size(), Size((1,)))
     if not one:
         raise UnsupportedError(

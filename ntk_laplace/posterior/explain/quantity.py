@@ -154,12 +154,7 @@ class Quantity:
 
 
 def require_quantity(by: object) -> None:
-    """Refuse what names no quantity.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse what names no quantity (UnsupportedError)."""
     require_choice(by, _WORDS, f"an effect on one of {', '.join(_WORDS)}", 'Leave it out for "output".')
 
 

@@ -119,12 +119,7 @@ class FileFormat:
 
 
 def require_same(saved: Mapping[str, str], now: Mapping[str, str], run: str) -> None:
-    """Check that what resumes has the settings of the interrupted run.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Check that what resumes has the settings of the interrupted run (UnsupportedError)."""
     for what, value in now.items():
         if saved.get(what) != value:
             raise UnsupportedError(f"to resume with the {what} of the interrupted {run}, {saved.get(what)}", value,
@@ -132,12 +127,7 @@ def require_same(saved: Mapping[str, str], now: Mapping[str, str], run: str) -> 
 
 
 def require_writable(path: Any) -> None:
-    """Refuse a path that is not writable, before the computation to be saved.
-
-    Raises
-    ------
-    DataError
-    """
+    """Refuse a path that is not writable, before the computation to be saved (DataError)."""
     remedy = "Make its folder first, and pass the path of a file in it."
     if not isinstance(path, (str, os.PathLike)):
         raise DataError("a path as checkpoint", repr(path), remedy)

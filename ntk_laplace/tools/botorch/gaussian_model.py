@@ -24,12 +24,7 @@ __all__ = ["GaussianModel", "require_transforms"]
 
 
 def require_transforms(input_transform: object, outcome_transform: object) -> None:
-    """Refuse what is no transform of BoTorch.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse what is no transform of BoTorch (UnsupportedError)."""
     for name, given, kind in (("input_transform", input_transform, InputTransform),
                               ("outcome_transform", outcome_transform, OutcomeTransform)):
         if not (given is None or isinstance(given, kind)):
@@ -296,12 +291,7 @@ class GaussianModel(Model, FantasizeMixin):
 
 
 def _require_variances(name: str, given: object, q: int, m: int) -> None:
-    """Refuse what is no variance of each of q points and m outputs.
-
-    Raises
-    ------
-    DataError
-    """
+    """Refuse what is no variance of each of q points and m outputs (DataError)."""
     if not isinstance(given, Tensor):
         raise DataError(f"{name} as a tensor of variances (..., {q}, {m})", repr(given)[:80],
                         "Pass a variance for each value.")

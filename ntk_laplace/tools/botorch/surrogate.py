@@ -215,12 +215,7 @@ class Surrogate:
 
 
 def _require_same(module: nn.Module, start: nn.Module) -> None:
-    """Refuse a module whose parts have other classes or parameters than those of the start.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Refuse a module whose parts have other classes or parameters than those of the start (UnsupportedError)."""
     for expected, got in zip_longest(_parts(start), _parts(module), fillvalue="no other part"):
         if expected != got:
             raise UnsupportedError(f"the network of warm_start, with {expected}", got, "Pass that network, with the "

@@ -336,12 +336,7 @@ def without_dropped(
 
 
 def require_no_dropped(path: Path, dropped: Sequence[str] | None) -> None:
-    """Refuse columns to leave out of a file without columns.
-
-    Raises
-    ------
-    DataError
-    """
+    """Refuse columns to leave out of a file without columns (DataError)."""
     if dropped:
         raise DataError("a table, for --drop COLUMN", f"{path}", "Leave --drop out.")
 
