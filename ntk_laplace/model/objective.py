@@ -123,7 +123,7 @@ class Objective:
         f = self._caller(x)
         f = f.unsqueeze(1) if f.ndim == 1 else f
         targets = self._likelihood.targets(y, n, self._c)
-        with constant(self._hyperparameters):  # a graph through them takes half as long as that of a small network
+        with constant(self._hyperparameters):  # a graph through them would cost half of a small network's
             log_prob = self._likelihood.log_prob(f, targets)
         log_prob = log_prob if weights is None else log_prob * weights.to(log_prob)
         loss = -factor * log_prob.sum()

@@ -59,7 +59,7 @@ def track(
                 yield item
                 bar.update(task, advance=size(item), description=_words(description))
         finally:
-            if nested:  # the display goes with the last one
+            if nested:  # the outermost task stays until the display ends
                 bar.remove_task(task)
 
 

@@ -9,19 +9,19 @@ MIB = 2**20
 
 # --- memory checks
 
-ASSUMED_FREE_BYTES = MIB // 4  # needs that are not compared with the free memory: reading that takes 0.2 ms
+ASSUMED_FREE_BYTES = MIB // 4  # smaller needs are not compared with the free memory, whose reading takes 0.2 ms
 
-BUFFERED_BYTES, MOST_BUFFERS = 2048 * MIB, 16  # a GPU's buffers are larger: once more for so much of its memory
+BUFFERED_BYTES, MOST_BUFFERS = 2048 * MIB, 16  # a GPU's buffers grow by its memory over the first, up to the second
 
 # --- Jacobian pass
 
-WORKING_SET_BYTES = 128 * MIB  # output gradients of a batch
+WORKING_SET_BYTES = 128 * MIB  # all output gradients of a batch
 GRADIENT_BYTES = 32 * MIB  # one output gradient; larger allocations bypass the allocator's cache
-ROOT_COPIES = 3  # of the root S of a batch: as computed, in the type of the network, and as output gradients
-FORWARD_FACTOR = 8  # how many times more examples a forward pass without a graph takes
+ROOT_COPIES = 3  # copies of a batch's root S: as computed, in the network's type, as output gradients
+FORWARD_FACTOR = 8  # examples of a forward pass without a graph, relative to a pass with one
 MOST_CHECKED, FEWEST_CHECKED = 64, 4  # examples of a batch in the gradient check; an eighth of the batch between them
-LONG_GRADIENT = 16  # a convolution's rows are computed one cotangent at a time if its gradient is so many times longer
-WIDEST_FUSED_LAYER = 1024  # outputs of a layer whose gradients are summed per cotangent; the product then dominates
+LONG_GRADIENT = 16  # gradient of a convolution over one row, in length: from here on rows take one cotangent at a time
+WIDEST_FUSED_LAYER = 1024  # outputs of a layer, up to which gradients are summed per cotangent
 
 # --- storage of rows: work and memory of written-out rows against those of factors
 
@@ -54,8 +54,8 @@ OUTPUTS_BYTES = 128 * MIB  # matrices of some outputs of a last layer at a time
 LAST_LAYER_SPECTRUM = 4096  # rows of B up to which a last layer lists eigenvalues; else one factorization per setting
 HESSIAN_EXAMPLES = 4096  # examples whose output Hessians are compared at a time
 BLOCK_REFRESH = 0.05  # steps of variational inference, in units of step size, between two eigendecompositions
-BLOCK_CHANGE = 0.05  # relative change of a block's trace, after which it is decomposed anew before that
-INPUTS_WITH_PRECISIONS = 128  # features up to which estimators learn a precision for each: a decomposition at each step
+BLOCK_CHANGE = 0.05  # relative change of a block's trace that makes its decomposition anew due earlier
+INPUTS_WITH_PRECISIONS = 128  # features up to which estimators learn one precision for each
 EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 
 # --- linear algebra
@@ -66,14 +66,14 @@ SOLVE_ROWS = 256  # rows of a panel at a time, where a solve or a product copies
 LARGEST_SPECTRUM = 20_000  # rows of a matrix whose eigenvalues are computed: cuSOLVER's routine ends near 25,000
 DEALT_ROWS = 384  # rows of B that are dealt to one of several processes at a time: fewer are slower, more deal unevenly
 DEALT_ROWS_DEVICE = 2048  # the same on an accelerator
-FEWEST_DEALT_ROWS = 16  # of a small B: more blocks would only be more messages
+FEWEST_DEALT_ROWS = 16  # the same of a small B, where more blocks would only be more messages
 INVERSE_COLUMNS = 1024  # columns of an inverse at a time: wide panels are half zeros and take memory
 
 # --- predictions and explanations
 
 FORWARD_EXAMPLES = 2048  # examples in one forward pass without a graph
-CHUNK_BYTES = 16 * MIB  # rows of a chunk of predictions and what is computed from them; as fast as 32, lower peak
-FEWEST_CHUNK_EXAMPLES = 16  # examples in the first chunk, at least: they show the size of a row
+CHUNK_BYTES = 16 * MIB  # rows of a chunk of predictions with all that follows; 32 MiB is no faster
+FEWEST_CHUNK_EXAMPLES = 16  # examples in the first chunk, at least; they show the size of a row
 SAMPLED_OUTPUTS = 2**23  # outputs at weight samples at a time
 AVERAGED_OUTPUTS = 2**22  # entries of f at a time while a predictive is averaged: 32 MiB in float64
 SEARCHED_OUTPUTS = 2**17  # entries of f in one evaluation of a calibration's search
@@ -86,13 +86,13 @@ DIRECTION_BYTES = 512 * MIB  # directions U of the ranked inputs that share a pa
 DRAWN_NUMBERS = 2**25  # random numbers at a time, leave-one-out
 KEPT_ROWS_BYTES = 512 * MIB  # rows of the training points that are kept between passes, leave-one-out of some
 GP_ROWS_BYTES = 128 * MIB  # dense rows at a time in gradients of a GPyTorch kernel
-GP_CACHED_INPUTS = 4  # training and test inputs of two cross-validation folds
+GP_CACHED_INPUTS = 4  # inputs whose rows a kernel keeps: training and test data of two cross-validation folds
 
 # --- evidence by sampling
 
 CHAIN_BYTES = 256 * MIB  # what autograd keeps of a pass at several weights, at a time
 GRAPH_FACTOR = 2  # bytes at the peak of a pass with its gradient, relative to what autograd keeps
-CHOSEN_SHARE = 0.75  # of the examples, above which networks that count few examples go through all of them
+CHOSEN_SHARE = 0.75  # share of the examples that count, above which a network reads all of them
 DENSE_METRIC = 2048  # parameters up to which a posterior precision is written out to precondition chains
 SLICED_OUTPUTS = 20_000  # outputs N C up to which the linearized model is sampled as f; more are sampled as weights
 
@@ -100,67 +100,67 @@ SLICED_OUTPUTS = 20_000  # outputs N C up to which the linearized model is sampl
 
 HELD_BYTES = 1024 * MIB  # inputs kept in memory between passes over the data
 LBFGS_PAIRS = 50  # steps that L-BFGS remembers, at most; with 20 a smooth network takes up to twice as many passes
-STEPS_A_PAIR = 8  # of those allowed: few steps gain nothing from a long memory, which takes longer than a small network
-FULL_BATCH_EXAMPLES = 8192  # with more, minibatches begin the training to an optimum
-MINIBATCH = 128  # examples, where minibatches train
-ANNEALING_STEPS = 500  # minibatch steps, at least: before L-BFGS for many examples, and where it finds no decrease
+STEPS_A_PAIR = 8  # steps allowed for each step remembered: few steps gain nothing from a long memory
+FULL_BATCH_EXAMPLES = 8192  # examples above which the training to an optimum begins with minibatches
+MINIBATCH = 128  # examples of a minibatch
+ANNEALING_STEPS = 500  # minibatch steps before L-BFGS, or where it finds no decrease, at least
 
 # --- products alone: structure "iterative"
 
 FIRST_RANK = 128  # test vectors of the first sketch; it is doubled from there
 FIRST_LEADING = 1024  # rows of the first factorization of leading rows
-LEADING_SHARE = 0.8  # of the trace of JᵀΛJ, which the first leading rows have
-ROWS_PER_LEADING = 8  # rows of SᵀJ for each of these, at least: else test vectors find more than leading rows
-POWER_STEPS = 8  # for the largest eigenvalue of leading rows
-FIRST_PROBES, MOST_PROBES = 16, 128
-LANCZOS_PROBES = 8  # at a time: each keeps a vector of every step, and vectors share the passes of their products
+LEADING_SHARE = 0.8  # share of the trace of JᵀΛJ that the first leading rows must have
+ROWS_PER_LEADING = 8  # rows of SᵀJ for each leading row, at least; with fewer, test vectors find more
+POWER_STEPS = 8  # power iterations for the largest eigenvalue of leading rows
+FIRST_PROBES, MOST_PROBES = 16, 128  # probes of a log determinant
+LANCZOS_PROBES = 8  # probes at a time: each keeps a vector of every step, and all share products
 LANCZOS_STEPS = 60  # products with each probe, at most
-QUADRATURE_SHARE = 0.1  # of the wished standard error: where the quadrature's bracket ends
+QUADRATURE_SHARE = 0.1  # width of a quadrature's bracket over the wished standard error
 CONJUGATE_GRADIENT_STEPS = 2000  # products of a solve, at most; more raise an error
 REMAINDER_DRAWS = 64  # draws of what the low rank leaves of H⁻¹, at least
 MOST_DRAWS = 800  # draws of the posterior for the evidence's gradient, at most
-LOW_RANK_VARIANCE_ERROR = 0.05  # of V with a low rank, where draws of the posterior alone give coarser variances
-DRAWS_PER_OUTPUT = 4  # of the posterior, at least, where their mean alone is V
-DRAW_PRODUCTS = 8  # of a draw, expected
+LOW_RANK_VARIANCE_ERROR = 0.05  # relative error of V by a low rank, where draws alone are coarser
+DRAWS_PER_OUTPUT = 4  # draws of the posterior for each output, at least, where V is their mean
+DRAW_PRODUCTS = 8  # products that a draw is expected to take
 COMPLETE = 1e-7  # trace left by the low rank, below which covariances are those of the low rank
-LEFT_SHARE = 0.05  # of log det B that the low rank of covariances leaves, at most
+LEFT_SHARE = 0.05  # share of log det B that the low rank of covariances leaves, at most
 LOCAL_BYTES = 1024 * MIB  # matrices of the prior groups in a local model of log det B
 EFFECTIVE_ERROR = 0.01  # relative standard error of the effective parameters of a prior group, if 64 draws give it
-DRAW_ERROR = 0.003  # of the solve for a draw, in the norm of H; 0.01 moved variances of MNIST by 0.2 % (rms)
+DRAW_ERROR = 0.003  # error of the solve for a draw, in the norm of H; 0.01 moves variances of MNIST by 0.2 % (rms)
 ANCHORS = 12  # local models in one search for hyperparameters, at most
 ANCHOR_MOVE = 0.01  # change of a log hyperparameter between two local models, below which the search has converged
 MEASURED_POINTS = 100  # training points at which the variances of a compressed posterior are measured
 MEASURING_PROBES = 4  # probes that measure what a larger sketch leaves
 PRODUCT_VECTORS, FEWEST_PRODUCT_VECTORS = 128, 16  # vectors that share a product with rows; fewer are slower each
-PRODUCT_BYTES = 64 * MIB  # of these vectors, and of the tiles in which others are turned
+PRODUCT_BYTES = 64 * MIB  # vectors of such a product, and tiles in which rows are turned
 FACTOR_TESTS = 8  # test vectors of a Kronecker factor beyond its rank, at least
 OVERSAMPLING = 1.25  # test vectors of a low rank that is kept alone, relative to its rank
 
 # --- forecasts: what a probe computes
 
-PROBED_EXAMPLES = 256  # whose rows are timed
+PROBED_EXAMPLES = 256  # examples whose rows are timed
 PROBED_ROWS = 512  # rows of SᵀJ, whose eigenvalues are extrapolated
-PROBED_GRAM_ROWS = 2048  # the same, of which leading rows are extrapolated
-PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # of the matrices whose algebra is timed
+PROBED_GRAM_ROWS = 2048  # rows of SᵀJ, from which leading rows are extrapolated
+PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # order of the matrices whose algebra is timed
 
 # --- limits that a user can notice
 
-MISSED = 1.25  # times the wished standard error of an evidence: beyond, a warning says that it was not reached
+MISSED = 1.25  # error of an evidence over the wished one, above which a warning is issued
 
 PROGRESS_DELAY = 0.5  # seconds of a pass or of predictions after which a progress bar appears on a terminal
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal
 NEWTON_STEPS = 100  # steps to the optimum of a what-if; more raise an error
 QUASI_NEWTON_STEPS = 1000  # gradients in a descent before Newton steps follow; networks with kinks may get there
-FEWEST_VECTORS, MOST_VECTORS = 10, 128  # that the descent remembers, by memory; twice as many spare 3 % of the steps
-DESCENT_BYTES = 256 * MIB  # of these vectors, for all networks that share passes
+FEWEST_VECTORS, MOST_VECTORS = 10, 128  # vectors that a descent remembers; twice as many spare 3 % of the steps
+DESCENT_BYTES = 256 * MIB  # remembered vectors of all networks that share passes
 DEFLATION = 64  # products with an exact Hessian that correct the preconditioner of all what-ifs, at most
 WRITTEN_PER_GROUP = 32  # parameters for each group, up to which that Hessian is written out: it spares 30 steps a group
 HALVINGS = 40  # halvings of a step in a line search; more raise an error
 NEWTON_PRODUCTS = 250  # products with an exact Hessian in one Newton step; the direction found so far is taken then
-GRAPH_GROUPS = 8  # of them that share a graph of second derivatives: fewer waste less where some are solved earlier
+GRAPH_GROUPS = 8  # networks of what-ifs that share a graph of second derivatives
 GROUPS = 128  # networks of what-ifs that share passes, at most
-LEAST_CURVATURE = 1e-10  # along a direction, relative to that of the fit; less counts as none
+LEAST_CURVATURE = 1e-10  # curvature along a direction, relative to the fit's, below which it counts as none
 AUTOSAVE_SECONDS = 60.0  # seconds of work that may be lost
-LEFT_OUT_SHARE = 0.1  # of the data are left out together, at most: the structure is fitted to the others
-LEFT_OUT_PASSES = 30  # passes over the data to the means without a group; 100 move densities by 0.05 nats at most
-LEFT_OUT_ACCURACY = 0.01  # share of a Newton step in the last passes, below which no other follows
+LEFT_OUT_SHARE = 0.1  # share of the data that is left out together, at most
+LEFT_OUT_PASSES = 30  # passes to the means without a group; 100 move densities by 0.05 nats at most
+LEFT_OUT_ACCURACY = 0.01  # share of a Newton step in a pass, below which it is the last

@@ -33,7 +33,7 @@ from ntk_laplace.structures import merged_batches
 __all__ = ["RiskBound", "risk_bound"]
 
 _KINDS = ("seeger", "mcallester", "catoni", "germain")
-_BETAS = tuple(2.0**power for power in range(-3, 5))  # of Catoni's bound, fixed before any data
+_BETAS = tuple(2.0**power for power in range(-3, 5))  # values of β in Catoni's bound, fixed before any data
 
 
 @dataclass(frozen=True, repr=False)

@@ -65,7 +65,7 @@ class FittedModel:
         found = spec.fit(model, batches)
         found.points.require_information(model.likelihood)
         found.points.require_consistent(model.likelihood)
-        at = present_values(model.prior, model.likelihood)  # once the likelihood is bound
+        at = present_values(model.prior, model.likelihood)  # after the likelihood was bound
         fitted = cls(replace(model, fitted_at=at), found)
         fitted.precision  # noqa: B018
         return fitted

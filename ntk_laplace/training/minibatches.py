@@ -51,7 +51,7 @@ class Minibatches:
         if batch_size is not None and not is_whole(batch_size, 1):
             raise DataError("a batch size of at least 1, or None for all examples at once", f"{batch_size!r}",
                             "Pass None, or leave it out for the default.")
-        if not isinstance(data, DataLoader):  # which may resample, if the evidence has data of its own
+        if not isinstance(data, DataLoader):  # a loader may resample, if the evidence has other data
             Batches(data, batch_size, device, dtype, targets)  # raises an error for invalid data
         self._device, self.dtype, self._batch_size, self._targets = device, dtype, batch_size, targets
         self._tensors: tuple[Inputs, Tensor] | None = None
@@ -72,7 +72,7 @@ class Minibatches:
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
         if self._tensors is None:
-            for batch in () if self._loader is None else self._loader:  # its truth is its length, which it may not have
+            for batch in () if self._loader is None else self._loader:  # bool() asks for its length
                 pair, weights = example_weights(batch)
                 x, y = as_pair(pair, self._targets)
                 yield to_device(x, self._device, self.dtype), y.to(self._device), weights

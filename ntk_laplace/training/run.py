@@ -38,8 +38,8 @@ FORMAT = FileFormat(
     "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path).",
 )
 
-_FALL = 0.1  # of the evidence in nats a point, from which a warning is issued
-_SLOPE = 0.12  # the same, as what a Newton step in the noise gains; of tables trained as the pages say, at most 0.1
+_FALL = 0.1  # fall of the evidence, in nats a point, above which a warning is issued
+_SLOPE = 0.12  # gain of a Newton step in the noise, in nats a point, above which a warning is issued
 _STEPS = 160  # iterations of L-BFGS after the epochs, at most: networks with kinks predict no better after 300
 
 

@@ -196,7 +196,7 @@ class Blocks(Representation):
         """The averages, those of the last eigendecomposition, those of a step, and a copy to resume from."""
         few = model.jacobian_pass.rows(take(next(examples.all()).x, slice(0, 2)))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NTKLaplaceWarning)  # the first step says it
+            warnings.simplefilter("ignore", NTKLaplaceWarning)  # the first step warns of it
             blocks = find_parameter_blocks(few, model.prior, self.spec.kind, self.spec.squares)
         needed = self.spec.memory(blocks, model)
         replace(needed, stored={name: 4 * size for name, size in needed.stored.items()}).require(

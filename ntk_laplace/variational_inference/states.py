@@ -146,7 +146,7 @@ class DenseState(VariationalState):
             gradient += part.gradient
             sums.add(part.rows.dense(self._shapes).flatten(0, 1))
         sums.finish()
-        self._precision = None  # its memory is that of the new factor
+        self._precision = None  # the new factor takes its memory
         direction = self.precision.solve(gradient)
         self.mean = self.mean + step_size * direction
         return float((gradient @ direction).clamp_min(0.0).sqrt())

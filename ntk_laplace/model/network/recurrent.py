@@ -38,7 +38,7 @@ def _gru_cell(
     return (h - n) * (z + z_h).sigmoid() + n
 
 
-_CELLS = {torch.lstm_cell: _lstm_cell, torch.gru_cell: _gru_cell}  # the others are no fused kernels
+_CELLS = {torch.lstm_cell: _lstm_cell, torch.gru_cell: _gru_cell}  # cells that torch fuses
 
 
 class _Unrolled(TorchFunctionMode):
@@ -46,7 +46,7 @@ class _Unrolled(TorchFunctionMode):
         if func in _LAYERS:
             # weights are the fourth argument of packed sequences, and the third of others
             kind = "data" if isinstance(args[3], (list, tuple)) else "input"
-            with _without(torch.backends.mkldnn):  # its steps are torch's fused kernel in float32 else
+            with _without(torch.backends.mkldnn):  # which would run torch's fused kernel in float32
                 return _STEPS[getattr(_LAYERS[func], kind)](*args, **(kwargs or {}))
         return _CELLS.get(func, func)(*args, **(kwargs or {}))
 

@@ -41,7 +41,7 @@ from ntk_laplace.training import EvidenceHistory, train_from_starts, train_with_
 
 __all__ = ["LaplaceEstimator"]
 
-_PRECISIONS = (1.0, 0.1)  # from which a perceptron starts
+_PRECISIONS = (1.0, 0.1)  # prior precisions that the training of an "mlp" starts from
 
 
 class LaplaceEstimator(BaseEstimator):
@@ -74,7 +74,7 @@ class LaplaceEstimator(BaseEstimator):
     y_train_: NDArray[Any]
     n_iter_: int
     n_features_in_: int
-    _constant: NDArray[np.bool_] | bool = False  # whether each feature is, unless an earlier version was fitted
+    _constant: NDArray[np.bool_] | bool = False  # which features are; False in fits of earlier versions
 
     # --- training
 
@@ -317,7 +317,7 @@ class LaplaceEstimator(BaseEstimator):
             raise DataError("an estimator with its training data", "none", "Fit it again.")
         x, y = (torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
         data = x[points], y[points], weight
-        spec = own.fitted.structure.spec  # of two exact ones another may be smaller for more points
+        spec = own.fitted.structure.spec  # more points may make the other exact structure the smaller one
         return laplace(own.network.module, data, own.likelihood, own.prior, "auto" if spec.exact else spec,
                        own.curvature_type, dtype=own.dtype, settings=own.fitted.settings)
 

@@ -21,8 +21,8 @@ from ntk_laplace.training import EvidenceSchedule
 
 __all__ = ["LaplaceRegressor"]
 
-_EVALUATIONS = 15  # of the evidence in a training
-_STEPS = 20, 0.1  # of the hyperparameters at each, and their size
+_EVALUATIONS = 15  # evaluations of the evidence in a training
+_STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their size
 # where each target has its noise, a step takes two passes over the data; on six tables as good, in 0.4 of the time
 _STEPS_OF_SEVERAL = 5, 0.4
 
