@@ -41,12 +41,10 @@ def predictive_1d(
     grid, mean, epistemic, total = (flat(values) for values in (grid, mean, epistemic, total))
     figure = Figure(figsize=(8.6, 4.2), layout="constrained")
     axes = tidy(figure.add_subplot(), title)
-    axes.fill_between(
-        grid, mean - 2 * total, mean + 2 * total, color=BLUE, alpha=0.16, lw=0, label="with noise, ± 2 sd"
-    )
-    axes.fill_between(
-        grid, mean - 2 * epistemic, mean + 2 * epistemic, color=BLUE, alpha=0.34, lw=0, label="function, ± 2 sd"
-    )
+    axes.fill_between(grid, mean - 2 * total, mean + 2 * total, color=BLUE, alpha=0.16, lw=0,
+                      label="with noise, ± 2 sd")
+    axes.fill_between(grid, mean - 2 * epistemic, mean + 2 * epistemic, color=BLUE, alpha=0.34, lw=0,
+                      label="function, ± 2 sd")
     if truth is not None:
         axes.plot(grid, flat(truth), color=GREY, lw=1.4, ls=(0, (4, 2)), label="truth without noise")
     axes.plot(grid, mean, color=BLUE, lw=2.0, label="network's prediction")
@@ -102,14 +100,12 @@ def predictive_2d(
         axes.grid(False)
         values = np.asarray(panel.values, dtype=float)
         limits = (0.0, 1.0) if panel.probability else (0.0, float(values.max()))
-        mesh = axes.contourf(
-            across, up, values, levels=np.linspace(*limits, 21), cmap="PuOr_r" if panel.probability else "cividis"
-        )
+        mesh = axes.contourf(across, up, values, levels=np.linspace(*limits, 21),
+                             cmap="PuOr_r" if panel.probability else "cividis")
         if panel.probability:
             axes.contour(across, up, values, levels=[0.5], colors="black", linewidths=1.2)
-        bar = figure.colorbar(
-            mesh, ax=axes, location="bottom", shrink=0.85, ticks=np.linspace(*limits, 5), format="%.2g"
-        )
+        bar = figure.colorbar(mesh, ax=axes, location="bottom", shrink=0.85, ticks=np.linspace(*limits, 5),
+                              format="%.2g")
         bar.set_label(panel.label, fontsize=9)
         bar.ax.tick_params(labelsize=8)
         for label, marker, face in ((0, "o", "white"), (1, "^", "black")):

@@ -133,10 +133,9 @@ class CoverageVerbs(CalibrationVerbs):
         everything = "its intervals are the whole line"
         self._warn(found, level, fewest, everything)
         middle, lower, upper = (self._shaped(torch.cat(same)) for same in zip(*parts, strict=True))
-        return PredictionIntervals(
-            middle, lower, upper, level, method, score, kept.sum(0), words_of(method, level, fewest, everything),
-            None if found is None else found.reliability,
-        )
+        return PredictionIntervals(middle, lower, upper, level, method, score, kept.sum(0),
+                                   words_of(method, level, fewest, everything),
+                                   None if found is None else found.reliability)
 
     def predict_set(
         self, x: InputData, level: float = 0.9, *, score: str = "probability", data: Any = None,

@@ -102,13 +102,12 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         slot, indices = slot.gather(1, order), indices.gather(1, order)
         converged, joint_converged = found.converged[1:].split([len(points), len(chosen)])
         single_back, joint_back = back.split([len(points), len(chosen)])
-        return Reranking(
-            f=f, quantity=quantity, indices=indices, linear=linear.gather(1, indices), moving=moving.gather(1, slot),
-            places=order, converged=converged[slot], comes_back=single_back[slot], groups=chosen,
-            group_linear=quantity.change(f, joint_outputs) if chosen else joint, group_moving=joint,
-            group_converged=joint_converged, group_comes_back=joint_back, group_outputs=after[:, len(points) :],
-            targets=self._points().targets, guarantees=_GUARANTEES,
-        )
+        return Reranking(f=f, quantity=quantity, indices=indices, linear=linear.gather(1, indices),
+                         moving=moving.gather(1, slot), places=order, converged=converged[slot],
+                         comes_back=single_back[slot], groups=chosen,
+                         group_linear=quantity.change(f, joint_outputs) if chosen else joint, group_moving=joint,
+                         group_converged=joint_converged, group_comes_back=joint_back,
+                         group_outputs=after[:, len(points) :], targets=self._points().targets, guarantees=_GUARANTEES)
 
     def _without(self, points: Tensor, groups: Sequence[Tensor]) -> Tensor:
         """Example weights (1 + m + G, N): first all points, then without each of m, then without each group."""

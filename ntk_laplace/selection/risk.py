@@ -229,12 +229,10 @@ def risk_bound(
         value = min(pac_bayes.catoni(sampled, kl, n, share / len(betas), one) for one in betas)
     else:
         value = getattr(pac_bayes, kind)(sampled, kl, n, share)
-    return RiskBound(
-        value=bounded.low + span * min(value, 1.0), risk=risk, sampled_risk=bounded.low + span * sampled, kl=kl, n=n,
-        draws=draws, delta=delta, models=models, kind=kind, loss=bounded.name, low=bounded.low, high=bounded.high,
-        chance=bounded.chance, prior_points=0 if prior_posterior is None else prior_posterior.num_examples,
-        repeated=repeated,
-    )
+    return RiskBound(value=bounded.low + span * min(value, 1.0), risk=risk, sampled_risk=bounded.low + span * sampled,
+                     kl=kl, n=n, draws=draws, delta=delta, models=models, kind=kind, loss=bounded.name, low=bounded.low,
+                     high=bounded.high, chance=bounded.chance,
+                     prior_points=0 if prior_posterior is None else prior_posterior.num_examples, repeated=repeated)
 
 
 class _Points:

@@ -323,6 +323,5 @@ def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: Lineari
     largest = max(parts, key=lambda part: part.numbers, default=None)
     ways = ['structure="diag", which keeps one number per parameter'] * (spec.kind != "diagonal")
     ways += ['parameters="last_layer"', *["dtype=torch.float32"] * (model.jacobian_pass.dtype != torch.float32)]
-    spec.memory(parts, model).require(
-        model, f"the sums of structure={spec.name!r}, most of them for {largest}", f"Use {', or '.join(ways)}.",
-    )
+    spec.memory(parts, model).require(model, f"the sums of structure={spec.name!r}, most of them for {largest}",
+                                      f"Use {', or '.join(ways)}.")

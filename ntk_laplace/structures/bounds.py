@@ -244,8 +244,6 @@ def _pieces(rows: Jacobian, layout: ParameterLayout) -> Iterator[Jacobian]:
 def _require_memory(fitted: FittedModel, summed: list[ParameterLayout], size: int) -> None:
     """Refuse the matrices of a block of `size` rows, and those of the parameters in weight space, if too large."""
     squares = [layout.num_parameters**2 for layout in summed]
-    require_memory(
-        (sum(squares) + max([size**2, *squares])) * fitted.theta.element_size(), fitted.network.device,
-        f"the matrices of a block ({size:,} rows, {len(squares)} in weight space)",
-        'Pass fewer examples=, or parameters="layers" or "diagonal".', fitted.settings.memory_budget,
-    )
+    require_memory((sum(squares) + max([size**2, *squares])) * fitted.theta.element_size(), fitted.network.device,
+                   f"the matrices of a block ({size:,} rows, {len(squares)} in weight space)",
+                   'Pass fewer examples=, or parameters="layers" or "diagonal".', fitted.settings.memory_budget)

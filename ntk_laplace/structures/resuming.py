@@ -28,10 +28,8 @@ from ntk_laplace.structures.model import LinearizedModel, Settings
 
 __all__ = ["require_same_model", "resumed", "save_regularly"]
 
-_FORMAT = FileFormat(
-    "ntk_laplace fit", 2, "a checkpoint of an interrupted fit",
-    "Pass the path that was given as Settings(checkpoint=...).", key="accumulation",
-)
+_FORMAT = FileFormat("ntk_laplace fit", 2, "a checkpoint of an interrupted fit",
+                     "Pass the path that was given as Settings(checkpoint=...).", key="accumulation")
 
 
 def save_regularly(accumulated: Accumulation, settings: Settings, resumed: bool = False) -> None:

@@ -234,10 +234,8 @@ class StructuredStructure(StreamedStructure):
             one._follow(model)
         ours, theirs = self.at.accumulated, other.at.accumulated
         pairs = zip(ours.summaries, theirs.summaries, strict=True)
-        total = replace(
-            ours, summaries=[a.scaled(self.at.scale).merged(b.scaled(other.at.scale)) for a, b in pairs],
-            eigenbases=list(ours.eigenbases) if self.spec.second_pass else [],
-        )
+        total = replace(ours, summaries=[a.scaled(self.at.scale).merged(b.scaled(other.at.scale)) for a, b in pairs],
+                        eigenbases=list(ours.eigenbases) if self.spec.second_pass else [])
         points = self.points.joined(model.likelihood, other.points)
         return StructuredStructure(self.spec, Joined([self.data, other.data]), points,
                                    at=_AtLikelihood.of(total, model.likelihood))
@@ -249,20 +247,17 @@ class StructuredStructure(StreamedStructure):
         self._follow(model)
         at = self.at
         eigenbases = at.scaled_eigenbases()
-        now = replace(
-            at.accumulated, summaries=[s.scaled(at.scale) for s in at.accumulated.summaries],
-            eigenbases=eigenbases if all(eigenbasis.made for eigenbasis in eigenbases) else [],
-        )
+        now = replace(at.accumulated, summaries=[s.scaled(at.scale) for s in at.accumulated.summaries],
+                      eigenbases=eigenbases if all(eigenbasis.made for eigenbasis in eigenbases) else [])
         return now.record(include_data=False) | {
             "extras": [None if extra is None else vars(extra).copy() for extra in at.extras]
         }
 
     def to(self, device: torch.device, dtype: torch.dtype) -> StructuredStructure:
         at = self.at
-        gathered = replace(
-            at.accumulated, summaries=[summary.to(device, dtype) for summary in at.accumulated.summaries],
-            eigenbases=[eigenbasis.to(device, dtype) for eigenbasis in at.accumulated.eigenbases],
-        )
+        gathered = replace(at.accumulated,
+                           summaries=[summary.to(device, dtype) for summary in at.accumulated.summaries],
+                           eigenbases=[eigenbasis.to(device, dtype) for eigenbasis in at.accumulated.eigenbases])
         moved = _AtLikelihood(gathered, [None if extra is None else extra.to(device, dtype) for extra in at.extras],
                               copy.deepcopy(at.likelihood).to(device), at.scale)
         return self._moved(device, dtype, at=moved)

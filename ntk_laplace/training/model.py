@@ -55,10 +55,8 @@ class Model:
         with in_mode(self.network, training=False), warnings.catch_warnings():
             if quietly:
                 warnings.simplefilter("ignore", NTKLaplaceWarning)
-            return fit_with(
-                self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature, dtype=self.dtype,
-                settings=self.settings, output=self.output, targets=self.targets,
-            )
+            return fit_with(self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature,
+                            dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets)
 
     @property
     def spec(self) -> StructureSpec | Auto:

@@ -186,10 +186,8 @@ def train_with_evidence(
     if annealed:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     scheduler = _scheduler(scheduler, optimizer, by_batch)
-    objective = Objective(
-        Caller(network, output, targets, likelihood.positions), likelihood, prior, n, frozen.num_outputs,
-        sum_of_weights(batches),
-    )
+    objective = Objective(Caller(network, output, targets, likelihood.positions), likelihood, prior, n,
+                          frozen.num_outputs, sum_of_weights(batches))
     run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule, strategy,
               epochs if annealed else None)
     del frozen
@@ -256,10 +254,8 @@ def _leave(run: Run) -> None:
 
 def _call(run: Run, epochs: int, callbacks: Sequence[Callback], evaluated: bool) -> None:
     for callback in callbacks:
-        seen = TrainingState(
-            run.model.network, run.optimizer, run.epoch, epochs, run.history.loss[-1],
-            run.posterior if evaluated else None, run.history, run.stopped,
-        )
+        seen = TrainingState(run.model.network, run.optimizer, run.epoch, epochs, run.history.loss[-1],
+                             run.posterior if evaluated else None, run.history, run.stopped)
         callback(seen)
         run.stopped = seen.stopped
         run.model.network.train()  # it may have evaluated the network

@@ -101,12 +101,10 @@ class Matrix(Representation):
     def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
         """H, its factor, and a copy to resume from: 3 P² numbers."""
         p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
-        require_memory(
-            3 * p * p * element, model.network.device,
-            f"three {p:,} x {p:,} matrices (H, its factor, and a copy to resume from)",
-            'Use structure="kfac", structure="gp", parameters="last_layer", or dtype=torch.float32.',
-            model.settings.memory_budget,
-        )
+        require_memory(3 * p * p * element, model.network.device,
+                       f"three {p:,} x {p:,} matrices (H, its factor, and a copy to resume from)",
+                       'Use structure="kfac", structure="gp", parameters="last_layer", or dtype=torch.float32.',
+                       model.settings.memory_budget)
 
     def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> DenseState:
         """H - P0 is diagonal."""

@@ -84,7 +84,6 @@ def _rows(outputs: Tensor, f: Tensor, create_graph: bool, retain_graph: bool | N
     """Gradient of the sum of outputs, which is the per-example gradient if examples do not mix."""
     if not outputs.requires_grad:
         return torch.zeros_like(f)
-    (rows,) = torch.autograd.grad(
-        outputs.sum(), f, create_graph=create_graph, retain_graph=retain_graph, materialize_grads=True
-    )
+    (rows,) = torch.autograd.grad(outputs.sum(), f, create_graph=create_graph, retain_graph=retain_graph,
+                                  materialize_grads=True)
     return rows

@@ -366,9 +366,8 @@ class EverywhereResponse(Response):
         count = math.prod(likelihood.positions)
         own = likelihood.event_shape(count * marginals.num_outputs)
         event = likelihood.positions + marginals.event_shape if own is None else own
-        torch.distributions.Distribution.__init__(
-            self, Size((marginals.batch_shape[0] // count,)), event, validate_args=False
-        )
+        torch.distributions.Distribution.__init__(self, Size((marginals.batch_shape[0] // count,)), event,
+                                                  validate_args=False)
         parts = self._apart(marginals.epistemic), self._apart(marginals.aleatoric)
         self._own(likelihood, count * marginals.num_outputs, *parts)
 

@@ -56,10 +56,9 @@ def annealed_evidence(
         if draws is None:  # the posterior of a conjugate model is known
             draws = posterior_gaussian(fitted, center(fitted, "glm")).draws(chains, generator)
         upper = backward(path, betas, path.at_weights(draws), generator, shown).double().cpu()
-    return AnnealedEvidence(
-        **summary(log_weights, path.log_density_error, _EFFECTIVE), model=model, start=start, temperatures=temperatures,
-        symmetry=log_symmetries(fitted.network, fitted.prior), sampler=path.sampler, upper_log_weights=upper, **told,
-    )
+    return AnnealedEvidence(**summary(log_weights, path.log_density_error, _EFFECTIVE), model=model, start=start,
+                            temperatures=temperatures, symmetry=log_symmetries(fitted.network, fitted.prior),
+                            sampler=path.sampler, upper_log_weights=upper, **told)
 
 
 def _conjugate(fitted: FittedModel, model: str) -> bool:

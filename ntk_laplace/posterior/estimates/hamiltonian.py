@@ -56,11 +56,10 @@ class Weights:
     def where(self, chosen: Tensor, other: Weights) -> Weights:
         """Chains of this object where `chosen` (S,), else of the other."""
         column = chosen.unsqueeze(1)
-        return Weights(
-            torch.where(column, self.theta, other.theta), torch.where(chosen, self.base, other.base),
-            torch.where(chosen, self.gain, other.gain), torch.where(column, self.base_slope, other.base_slope),
-            torch.where(column, self.gain_slope, other.gain_slope),
-        )
+        return Weights(torch.where(column, self.theta, other.theta), torch.where(chosen, self.base, other.base),
+                       torch.where(chosen, self.gain, other.gain),
+                       torch.where(column, self.base_slope, other.base_slope),
+                       torch.where(column, self.gain_slope, other.gain_slope))
 
 
 class HamiltonianPath(Path[Weights]):

@@ -258,13 +258,11 @@ class _Decomposing:
         along = widened
         if about.by == "probability_variance":
             along = widening(space, test.weighted(about.direction(test.f).unsqueeze(-1)))
-        return Explanation(
-            f=test.f, quantity=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
-            removal=moved, widening=widened, effect=about.effect(test.f, moved, along), importance=self._residual,
-            kernel=kernel, similarity=similarity, correlation=correlation, variance=variance, leverage=self._leverage,
-            targets=self._fitted.points.targets, k=k,
-            guarantees=_EXACT if self._fitted.exact else _OTHER_ROOT,
-        )
+        return Explanation(f=test.f, quantity=about, offset=parts.offset, contributions=parts.contributions,
+                           gap=parts.gap, removal=moved, widening=widened, effect=about.effect(test.f, moved, along),
+                           importance=self._residual, kernel=kernel, similarity=similarity, correlation=correlation,
+                           variance=variance, leverage=self._leverage, targets=self._fitted.points.targets, k=k,
+                           guarantees=_EXACT if self._fitted.exact else _OTHER_ROOT)
 
 
 def bytes_of_each(fitted: FittedModel) -> int:

@@ -105,10 +105,9 @@ class GroupRemoval:
             return torch.zeros_like(test.f), 0.0, True
         fitted, here = self._fitted, torch.searchsorted(self._members, group)
         rows, root = self._rows.subset(here), self._root[here]
-        without = ChangedPrecision(
-            fitted.precision, rows.weighted(root), -torch.ones_like(root[:, 0]), fitted.prior,
-            fitted.settings.memory_budget, None if fitted.structure.spec.exact else HIGH_LEVERAGE,
-        )
+        without = ChangedPrecision(fitted.precision, rows.weighted(root), -torch.ones_like(root[:, 0]), fitted.prior,
+                                   fitted.settings.memory_budget,
+                                   None if fitted.structure.spec.exact else HIGH_LEVERAGE)
         step = without.solve(rows.vjp(self._residual[here].to(rows.f), fitted.network.shapes))
         return -test.jvp(fitted.network.unflatten(step)), without.leverage, not without.partial
 

@@ -150,15 +150,13 @@ def reliability(
         energy = float((by_group * prior.group_distances(fitted.theta).double()).sum())
         used = max(float(precision.information_gained()), torch.finfo(torch.float64).tiny)
     ratio, additive = energy / used, likelihood.additive_noise(points.f) is not None
-    return Reliability(
-        decrement=newton_decrement(fitted), prior_ratio=ratio,
-        high_leverage=float((leverage > HIGH_LEVERAGE).sum()) / max(1, counting),
-        largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
-        moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
-        effective_share=used / (likelihood.weight * points.observed_outputs(likelihood)),
-        additive=additive, refitted=fitted.model.refitted,
-        linear=ratio < LEAST_RATIO and additive and fitted.exact and _linear(fitted),
-    )
+    return Reliability(decrement=newton_decrement(fitted), prior_ratio=ratio,
+                       high_leverage=float((leverage > HIGH_LEVERAGE).sum()) / max(1, counting),
+                       largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
+                       moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
+                       effective_share=used / (likelihood.weight * points.observed_outputs(likelihood)),
+                       additive=additive, refitted=fitted.model.refitted,
+                       linear=ratio < LEAST_RATIO and additive and fitted.exact and _linear(fitted))
 
 
 def newton_decrement(fitted: FittedModel) -> float:

@@ -291,10 +291,8 @@ def _lbfgs(search: _Search) -> None:
     exhausted = False
     if not search.flat(**last):
         limits = list(zip(search.low.tolist(), search.high.tolist(), strict=True))
-        found = minimize(
-            negative, start.numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
-            options={"maxiter": search.steps, "gtol": 0.0, "ftol": 1e-15, "maxls": 40},
-        )
+        found = minimize(negative, start.numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
+                         options={"maxiter": search.steps, "gtol": 0.0, "ftol": 1e-15, "maxls": 40})
         exhausted = found.status == 1
     search.judge(exhausted)
 

@@ -98,10 +98,8 @@ class ChangedPrecision(PosteriorPrecision):
         """Raise an error before H⁻¹JᵀT, or its compressed form, is computed."""
         r, m = self.rows.num_cotangents, self.rows.num_examples
         one = self.base.cross_covariance(self._one_cotangent(self.rows.subset(slice(0, 1)), 0)).numbers
-        require_memory(
-            (one * m * r + 4 * (m * r) ** 2) * self.rows.f.element_size(), self.rows.f.device,
-            f"{m:,} points that change ({m * r:,} rows)", "Change fewer points at a time.", budget,
-        )
+        require_memory((one * m * r + 4 * (m * r) ** 2) * self.rows.f.element_size(), self.rows.f.device,
+                       f"{m:,} points that change ({m * r:,} rows)", "Change fewer points at a time.", budget)
 
     @staticmethod
     def _one_cotangent(rows: Jacobian, cotangent: int) -> Jacobian:

@@ -39,10 +39,9 @@ class MovedPoints(TrainingPoints):
     def __init__(self, unmoved_points: TrainingPoints, outputs: Callable[[], Tensor]) -> None:
         self._unmoved: TrainingPoints
         self._outputs: Callable[[], Tensor]
-        vars(self).update(
-            _unmoved=unmoved_points, _outputs=outputs, targets=unmoved_points.targets, weights=unmoved_points.weights,
-            expanded=unmoved_points.f, rounded=unmoved_points.precision, drawn=unmoved_points.drawn,
-        )
+        vars(self).update(_unmoved=unmoved_points, _outputs=outputs, targets=unmoved_points.targets,
+                          weights=unmoved_points.weights, expanded=unmoved_points.f, rounded=unmoved_points.precision,
+                          drawn=unmoved_points.drawn)
 
     def __repr__(self) -> str:
         return f"MovedPoints({self._unmoved!r})"
@@ -260,13 +259,10 @@ class ChangedStructure(Structure):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ChangedStructure:
         unmoved_points = self.unmoved_points.to(device, dtype)
-        return replace(
-            self, inner=self.inner.to(device, dtype), unmoved_points=unmoved_points,
-            points=self.points.to(device, dtype),
-            added=tuple(one.to(device, dtype) for one in self.added), index=self.index.to(device),
-            old_targets=self.old_targets.to(unmoved_points.targets),
-            rows=None if self.rows is None else self.rows.to(dtype, device), _found=None,
-        )
+        return replace(self, inner=self.inner.to(device, dtype), unmoved_points=unmoved_points,
+                       points=self.points.to(device, dtype), added=tuple(one.to(device, dtype) for one in self.added),
+                       index=self.index.to(device), old_targets=self.old_targets.to(unmoved_points.targets),
+                       rows=None if self.rows is None else self.rows.to(dtype, device), _found=None)
 
 
 def changed_structure(

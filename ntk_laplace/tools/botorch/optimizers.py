@@ -29,10 +29,8 @@ def lbfgs(network: Network, x: Inputs, y: Tensor, likelihood: Likelihood, prior:
     """Move the network towards an optimum of the log joint by L-BFGS."""
     mean, scale, start = _units(network, prior)
     u = start.requires_grad_()
-    optimizer = torch.optim.LBFGS(
-        [u], max_iter=steps, max_eval=2 * steps, history_size=tuning.LBFGS_PAIRS, tolerance_grad=1e-6,
-        tolerance_change=1e-9, line_search_fn="strong_wolfe",
-    )
+    optimizer = torch.optim.LBFGS([u], max_iter=steps, max_eval=2 * steps, history_size=tuning.LBFGS_PAIRS,
+                                  tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe")
 
     def negative_log_joint() -> Tensor:
         optimizer.zero_grad()

@@ -151,10 +151,8 @@ class EvidenceTracker:
         self.best: TrackedEvidence | None = None
         self._data, self._network, self._given = data, network, own
         self._hyperparameters, self._correction = hyperparameters, correction
-        self._fit = partial(
-            laplace, structure=structure, curvature=CurvatureType.of(curvature), parameters=parameters, dtype=dtype,
-            settings=Settings.of(settings), output=output, targets=targets,
-        )
+        self._fit = partial(laplace, structure=structure, curvature=CurvatureType.of(curvature), parameters=parameters,
+                            dtype=dtype, settings=Settings.of(settings), output=output, targets=targets)
         self._state: dict[str, Any] | None = None
 
     def start(self) -> None:

@@ -48,20 +48,18 @@ def run(options: argparse.Namespace) -> None:
 
 def _of_network(options: argparse.Namespace) -> ntkl.EvidenceComparison:
     model = bring(options)
-    return ntkl.compare_evidence(
-        model.network, (model.x, model.y), model.likelihood, model.prior, options.structures, options.correction,
-        curvature=options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
-    )
+    return ntkl.compare_evidence(model.network, (model.x, model.y), model.likelihood, model.prior, options.structures,
+                                 options.correction, curvature=options.curvature, dtype=model.dtype,
+                                 settings=model.settings, output=model.output)
 
 
 def _of_estimator(options: argparse.Namespace) -> ntkl.EvidenceComparison:
     """Evidence of an estimator's training data, of targets in their own units."""
     estimator = load_estimator(options)
     model, posterior = estimator.model, estimator.model.posterior_
-    found = ntkl.compare_evidence(
-        model.network_, estimator.data, posterior.likelihood, posterior.prior, options.structures, options.correction,
-        curvature=model.curvature, settings=settings_of(options),
-    )
+    found = ntkl.compare_evidence(model.network_, estimator.data, posterior.likelihood, posterior.prior,
+                                  options.structures, options.correction, curvature=model.curvature,
+                                  settings=settings_of(options))
     units = float(np.asarray(model.log_marginal_likelihood_value_)) - posterior.log_marginal_likelihood().item()
     if units == 0.0:
         return found

@@ -43,10 +43,8 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     x, y = model.files.inputs(options.inputs, "inputs to explain")
     check_forward(model.network, to_device(x, next(model.network.parameters()).device), options.output)
     x, y = take(x, slice(options.most)), None if y is None else y[: options.most]
-    posterior = ntkl.laplace(
-        model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
-        options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
-    )
+    posterior = ntkl.laplace(model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
+                             options.curvature, dtype=model.dtype, settings=model.settings, output=model.output)
     classes = options.classes or model.files.classes
     if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
         classes = None  # names of responses, which are fewer than the outputs

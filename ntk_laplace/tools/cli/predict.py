@@ -52,10 +52,8 @@ def run(options: argparse.Namespace) -> None:
         check_forward(model.network, to_device(inputs, device), options.output)
     _require_exact(options)
     _tell("fitting the posterior")
-    posterior = ntkl.laplace(
-        model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
-        options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
-    )
+    posterior = ntkl.laplace(model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
+                             options.curvature, dtype=model.dtype, settings=model.settings, output=model.output)
     sentences: list[str] = []
     warned: list[str] = []
     if options.retrain:

@@ -197,14 +197,13 @@ def _row(
     drawn = posterior.importance_evidence() if SAMPLED in scores else None
     if drawn is not None:
         bounds |= {"importance": drawn.value, "importance_error": drawn.standard_error}
-    return ModelScores(
-        name=name, structure=posterior.structure, parameters=posterior.num_parameters,
-        effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
-        bic=float(posterior.bic()) if "bic" in scores else None,
-        aic=float(posterior.aic()) if "aic" in scores else None, prior_gap=check.gap, vague=check.vague,
-        narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note, loo_note=note,
-        evidence_error=error, importance_trusted=None if drawn is None else drawn.trusted, **bounds, **tested,
-    )
+    return ModelScores(name=name, structure=posterior.structure, parameters=posterior.num_parameters,
+                       effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
+                       bic=float(posterior.bic()) if "bic" in scores else None,
+                       aic=float(posterior.aic()) if "aic" in scores else None, prior_gap=check.gap, vague=check.vague,
+                       narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note,
+                       loo_note=note, evidence_error=error, importance_trusted=None if drawn is None else drawn.trusted,
+                       **bounds, **tested)
 
 
 def _left_out(posterior: Posterior) -> tuple[float | None, str]:

@@ -189,10 +189,9 @@ class ModelComparison(Rows[ModelScores]):
         from ntk_laplace.plotting import model_ranking
 
         across, up = self._column(criterion), self._column(against)
-        return model_ranking(
-            (_WORDS[criterion], across), (_WORDS[against], up), [row.name for row in self.rows],
-            [row.parameters for row in self.rows], self.spearman(criterion, against), [row.vague for row in self.rows],
-        )
+        return model_ranking((_WORDS[criterion], across), (_WORDS[against], up), [row.name for row in self.rows],
+                             [row.parameters for row in self.rows], self.spearman(criterion, against),
+                             [row.vague for row in self.rows])
 
     def __str__(self) -> str:
         """A table, the rank correlations with the test log likelihood, and cautions."""

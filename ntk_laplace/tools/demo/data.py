@@ -71,9 +71,8 @@ def diabetes(seed: int, train: int) -> Split:
     x_train, x_test, y_train, y_test = (torch.as_tensor(part) for part in parts)
     x_mean, x_std = x_train.mean(0), x_train.std(0)
     y_mean, y_std = y_train.mean(0), y_train.std(0)
-    return Split(
-        (x_train - x_mean) / x_std, (y_train - y_mean) / y_std, (x_test - x_mean) / x_std, (y_test - y_mean) / y_std
-    )
+    return Split((x_train - x_mean) / x_std, (y_train - y_mean) / y_std, (x_test - x_mean) / x_std,
+                 (y_test - y_mean) / y_std)
 
 
 def wave(seed: int) -> Split:

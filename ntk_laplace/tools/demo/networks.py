@@ -38,14 +38,9 @@ def mlp(widths: Sequence[int]) -> nn.Module:
 def cnn(channels: tuple[int, int], outputs: int) -> nn.Module:
     """Two convolutions of stride two and a linear head, for images (N, 1, 8, 8)."""
     first, second = channels
-    return nn.Sequential(
-        nn.Conv2d(1, first, 3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.Conv2d(first, second, 3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(second * 4, outputs),
-    )
+    return nn.Sequential(nn.Conv2d(1, first, 3, stride=2, padding=1), nn.Tanh(),
+                         nn.Conv2d(first, second, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten(),
+                         nn.Linear(second * 4, outputs))
 
 
 def train_map(

@@ -58,15 +58,9 @@ def uncertainty_1d(problem: Problem, choice: Choice) -> Picture:
     split = problem.split
     posterior = choice.posterior(problem, "gp")
     predictive = posterior.predict(split.x_test)
-    figure = plotting.predictive_1d(
-        split.x_test,
-        predictive.mean,
-        predictive.epistemic.sqrt(),
-        predictive.variance.sqrt(),
-        (split.x_train, split.y_train),
-        split.y_test,
-        "Sure where there are data, unsure in the gap and outside",
-    )
+    figure = plotting.predictive_1d(split.x_test, predictive.mean, predictive.epistemic.sqrt(),
+                                    predictive.variance.sqrt(), (split.x_train, split.y_train), split.y_test,
+                                    "Sure where there are data, unsure in the gap and outside")
     x, spread = split.x_test.ravel(), predictive.epistemic.sqrt().ravel()
     gap, near = float(spread[(x > -0.9) & (x < 1.1)].max()), float(spread[(x > -3.5) & (x < -1.7)].mean())
     return Picture(

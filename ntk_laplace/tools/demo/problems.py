@@ -87,24 +87,17 @@ def problems(seed: int) -> list[Problem]:
 
 def toys(seed: int) -> tuple[Problem, Problem]:
     """A regression with one input and a gap in the data; a classification with two inputs and two classes."""
-    wave = Problem(
-        "wave", "One input, with a gap in the data", "MLP, 1-16-16-1",
-        data.wave(seed), lambda: mlp((1, 16, 16, 1)), lambda noise: ntkl.Gaussian(noise=noise), (0.5,), (0.04,),
-    )
-    moons = Problem(
-        "moons", "Two inputs, two classes", "MLP, 2-16-16-1",
-        data.moons(seed), lambda: mlp((2, 16, 16, 1)), lambda noise: ntkl.Bernoulli(), (0.3,),
-    )
+    wave = Problem("wave", "One input, with a gap in the data", "MLP, 1-16-16-1", data.wave(seed),
+                   lambda: mlp((1, 16, 16, 1)), lambda noise: ntkl.Gaussian(noise=noise), (0.5,), (0.04,))
+    moons = Problem("moons", "Two inputs, two classes", "MLP, 2-16-16-1", data.moons(seed), lambda: mlp((2, 16, 16, 1)),
+                    lambda noise: ntkl.Bernoulli(), (0.3,))
     return wave, moons
 
 
 def miniature(problem: Problem, train: int = 40, test: int = 30) -> Problem:
     """The same problem with fewer examples and two candidates, which runs in seconds for a test."""
     split = problem.split
-    small = replace(
-        split,
-        x_train=split.x_train[:train], y_train=split.y_train[:train],
-        x_test=split.x_test[:test], y_test=split.y_test[:test],
-    )
+    small = replace(split, x_train=split.x_train[:train], y_train=split.y_train[:train], x_test=split.x_test[:test],
+                    y_test=split.y_test[:test])
     return replace(problem, split=small, precisions=problem.precisions[-2:], noises=problem.noises[:1],
                    epochs=60)

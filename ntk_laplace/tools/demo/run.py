@@ -101,10 +101,9 @@ def _explorer(found: Study) -> ntkl.ExplorerPage:
     truth = split.y_test.reshape(-1).long()
     wrong = (found.predictive.mean.reshape(-1) >= 0.5).long() != truth
     order = torch.cat([wrong.nonzero()[:, 0], (~wrong).nonzero()[:, 0]])[:_EXPLAINED]
-    return ntkl.explore(
-        found.posterior, split.x_test[order], split.x_train, truth[order], naming=ntkl.Naming(classes=classes),
-        title="Four or nine? The training images behind each answer", progress=False,
-    )
+    return ntkl.explore(found.posterior, split.x_test[order], split.x_train, truth[order],
+                        naming=ntkl.Naming(classes=classes),
+                        title="Four or nine? The training images behind each answer", progress=False)
 
 
 def _show(console: Console, studies: list[Study], summary: dict[str, Any], out: Path) -> None:

@@ -83,12 +83,5 @@ def score_table(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> Table:
 
 
 def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-        caption_justify="left",
-    )
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False,
+                 collapse_padding=True, caption_justify="left")

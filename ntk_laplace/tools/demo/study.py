@@ -183,10 +183,8 @@ def study(problem: Problem, seed: int, report: Report) -> Study:
     trained = seeded(problem.build, seed)
     with warnings.catch_warnings():  # what speaks against leave-one-out is in the summary
         warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
-        training = ntkl.train_with_evidence(
-            trained, (split.x_train, split.y_train), problem.likelihood(1.0), epochs=problem.epochs,
-            batch_size=None, predictive="loo", settings=_QUIET,
-        )
+        training = ntkl.train_with_evidence(trained, (split.x_train, split.y_train), problem.likelihood(1.0),
+                                            epochs=problem.epochs, batch_size=None, predictive="loo", settings=_QUIET)
     seconds["training_with_evidence"] = time.perf_counter() - start
     own = training.posterior
     fit = training.predictive or own.fit_predictive(strict=False)
