@@ -61,15 +61,9 @@ class NTKKernel(Kernel):
     has_lengthscale = False
 
     def __init__(
-        self,
-        network: nn.Module,
-        prior: GaussianPrior | None = None,
-        input_shape: tuple[int, ...] | Size | None = None,
-        input_dtype: torch.dtype | None = None,
-        parameters: ParameterChoice = None,
-        dtype: torch.dtype | None = None,
-        output: str | int | None = None,
-        **kwargs: Any,
+        self, network: nn.Module, prior: GaussianPrior | None = None, input_shape: tuple[int, ...] | Size | None = None,
+        input_dtype: torch.dtype | None = None, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
+        output: str | int | None = None, **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         frozen = Network(network, parameters, output)  # not a module: its parameters are not registered

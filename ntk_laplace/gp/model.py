@@ -77,15 +77,9 @@ class LaplaceGP(ExactGP):
     """
 
     def __init__(
-        self,
-        source: Posterior | nn.Module,
-        data: Any = None,
-        likelihood: Likelihood | None = None,
-        prior: GaussianPrior | None = None,
-        *,
-        input_shape: tuple[int, ...] | Size | None = None,
-        input_dtype: torch.dtype | None = None,
-        **fit: Any,
+        self, source: Posterior | nn.Module, data: Any = None, likelihood: Likelihood | None = None,
+        prior: GaussianPrior | None = None, *, input_shape: tuple[int, ...] | Size | None = None,
+        input_dtype: torch.dtype | None = None, **fit: Any,
     ) -> None:
         posterior = _posterior(source, data, likelihood, prior, fit)
         f, rows = posterior.f, len(posterior.fitted.function_space.factor)

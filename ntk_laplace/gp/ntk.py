@@ -16,13 +16,8 @@ __all__ = ["empirical_ntk"]
 
 
 def empirical_ntk(
-    network: nn.Module,
-    x1: Inputs,
-    x2: Inputs | None = None,
-    prior: GaussianPrior | None = None,
-    parameters: ParameterChoice = None,
-    dtype: torch.dtype | None = None,
-    output: str | int | None = None,
+    network: nn.Module, x1: Inputs, x2: Inputs | None = None, prior: GaussianPrior | None = None,
+    parameters: ParameterChoice = None, dtype: torch.dtype | None = None, output: str | int | None = None,
 ) -> Tensor:
     """Finite-width NTK, K = J(x1) P0⁻¹ J(x2)ᵀ.
 

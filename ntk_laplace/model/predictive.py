@@ -20,13 +20,8 @@ __all__ = ["METHODS", "Predictive", "joined", "normal_points", "predictive", "pr
 
 
 def predictive(
-    likelihood: Likelihood,
-    mean: Tensor,
-    covariance: Tensor,
-    method: str = "glm",
-    samples: int = 1000,
-    generator: Generator | None = None,
-    scalar: bool = False,
+    likelihood: Likelihood, mean: Tensor, covariance: Tensor, method: str = "glm", samples: int = 1000,
+    generator: Generator | None = None, scalar: bool = False,
 ) -> Response:
     """Distribution of the response at n inputs, for f ~ N(mean, covariance) at each.
 

@@ -15,13 +15,8 @@ __all__ = ["Panel", "prediction_intervals", "predictive_1d", "predictive_2d"]
 
 
 def predictive_1d(
-    grid: ArrayLike,
-    mean: ArrayLike,
-    epistemic: ArrayLike,
-    total: ArrayLike,
-    data: tuple[ArrayLike, ArrayLike],
-    truth: ArrayLike | None = None,
-    title: str = "",
+    grid: ArrayLike, mean: ArrayLike, epistemic: ArrayLike, total: ArrayLike, data: tuple[ArrayLike, ArrayLike],
+    truth: ArrayLike | None = None, title: str = "",
 ) -> Figure:
     """Prediction along one input, with bands of two standard deviations.
 

@@ -47,12 +47,8 @@ def selection_curves(curves: Mapping[str, tuple[ArrayLike, Mapping[str, ArrayLik
 
 
 def evidence_comparison(
-    names: Sequence[str],
-    evidence: Sequence[float | None],
-    seconds: Sequence[tuple[float, float] | None],
-    memory: Sequence[float | None],
-    exact: float | None = None,
-    errors: Sequence[float | None] = (),
+    names: Sequence[str], evidence: Sequence[float | None], seconds: Sequence[tuple[float, float] | None],
+    memory: Sequence[float | None], exact: float | None = None, errors: Sequence[float | None] = (),
 ) -> Figure:
     """Evidence, time and memory of one network under several structures, one row each.
 
@@ -105,13 +101,8 @@ def evidence_comparison(
 
 
 def model_ranking(
-    across: tuple[str, Sequence[float]],
-    up: tuple[str, Sequence[float]],
-    names: Sequence[str],
-    parameters: Sequence[int],
-    rho: float,
-    hollow: Sequence[bool],
-    axes: Axes | None = None,
+    across: tuple[str, Sequence[float]], up: tuple[str, Sequence[float]], names: Sequence[str],
+    parameters: Sequence[int], rho: float, hollow: Sequence[bool], axes: Axes | None = None,
 ) -> Figure:
     """Two scores of several models, one point each, with their rank correlation.
 

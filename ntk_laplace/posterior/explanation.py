@@ -81,8 +81,7 @@ class ExplanationVerbs(Fitted):
         return joined(rank(self._fitted, _merged(chunks, batch_size), request), chunks.length or 0)
 
     def removal_effects(
-        self, x: InputData, output: Output = None, *, by: str = "output", y: Any = None,
-        batch_size: int | None = None,
+        self, x: InputData, output: Output = None, *, by: str = "output", y: Any = None, batch_size: int | None = None
     ) -> Tensor:
         """Change of the quantity at each input of `x` if one training point were left out, for all training points.
 

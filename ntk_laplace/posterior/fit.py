@@ -43,18 +43,10 @@ _LOG = logging.getLogger("ntk_laplace")
 
 
 def laplace(
-    network: nn.Module,
-    data: Any,
-    likelihood: Likelihood,
-    prior: GaussianPrior | None = None,
-    structure: str | StructureSpec = "gp",
-    curvature: str | CurvatureType = "ggn",
-    *,
-    parameters: ParameterChoice = None,
-    dtype: torch.dtype | None = None,
-    settings: Settings | None = None,
-    output: str | int | None = None,
-    targets: str | None = None,
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None,
+    structure: str | StructureSpec = "gp", curvature: str | CurvatureType = "ggn", *,
+    parameters: ParameterChoice = None, dtype: torch.dtype | None = None, settings: Settings | None = None,
+    output: str | int | None = None, targets: str | None = None,
 ) -> Posterior:
     """Laplace-GGN posterior of a trained network: a Gaussian process with the network's tangent kernel.
 
@@ -113,16 +105,9 @@ def laplace(
 
 
 def gaussian_posterior(
-    network: nn.Module,
-    data: Any,
-    likelihood: Likelihood,
-    prior: GaussianPrior | None = None,
-    *,
-    precision: Tensor | Mapping[str, Tensor] | PosteriorPrecision,
-    parameters: ParameterChoice = None,
-    dtype: torch.dtype | None = None,
-    settings: Settings | None = None,
-    output: str | int | None = None,
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None, *,
+    precision: Tensor | Mapping[str, Tensor] | PosteriorPrecision, parameters: ParameterChoice = None,
+    dtype: torch.dtype | None = None, settings: Settings | None = None, output: str | int | None = None,
     targets: str | None = None,
 ) -> Posterior:
     """Posterior N(θ*, H⁻¹) with a precision H that was found elsewhere: by IVON, SWAG or variational inference.
@@ -210,10 +195,7 @@ def linearized(
 
 
 def load(
-    path: str | os.PathLike[str],
-    network: nn.Module,
-    data: Any = None,
-    likelihood: Likelihood | None = None,
+    path: str | os.PathLike[str], network: nn.Module, data: Any = None, likelihood: Likelihood | None = None,
     settings: Settings | None = None,
 ) -> Posterior:
     """Posterior from a checkpoint of `Posterior.save`.

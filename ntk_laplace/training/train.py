@@ -47,27 +47,13 @@ _SNAPSHOT = 1.0  # maximum work in seconds that an interruption loses
 
 
 def train_with_evidence(
-    network: nn.Module,
-    data: Any,
-    likelihood: Likelihood,
-    prior: GaussianPrior | None = None,
-    structure: str | StructureSpec = "kfac",
-    curvature: str | CurvatureType = "ggn",
-    *,
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None,
+    structure: str | StructureSpec = "kfac", curvature: str | CurvatureType = "ggn", *,
     optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    epochs: int,
-    predictive: str | None = None,
-    scheduler: Any = None,
-    scheduler_interval: str = "epoch",
-    schedule: EvidenceSchedule | None = None,
-    evidence: str = "posterior",
-    examples: int | None = None,
-    batch_size: int | None = 128,
-    evidence_data: Any = None,
-    callbacks: Callback | Sequence[Callback] = (),
-    dtype: torch.dtype | None = None,
-    settings: Settings | None = None,
-    output: str | int | None = None,
+    epochs: int, predictive: str | None = None, scheduler: Any = None, scheduler_interval: str = "epoch",
+    schedule: EvidenceSchedule | None = None, evidence: str = "posterior", examples: int | None = None,
+    batch_size: int | None = 128, evidence_data: Any = None, callbacks: Callback | Sequence[Callback] = (),
+    dtype: torch.dtype | None = None, settings: Settings | None = None, output: str | int | None = None,
     targets: str | None = None,
 ) -> EvidenceTraining:
     """Train a network, its prior precisions and its noise together: [I21] Algorithm 1.

@@ -35,11 +35,8 @@ class CustomLikelihood(Likelihood):
     """
 
     def __init__(
-        self,
-        log_density: Callable[[Tensor, Tensor], Tensor],
-        mean: Callable[[Tensor], Tensor] | None = None,
-        covariance: Callable[[Tensor], Tensor] | None = None,
-        classifies: bool = False,
+        self, log_density: Callable[[Tensor, Tensor], Tensor], mean: Callable[[Tensor], Tensor] | None = None,
+        covariance: Callable[[Tensor], Tensor] | None = None, classifies: bool = False,
     ) -> None:
         super().__init__()
         require_flags(classifies=classifies)

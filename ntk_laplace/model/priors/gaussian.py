@@ -60,11 +60,8 @@ class GaussianPrior(nn.Module):
     _mean: Tensor
 
     def __init__(
-        self,
-        precision: Value | Mapping[str, Value] = 1.0,
-        mean: Value | Mapping[str, Value] = 0.0,
-        groups: str | Mapping[str, Sequence[str]] = "all",
-        spread: float = 1.0,
+        self, precision: Value | Mapping[str, Value] = 1.0, mean: Value | Mapping[str, Value] = 0.0,
+        groups: str | Mapping[str, Sequence[str]] = "all", spread: float = 1.0,
     ) -> None:
         super().__init__()
         if not (isinstance(groups, Mapping) or is_choice(groups, GROUPS)):

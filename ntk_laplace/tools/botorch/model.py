@@ -94,11 +94,10 @@ class LaplaceModel(GaussianModel):
     def fit(
         cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
         train_Yvar: Tensor | None = None, *, hidden_layer_sizes: Sequence[int] = (64, 64), activation: str = "silu",
-        noise: float | None = None, groups: Any = None, prior_mean: str | None = None,
-        rounds: int = 2, steps: int = 100, trainer: Callable[..., Any] | str | None = None,
-        warm_start: LaplaceModel | None = None, input_transform: InputTransform | None = None,
-        outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
-        input_dtype: torch.dtype | None = None, seed: int = 0, **laplace: Any,
+        noise: float | None = None, groups: Any = None, prior_mean: str | None = None, rounds: int = 2,
+        steps: int = 100, trainer: Callable[..., Any] | str | None = None, warm_start: LaplaceModel | None = None,
+        input_transform: InputTransform | None = None, outcome_transform: OutcomeTransform | None = None,
+        input_shape: Sequence[int] | None = None, input_dtype: torch.dtype | None = None, seed: int = 0, **laplace: Any,
     ) -> LaplaceModel:
         """Train a network with its evidence, and return its posterior as a model.
 

@@ -117,8 +117,7 @@ class Surrogate:
 
     def posterior(
         self, network: Any, hidden_layer_sizes: Any, activation: str, rounds: int, steps: int,
-        trainer: Callable[..., Any] | str | None, start: Posterior | None, options: dict[str, Any],
-        seed: int = 0,
+        trainer: Callable[..., Any] | str | None, start: Posterior | None, options: dict[str, Any], seed: int = 0,
     ) -> Posterior:
         """The posterior of a trained copy of the network, or of that of `start`; `seed` is of the initial weights."""
         require_choice(self.prior_mean, ("zero", "initial", None), 'prior_mean "zero" or "initial"')

@@ -180,8 +180,7 @@ def require_columns(frame: pandas.DataFrame, path: Path, targets: Sequence[str] 
 
 
 def input_columns(
-    frame: pandas.DataFrame, path: Path, targets: Sequence[str] | None, known: Sequence[str] | None,
-    drop: bool = False,
+    frame: pandas.DataFrame, path: Path, targets: Sequence[str] | None, known: Sequence[str] | None, drop: bool = False
 ) -> list[str]:
     """Names of the columns of inputs, which are all except the targets, in the order of `known` if that is given.
 

@@ -62,13 +62,8 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 
 def compare_evidence(
-    network: nn.Module,
-    data: Any,
-    likelihood: Likelihood,
-    prior: GaussianPrior | None = None,
-    structures: Sequence[str | StructureSpec] | None = None,
-    correction: bool = False,
-    scores: Sequence[str] = (),
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None,
+    structures: Sequence[str | StructureSpec] | None = None, correction: bool = False, scores: Sequence[str] = (),
     **options: Any,
 ) -> EvidenceComparison:
     """Evidence of one trained network under several structures, with time and memory of each.

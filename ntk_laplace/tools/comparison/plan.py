@@ -158,19 +158,10 @@ def duration(seconds: float) -> str:
 
 
 def plan(
-    network: nn.Module,
-    data: Any,
-    likelihood: Likelihood,
-    prior: GaussianPrior | None = None,
-    structures: Sequence[str | StructureSpec] | None = None,
-    curvature: str | CurvatureType = "ggn",
-    *,
-    processes: int = 1,
-    parameters: ParameterChoice = None,
-    dtype: torch.dtype | None = None,
-    settings: Settings | None = None,
-    output: str | int | None = None,
-    targets: str | None = None,
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None,
+    structures: Sequence[str | StructureSpec] | None = None, curvature: str | CurvatureType = "ggn", *,
+    processes: int = 1, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
+    settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
 ) -> Plan:
     """Memory and time that a fit would take with each structure, on this device and on several, before any fit.
 
