@@ -132,7 +132,7 @@ def describe(shapes: ParameterLayout) -> str:
     return f"{len(shapes)} tensors with {shapes.num_parameters} parameters"
 
 
-def shorten(names: Sequence[str], most: int = 8) -> str:
-    """The first few names, and the number of further ones."""
-    rest = len(names) - most
-    return ", ".join(map(repr, names[:most])) + (f" and {rest} more" if rest > 0 else "")
+def shorten(names: Sequence[str]) -> str:
+    """The first eight names, and the number of further ones."""
+    rest = len(names) - 8
+    return ", ".join(map(repr, names[:8])) + (f" and {rest} more" if rest > 0 else "")
