@@ -228,7 +228,7 @@ class IterativePrecision(PosteriorPrecision):
         return float((errors / found.clamp_min(torch.finfo(errors.dtype).tiny)).max())
 
     def _drawing(self) -> Iterator[tuple[IterativePrecision, float | None]]:
-        """Sketches that draws are made from; from the best so far on as `growing`."""
+        """Sketches to draw from, as `growing` yields them from the best so far on."""
         found, probes = self._best, min(self.probing.probes, tuning.MEASURING_PROBES)
         start = found.sketch, found.base
         if not found.probing.complete:

@@ -44,7 +44,7 @@ class Remainder:
         return len(self.draws)
 
     def draw(self, count: int) -> None:
-        """Continue to so many draws."""
+        """Draw more, until there are `count` in all."""
         generator = torch.Generator().manual_seed(self._probing.seed + 1 + len(self))
         found, together = [self.draws], self._probing.together
         for start in range(len(self), count, together):

@@ -222,7 +222,7 @@ class Forecast:
 
     @property
     def bytes(self) -> int:
-        """The peak."""
+        """Bytes at the peak."""
         return sum(self.stored.values()) + self.temporary + self.buffers
 
     @property

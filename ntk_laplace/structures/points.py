@@ -263,7 +263,7 @@ class TrainingPoints:
         return TrainingPoints(f, targets, weights, expanded, coarsest(self.precision, other.precision), drawn)
 
     def drawn_after(self, count: int) -> Draws:
-        """`drawn` of these points if they follow so many others, in the seeds of `CurvatureType.after`."""
+        """`drawn` of these points where `count` others come before them, as in `CurvatureType.after`."""
         draws = ((0, self.num_examples),) if self.drawn is None else self.drawn
         return tuple((after + count, own) for after, own in draws)
 

@@ -150,7 +150,7 @@ class MixtureResponse(Response):
         return y.reshape(shape + self.batch_shape + y.shape[1:])
 
     def _recorded(self) -> torch.set_grad_enabled:
-        """With a graph if this response was made where one is recorded: predictions have none, whoever asks them."""
+        """Record a graph only if one was recorded when this response was made; predictions have none."""
         return torch.set_grad_enabled(self._graph and torch.is_grad_enabled())
 
     def _at(self, index: Tensor) -> ObservationModel:

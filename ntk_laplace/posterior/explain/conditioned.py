@@ -53,11 +53,11 @@ class Without:
 
     @classmethod
     def joined(cls, parts: list[Without]) -> Without:
-        """Those of several sets of points, one after the other."""
+        """The moments of several sets of points, one after the other."""
         return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def at(self, index: Tensor) -> Without:
-        """Those of some points."""
+        """The moments of some of the points."""
         return Without(*(getattr(self, field.name)[index] for field in fields(self)))
 
 

@@ -210,7 +210,7 @@ def directory(text: str) -> Path:
 
 
 def _file(ending: str, text: str) -> Path:
-    """Path of a file whose name ends so."""
+    """Path of a file whose name has this ending."""
     if not text.lower().endswith(ending):
         raise argparse.ArgumentTypeError(f"expected a file name that ends with {ending}; got {text!r}.")
     return Path(text).expanduser()

@@ -32,7 +32,7 @@ Versions = Mapping[str, Response]
 
 
 def score_format(score: str) -> str:
-    """The format of a score; an RMSE is in the unit of the targets, whose size is anything."""
+    """The format of a score; an RMSE has the unit of the targets, and may be of any size."""
     return "{:.4g}" if score == "rmse" else "{:.4f}"
 
 
