@@ -69,7 +69,7 @@ class SpectralBlock(BlockPrecision):
     @cached_property
     def inverse(self) -> Tensor:
         """1/(λ + δ), or 1/(λ + 1), (G, o, i): H⁻¹ = U diag(inverse) Uᵀ."""
-        return 1.0 / (self.values + self._shift)
+        return (self.values + self._shift).reciprocal_()
 
     # --- storage
 
@@ -268,9 +268,9 @@ class KroneckerBlock(SpectralBlock):
             raise ValueError("a Kronecker block needs the eigenvalues of both factors")
         return (side / self.count.sqrt()).to(side)
 
-    @cached_property
+    @property
     def values(self) -> Tensor:
-        return self.left.unsqueeze(2) * self.right.unsqueeze(1)
+        return self.left.unsqueeze(2) * self.right.unsqueeze(1)  # not kept: as large as the weight
 
     @cached_property
     def inverse(self) -> Tensor:

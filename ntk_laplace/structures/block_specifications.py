@@ -89,6 +89,7 @@ class KFAC(KroneckerSpec):
     damped: bool = False
     rank: int | None = None
     name: ClassVar[str] = "kfac"
+    vectors: ClassVar[int] = 1  # eigenvalues are products of those of the factors
 
     def __post_init__(self) -> None:
         super().__post_init__()
