@@ -218,3 +218,4 @@ class Diagonal(StructuredSpec):
 
     name: ClassVar[str] = "diag"
     kind: ClassVar[str] = "diagonal"
+    vectors: ClassVar[int] = 1  # eigenvalues are sums

@@ -96,8 +96,8 @@ def block_precision(
     algebras = []
     for summary, eigenbasis, extra in parts:
         block = summary.block
-        precision = named[block.weight]  # a bias in the block has the same
-        if precision.ndim or block.kind == "diagonal":
+        precision = named[block.weight]
+        if precision.ndim or len({prior.group_of(name) for name in block.names}) > 1:
             precision = block.gather({name: named[name].expand(shapes.sizes[name]) for name in block.names})
         algebras.append(spec.algebra(summary, eigenbasis, extra, precision))
     return BlockDiagonalPrecision(algebras, prior, shapes, like)
