@@ -134,19 +134,11 @@ class Problem:
         """Bytes of a chunk: its rows, what is computed of them, and the graph of its forward pass."""
         return self.chunk * (2 * (self.row_bytes(2) - self.row_bytes(1)) + self.model.jacobian_pass.graph_bytes)
 
-    def batch_bytes(self, most: int, each: int = 0) -> int:
-        """Bytes of a batch: its rows, `each` more per example, and the graph of its forward pass.
-
-        Without the graph at most `most`, in the floating type of the network's rows, and at least one example's. Rows
-        of another type than the algebra's are there twice while they are converted.
-        """
-        wide = self.model.jacobian_pass.widening
-        one = self.row_bytes(2) - self.row_bytes(1) + each
-        count = self.model.jacobian_pass.within_budget(max(1, int(most * wide // max(1, one))), int(one / wide))
-        count = min(self.share, count)
-        rows = self.row_bytes(count) + count * each
-        converted = 0 if wide == 1.0 else int(rows / wide)
-        return rows + converted + count * self.model.jacobian_pass.graph_bytes
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of a batch of rows of J with its graph."""
+        count, each = self.model.jacobian_pass.planned_batch()
+        return min(self.share, count) * each
 
 
 def _linear(rows: Jacobian, n: int) -> int:

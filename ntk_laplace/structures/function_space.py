@@ -89,17 +89,16 @@ class FunctionSpace(StructureSpec):
                                                model.network.device) // share
         rows = problem.row_bytes(n)
         stored = {"B": matrix, "rows of J": rows, "rows of SᵀJ": problem.weighted_bytes(n), "S": problem.root_bytes}
-        # rows are held twice while the batches are joined
-        temporary = max(0, 2 * rows - sum(stored.values()))
         seen = size * problem.num_outputs * e  # cross-covariances of one test point
-        chunk = max(1, problem.buffer(tuning.CHUNK_BYTES) // max(1, problem.row_bytes(1)))
-        seen = min(chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
-        tiles = min(size, tile_rows(problem.sample.f)) ** 2 * e
-        buffers = max(3 * tiles, 4 * seen // 3) + problem.batch_bytes(problem.buffer(tuning.CHUNK_BYTES))
-        buffers += problem.shares_positions * problem.buffer(tuning.TILE_BYTES)
+        seen = min(problem.chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
+        tiles = 3 * min(size, tile_rows(problem.sample.f)) ** 2 * e
+        tiles += 3 * problem.shares_positions * problem.buffer(tuning.TILE_BYTES)
+        # rows are held twice while the batches are joined, before there is a B; then its tiles; then predictions
+        whole, predicted = sum(stored.values()), 4 * seen // 3 + problem.row_bytes(problem.chunk)
+        found = Forecast.of_phases(stored, [(2 * rows, problem.batch_bytes), (whole, tiles), (whole, predicted)])
         sent = 0 if share == 1 else size * size // 2 * e + rows
         work = Work(passes=problem.share, matmul=problem.pair_flops * n**2 / share, cholesky=size**3 / 3 / share)
-        return Forecast(stored, temporary, buffers, work, sent)
+        return replace(found, work=work, communication=sent)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> FunctionSpaceStructure:
         """From the rows of a checkpoint."""

@@ -59,7 +59,7 @@ def forecast_by_output(problem: Problem) -> Forecast:
     each, rows = 8 * c * r * r, problem.row_bytes(n)
     stored = {"covariances by output": each, "M": 8 * n * n, "rows of J": rows, "Λ": 16 * n * c}
     temporary = max(2 * 8 * n * n, rows)
-    buffers = 2 * tuning.OUTPUTS_BYTES + problem.batch_bytes(problem.buffer(tuning.CHUNK_BYTES))
+    buffers = 2 * tuning.OUTPUTS_BYTES + problem.batch_bytes
     work = Work(passes=n, matmul=float(2 * c * n * r * (2 * r + n)), cholesky=c * r**3 + n**3 / 3)
     # gradients of the evidence and predictions take the marginal covariances beside the conditional ones
     return Forecast(stored, temporary + each, buffers, work, least=sum(stored.values()) + temporary,
