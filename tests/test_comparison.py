@@ -398,6 +398,13 @@ def test_table_of_a_small_case_is_eighty_wide() -> None:
     assert "2 prior precisions from 0.5 to 3" in found.model and "difference" not in str(found)
 
 
+def test_the_heading_tells_of_every_noise() -> None:
+    network, (x, y) = nn.Linear(3, 2).double(), torch.randn(2, 12, 3).double()
+    likelihood = ntkl.Gaussian([0.1, 0.4], "output")
+    found = ntkl.compare_evidence(network, (x, y[:, :2]), likelihood, structures=["diag"], settings=QUIET)
+    assert "Gaussian (2 values of noise from 0.1 to 0.4)" in found.model
+
+
 def test_frame_and_json_contain_every_digit() -> None:
     found = comparison()
     frame = found.to_dataframe()

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import (
@@ -189,13 +189,18 @@ def in_words(likelihood: Likelihood, prior: GaussianPrior, curvature_type: Curva
 
 
 def _likelihood(likelihood: Likelihood) -> str:
-    """Class name and scalar hyperparameters, which likelihoods store as logarithms."""
+    """Class name and hyperparameters, which likelihoods store as logarithms."""
     if not isinstance(likelihood, Likelihood):
         return "no likelihood"  # the first fit raises an error for it
-    single = [(name, p.detach().exp().item()) for name, p in likelihood.named_parameters()
-              if name.startswith("log_") and p.numel() == 1]
-    options = ", ".join(f"{name.removeprefix('log_')} {value:g}" for name, value in single)
-    return type(likelihood).__name__ + (f" ({options})" if options else "")
+    told = [_values(name.removeprefix("log_"), p.detach().exp()) for name, p in likelihood.named_parameters()
+            if name.startswith("log_") and p.numel()]
+    return type(likelihood).__name__ + (f" ({', '.join(told)})" if told else "")
+
+
+def _values(name: str, values: Tensor) -> str:
+    if values.numel() == 1:
+        return f"{name} {values.item():g}"
+    return f"{values.numel():,} values of {name} from {values.min().item():g} to {values.max().item():g}"
 
 
 def _precisions(prior: GaussianPrior) -> str:
