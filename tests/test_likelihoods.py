@@ -250,6 +250,17 @@ def test_categorical_hessian_is_exact_entry_by_entry(outputs: str) -> None:
     )
 
 
+def test_labels_of_draws_of_the_outputs() -> None:
+    """The residual of draws (S, N, C) is that of each draw, and one label may stand for all examples."""
+    likelihood, f = Categorical(T), OUTPUTS["moderate"]
+    draws, labels = torch.stack([f, -f, 2.0 * f]), LABELS.clone()
+    labels[0] = -100
+    expected = torch.stack([likelihood.residual(one, labels) for one in draws])
+    torch.testing.assert_close(likelihood.residual(draws, labels), expected, rtol=1e-12, atol=1e-15)
+    one = likelihood.residual(f, torch.ones(len(f), dtype=torch.long))
+    torch.testing.assert_close(likelihood.residual(f, torch.ones(1, dtype=torch.long)), one, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("f", [-700.0, -36.0, -3.0, 0.0, 3.0, 28.0, 36.0, 700.0])
 def test_bernoulli_is_exact_at_saturation(f: float) -> None:
     with localcontext() as context:

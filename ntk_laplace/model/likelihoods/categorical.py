@@ -115,7 +115,7 @@ class Categorical(Likelihood):
             residual = y * complement(p) - (y.sum(-1, keepdim=True) - y) * p
         else:
             p = self._log_probabilities(f).exp() if type(self) is Categorical else self.mean(f)
-            label = y.long().clamp_min(0).unsqueeze(-1)
+            label = y.long().clamp_min(0).unsqueeze(-1).expand(*f.shape[:-1], 1)
             others = (-p).scatter(-1, label, 0.0)
             residual = others.scatter(-1, label, -others.sum(-1, keepdim=True)) * is_observed(y).unsqueeze(-1)
         return residual / self._temperature(f)
