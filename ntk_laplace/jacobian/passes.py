@@ -76,6 +76,7 @@ class JacobianPass:
             names = ("network", "dtype", "keep_factors", "budget")
             state = vars(JacobianPass(*(state[name] for name in names)))
         vars(self).update(state)
+
     def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
         """The same pass, with its plans, for a copy of the network, or for rows in another floating type."""
         other = JacobianPass(network, dtype, self.keep_factors, self.budget)
