@@ -37,6 +37,7 @@ Left = Callable[[int], tuple[float, float]]
 STEPS, _LATER_STEPS = 6, 3  # products with one of the first probes and of the others, expected
 LANCZOS_VECTORS = 15  # of one of these probes, at the peak
 _DRAW_TENSORS = 11  # of the size of all draws, in the conjugate gradients for them and a product
+_OUTPUT_TENSORS = 3  # of all outputs of all examples for the draws, in a product
 _LAYER_TENSORS = 2  # of all examples and some vectors, in a product with a layer's rows
 WEIGHTED_EXAMPLES = 2048  # whose rows are weighted together, at most
 
@@ -237,4 +238,5 @@ def draw_bytes(problem: Problem, kept: bool, rows: int = 0) -> int:
     some = min(some, product_vectors(vector)) if kept else some
     layer = max(_LAYER_TENSORS * min(share, WEIGHTED_EXAMPLES), rows) * tuning.PRODUCT_COLUMNS * e
     layer += 2 * problem.shares_positions * problem.buffer(tuning.WRITTEN_BYTES)
-    return _DRAW_TENSORS * some * vector + layer + problem.chunk_bytes
+    outputs = _OUTPUT_TENSORS * some * share * problem.num_outputs * e
+    return _DRAW_TENSORS * some * vector + layer + outputs + problem.chunk_bytes
