@@ -488,3 +488,13 @@ def test_the_command(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert [row["structure"] for row in json.loads((tmp_path / "p.json").read_text())["rows"]] == ["gp", "kfac"]
     assert main([*arguments[:-4], "--memory", "1e-7"]) == 0
     assert "no" in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize("structure", ["ekfac", "inf"])
+def test_tokens_of_an_embedding_are_not_its_vocabulary(structure: str) -> None:
+    """A second pass over the data has buffers for the rows of a batch's tokens, which the vocabulary does not enter."""
+    network = nn.Sequential(nn.Embedding(3000, 8), nn.Flatten(), nn.Linear(96, 10))
+    data = torch.arange(480).view(40, 12), torch.arange(40) % 10
+    one, two = ntkl.plan(network, data, ntkl.Categorical(), structures=["kfac", structure]).rows
+    assert one.memory is not None and two.memory is not None
+    assert two.memory < 1.2 * one.memory

@@ -16,7 +16,7 @@ from ntk_laplace.curvature.parameter_blocks import SummedRows, find_parameter_bl
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
 from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.jacobian import FusedLayer, FusedLayers, LayerRows
-from ntk_laplace.jacobian.blocks import Factored
+from ntk_laplace.jacobian.blocks import Factored, Lookup
 from ntk_laplace.model.data import Batches, Inputs, Source
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
@@ -190,6 +190,9 @@ class BlockSpec(StructureSpec):
             g, o, i = block.entries
             rows = block.rows(problem.sample)
             t = _positions(rows)
+            if isinstance(rows, Lookup):  # rows of its tokens alone, never of the whole vocabulary
+                turned = max(turned, self.second_pass * count * t * r * i * problem.element)
+                continue
             inputs += (t > 1) * g * t * i * problem.element  # those of a convolution are copied
             if isinstance(rows, SummedRows) or (t > 1 and (self.second_pass or block.kind == "diagonal")):
                 written = max(written, problem.written_bytes(rows, r, count))
