@@ -142,8 +142,8 @@ class SketchSpec(StructureSpec):
         temporary = at_once + problem.root_bytes + batch + pushed
         sent = 2 * (sum(ranks) + sum(further) + tried) * p * e * (problem.processes - 1) // problem.processes
         note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
-        # draws of what the sketch leaves, beside the evidence's sketch, test vectors and rows in units of the prior
-        drawn = (2 * rank + ranks[-1]) * p * e + problem.root_bytes + draw_bytes(problem, kept)
+        # draws of what the sketch leaves, beside the evidence's sketch and test vectors
+        drawn = (rank + ranks[-1]) * p * e + problem.root_bytes + draw_bytes(problem, kept)
         vectors = self.exact * (rank + 2 * tuning.REMAINDER_DRAWS) * p * e  # test vectors and draws that are kept
         averaged = _AVERAGES * tuning.AVERAGED_OUTPUTS * e
         more = max(0, self.exact * drawn - temporary, vectors + averaged - temporary)
