@@ -180,7 +180,8 @@ class BlockSpec(StructureSpec):
     def _batch_bytes(self, problem: Problem, blocks: Sequence[ParameterBlock]) -> int:
         """Bytes of a batch with its graph and its root S, or of its rows and what is computed of them.
 
-        The latter are the rows of one block that are written out, and those of one block in the eigenvectors.
+        The latter are the rows of one block that are written out, and those of one block in the eigenvectors, or as the
+        matrices of which factors are products.
         """
         r, inputs, written, turned = problem.num_columns, 0, 0, 0
         fused = self.fused_layers(dict.fromkeys(problem.model.network.names), self.second_pass)
@@ -193,13 +194,15 @@ class BlockSpec(StructureSpec):
             if isinstance(rows, Lookup):  # rows of its tokens alone, never of the whole vocabulary
                 turned = max(turned, self.second_pass * count * t * r * i * problem.element)
                 continue
-            inputs += (t > 1) * g * t * i * problem.element  # those of a convolution are copied
+            convolved = t > 1 and len(problem.model.network.shapes[block.weight]) > 2
+            inputs += convolved * g * t * i * problem.element  # its patches are copied
             if isinstance(rows, SummedRows) or (t > 1 and (self.second_pass or block.kind == "diagonal")):
                 written = max(written, problem.written_bytes(rows, r, count))
-            if self.second_pass and isinstance(rows, Factored):
+            if isinstance(rows, Factored) and (self.second_pass or (t > 1 and block.kind == "kronecker")):
                 turned = max(turned, count * g * t * (r * o + i) * problem.element)
-        kept = each - problem.model.jacobian_pass.graph_bytes + inputs  # other inputs are part of the graph
-        return max(count * each, count * kept + written + turned)
+        # fused layers keep fewer gradients, and the gradients of several uses are joined; inputs are part of the graph
+        kept = min(count * (each - problem.model.jacobian_pass.graph_bytes), problem.weighted_bytes(count))
+        return max(count * each, kept + count * inputs + written + turned)
 
     def fused_layers(self, weights: Mapping[str, FusedLayer | None], moments: bool = False) -> FusedLayers:
         """Layers of these weights, with the fused sums that are sufficient for a pass."""
