@@ -132,7 +132,7 @@ class Problem:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk: its rows, those of one block in another basis, and the graph of its forward pass."""
-        turned = max((block.nbytes // block.shape[1] for block in self.sample.blocks), default=0)
+        turned = max((block.nbytes // max(1, block.shape[1]) for block in self.sample.blocks), default=0)
         row = self.row_bytes(2) - self.row_bytes(1)
         return self.chunk * (row + turned + self.model.jacobian_pass.graph_bytes)
 

@@ -334,7 +334,7 @@ def require_one_process(model: LinearizedModel) -> None:
 
 
 def require_unchanged(model: LinearizedModel, structure: Structure) -> None:
-    """Refuse to save the result of a what-if. A refit of the same data is none.
+    """Refuse to save the result of a what-if. A refit of the same data is none, nor is a Gaussian found elsewhere.
 
     Raises
     ------
@@ -342,7 +342,8 @@ def require_unchanged(model: LinearizedModel, structure: Structure) -> None:
         If the data were changed, or if the network was relinearized after a what-if.
     """
     base = structure.base
-    same = base is None or (model.refitted and structure.points.same_data(base))
+    refitted = model.refitted or not structure.spec.laplace
+    same = base is None or (refitted and structure.points.same_data(base))
     if not same or model.training_gradient is not None:
         raise UnsupportedError("a posterior of the data it was fitted to, to save", "one that a what-if changed",
                                "Save the original, and ask what if again after loading it.")
