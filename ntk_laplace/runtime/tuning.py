@@ -72,6 +72,7 @@ INVERSE_COLUMNS = 1024  # columns of an inverse at a time: wide panels are half 
 # --- predictions and explanations
 
 FORWARD_EXAMPLES = 2048  # examples in one forward pass without a graph
+PREDICTED_EXAMPLES = 512  # inputs of a prediction that are read together, by default
 CHUNK_BYTES = 16 * MIB  # rows of a chunk of predictions with all that follows; 32 MiB is no faster
 FEWEST_CHUNK_EXAMPLES = 16  # examples in the first chunk, at least; they show the size of a row
 SAMPLED_OUTPUTS = 2**23  # outputs at weight samples at a time

@@ -127,7 +127,8 @@ class Problem:
     def chunk(self) -> int:
         """Examples of a chunk of a prediction."""
         fitting = self.buffer(tuning.CHUNK_BYTES) // max(1, self.row_bytes(2) - self.row_bytes(1))
-        return min(self.model.jacobian_pass.planned_batch()[0], max(fitting, tuning.FEWEST_CHUNK_EXAMPLES))
+        most = min(self.model.jacobian_pass.planned_batch()[0], tuning.PREDICTED_EXAMPLES)
+        return min(most, max(fitting, tuning.FEWEST_CHUNK_EXAMPLES))
 
     @property
     def chunk_bytes(self) -> int:

@@ -92,7 +92,8 @@ class FunctionSpace(StructureSpec):
         seen = size * problem.num_outputs * e  # cross-covariances of one test point
         seen = min(problem.chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
         tiles = 3 * min(size, tile_rows(problem.sample.f)) ** 2 * e
-        tiles += 3 * problem.shares_positions * problem.buffer(tuning.TILE_BYTES)
+        written = min(problem.buffer(tuning.TILE_BYTES), size * problem.num_parameters * e)
+        tiles += 3 * problem.shares_positions * written
         # rows are held twice while the batches are joined, before there is a B; then its tiles; then predictions
         whole, predicted = sum(stored.values()), 4 * seen // 3 + problem.row_bytes(problem.chunk)
         found = Forecast.of_phases(stored, [(2 * rows, problem.batch_bytes), (whole, tiles), (whole, predicted)])

@@ -24,11 +24,11 @@ from ntk_laplace.model.data.inputs import (
     to_device,
 )
 from ntk_laplace.model.data.loaders import batches_of, samplers_of
+from ntk_laplace.runtime import tuning
 
 __all__ = ["InputBatches"]
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_BATCH = 512  # default batch size
 _READ = 64  # examples of a dataset that are collated at a time
 _MOST_MEMBERS = 3  # of a batch that is a tuple: inputs, targets and weights
 
@@ -74,7 +74,7 @@ class InputBatches:
         self, x: Any, form: Inputs | None, batch_size: int | None, device: torch.device, dtype: InputDtype
     ) -> None:
         self._input_format, self._device, self._dtype = form, device, dtype
-        self.batch_size, self._most_bytes = batch_size or _BATCH, None if batch_size else BATCH_BYTES
+        self.batch_size, self._most_bytes = batch_size or tuning.PREDICTED_EXAMPLES, None if batch_size else BATCH_BYTES
         self._with_gradients = torch.is_grad_enabled()
         self.length: int | None = None
         if isinstance(x, DataLoader):
