@@ -12,7 +12,7 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Deflated, WrittenOut, minimize
+from ntk_laplace.runtime.krylov import Deflated, WrittenOut, minimize, newton
 from ntk_laplace.runtime.krylov.quasi_newton import Inverses, descend
 from reference import relative_error
 from refusals import inputs, labels, network, refused
@@ -32,7 +32,7 @@ def test_directions_are_those_of_bfgs_updates(monkeypatch, most):
     generator, inverse, rows = torch.Generator().manual_seed(4), definite(0), torch.arange(3)
     root, want, counts = torch.linalg.cholesky(inverse), inverse.expand(3, -1, -1).clone(), [1, 1, 1]
     gradients = torch.randn(3, SIZE, generator=generator).double()
-    found, own = -gradients @ inverse, Inverses(gradients, gradients @ inverse, 0)
+    found, own = -gradients @ inverse, Inverses(gradients, gradients @ inverse, 0, torch.float64)
     for turn in range(7):
         sizes = torch.rand(len(rows), generator=generator).double()
         drawn = torch.randn(len(rows), SIZE, generator=generator).double()
@@ -60,15 +60,39 @@ def test_directions_are_those_of_bfgs_updates(monkeypatch, most):
         assert relative_error(own.times(both, both @ inverse), want[rows] @ vector) < 1e-9
 
 
-def test_the_basis_stays_orthonormal_where_gradients_hardly_leave_their_span():
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_the_basis_stays_orthonormal_where_gradients_hardly_leave_their_span(dtype, tolerance):
     """Rounding is not taken for a direction, whose errors each vector after it would multiply."""
     drawn = torch.randn(21, 40, generator=torch.Generator().manual_seed(0)).double()
-    own = Inverses(drawn[:1], drawn[:1], 10**9)
+    own = Inverses(drawn[:1], drawn[:1], 10**9, dtype)
     for last, new in itertools.pairwise(drawn):
         gradient = last + 1e-3 * new
         own.directions(torch.ones(1).double(), gradient[None], gradient[None])
     basis = own._basis[0, : int(own._counts[0])]
-    assert len(basis) > 5 and (basis @ basis.T - torch.eye(len(basis))).abs().max() < 1e-9
+    assert len(basis) > 5 and (basis @ basis.T - torch.eye(len(basis))).abs().max() < tolerance
+
+
+def test_vectors_in_single_precision_make_the_same_inverses_up_to_rounding():
+    """After the descent they are symmetric and positive definite, also of vectors that are not orthonormal any more."""
+    generator, inverse, size = torch.Generator().manual_seed(4), definite(0), 40
+    inverse = torch.block_diag(*[inverse] * 6)[:size, :size]
+    gradients = torch.randn(3, size, generator=generator).double()
+    both = [Inverses(gradients, gradients @ inverse, 10**9, dtype) for dtype in (torch.float64, torch.float32)]
+    for _ in range(12):
+        gradients = torch.randn(3, size, generator=generator).double()
+        exact, single = (own.directions(torch.ones(3).double(), gradients, gradients @ inverse) for own in both)
+        assert 0.0 < relative_error(single, exact) < 1e-3
+    eye = torch.eye(size).double()
+
+    def dense(own: Inverses) -> Tensor:
+        return torch.stack([own.times(e.expand(3, -1), (inverse @ e).expand(3, -1)) for e in eye], 1)
+
+    for own in both:
+        own.sharpen()
+    found = dense(both[1])
+    assert relative_error(found, found.mT) < 1e-12 and relative_error(found, dense(both[0])) < 0.1
+    both[1]._basis *= 1.02
+    assert bool((torch.linalg.eigvalsh(dense(both[1])) > 0).all())
 
 
 class Quadratics:
@@ -97,16 +121,24 @@ def test_descents_end_at_minima(room):
     assert relative_error(values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
 
 
-class Nowhere(Quadratics):
-    """Second derivatives that are NaN in one of the problems."""
+class Curved(Quadratics):
+    """With second derivatives, times a number for each problem."""
+
+    factors = torch.ones(3).double()
 
     def at_once(self) -> int:
         return 3
 
     def local(self, at: Tensor, rows: Tensor) -> SimpleNamespace:
-        broken = torch.where(rows == 1, torch.nan, 1.0).unsqueeze(1)
+        factors = self.factors[rows].unsqueeze(1)
         return SimpleNamespace(gradients=self.values_and_gradients(at, rows)[1],
-                               products=lambda v: broken * torch.einsum("sij,sj->si", self.matrices[rows], v))
+                               products=lambda v: factors * torch.einsum("sij,sj->si", self.matrices[rows], v))
+
+
+class Nowhere(Curved):
+    """Second derivatives that are NaN in one of the problems."""
+
+    factors = torch.tensor([1.0, torch.nan, 1.0]).double()
 
 
 def test_steps_that_are_refused_move_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -151,9 +183,9 @@ def test_the_minima_do_not_depend_on_what_preconditions(structure: str, monkeypa
     groups, made = [[i] for i in range(9)], list[int]()
     whole = WrittenOut.__init__
 
-    def counted(self: WrittenOut, inverse: Tensor) -> None:
+    def counted(self: WrittenOut, inverse: Tensor, single: Tensor) -> None:
         made.append(len(inverse))
-        whole(self, inverse)
+        whole(self, inverse, single)
 
     monkeypatch.setattr(WrittenOut, "__init__", counted)
     found = posterior.what_ifs(groups)
@@ -164,6 +196,29 @@ def test_the_minima_do_not_depend_on_what_preconditions(structure: str, monkeypa
     assert len(made) == 2 and bool((found.converged & other.converged).all())
     assert relative_error(other.thetas, found.thetas) < 1e-7
     assert torch.equal(other.comes_back(), home)
+
+
+def test_an_inverse_that_is_not_positive_definite_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    """Conjugate gradients end early with it, and their short direction is no sign of a minimum."""
+    own = Curved()
+    want = torch.linalg.solve(own.matrices, own.right)
+    monkeypatch.setattr(newton, "descend", lambda objectives, start, eps, room: descend(objectives, start, 1e-3, room))
+    monkeypatch.setattr(Inverses, "sharpen", lambda self: self._reduced.neg_())
+    found = minimize(own, torch.full((3, SIZE), 2.0).double(), 1e-16)
+    assert bool(found.converged.all()) and relative_error(found.at, want) < 1e-9
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac"])
+def test_the_minima_do_not_depend_on_the_precision_of_vectors(structure: str, monkeypatch: pytest.MonkeyPatch):
+    """Few groups, preconditioned by products, and many, by a Hessian that is written out."""
+    posterior, _, _ = case("classes", structure)
+    for groups in ([[0], [1, 4]], [[i] for i in range(9)]):
+        want = posterior.what_ifs(groups)
+        monkeypatch.setattr(tuning, "SINGLE_BYTES", 0)
+        found = posterior.what_ifs(groups)
+        monkeypatch.undo()
+        assert bool(found.converged.all()) and not torch.equal(found.thetas, want.thetas)
+        assert relative_error(found.thetas, want.thetas) < 1e-9
 
 
 def test_what_descents_remember_fits_into_the_budget():

@@ -154,6 +154,7 @@ NEWTON_STEPS = 100  # steps to the optimum of a what-if; more raise an error
 QUASI_NEWTON_STEPS = 1000  # gradients in a descent before Newton steps follow; networks with kinks may get there
 FEWEST_VECTORS, MOST_VECTORS = 10, 128  # vectors that a descent remembers; twice as many spare 3 % of the steps
 DESCENT_BYTES = 256 * MIB  # remembered vectors of all networks that share passes
+SINGLE_BYTES = 4 * MIB  # of these, above which they are in single precision: in half of the time, out of a core's cache
 DEFLATION = 64  # products with an exact Hessian that correct the preconditioner of all what-ifs, at most
 WRITTEN_PER_GROUP = 32  # parameters for each group, up to which that Hessian is written out: it spares 30 steps a group
 HALVINGS = 40  # halvings of a step in a line search; more raise an error

@@ -94,6 +94,7 @@ def minimize(
     Minima
     """
     at, values, taken, inverses = descend(objectives, start, eps, room)
+    inverses.sharpen()
     going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
     converged = torch.zeros_like(going, dtype=torch.bool)
     for _ in range(steps):
@@ -105,8 +106,9 @@ def minimize(
         at[going] += torch.where(taking, size.unsqueeze(1) * found.direction, 0.0)
         radius[going] = found.next_radius(size)
         taken[going] += 1
-        converged[going] = found.flat & found.positive & ~found.ends
-        going = going[inverses.keep(~found.flat & (size > 0))]
+        converged[going] = found.flat & found.positive & ~found.ends & ~found.broken
+        inverses.forget(found.broken)
+        going = going[inverses.keep(found.broken | (~found.flat & (size > 0)))]
         if len(going) == 0:
             break
     return Minima(at, values, converged, torch.zeros_like(converged).index_fill(0, going, True), taken)
@@ -117,7 +119,7 @@ class _Directions:
     """Directions (S, P) of a step, their slopes and lengths in the norm of M, the inverse of the preconditioner, (S,).
 
     `flat` says that a step gains less than rounding, `positive` that no curvature along the search was negative, `ends`
-    that the trust region ended it.
+    that the trust region ended it, `broken` that an inverse that is not positive definite did.
     """
 
     direction: Tensor
@@ -126,6 +128,7 @@ class _Directions:
     flat: Tensor
     positive: Tensor
     ends: Tensor
+    broken: Tensor
     radius: Tensor
 
     def next_radius(self, size: Tensor) -> Tensor:
@@ -173,9 +176,10 @@ def _directions(
     z = inverses.times(residual, raised)
     size, left = (residual * z).sum(1).clamp_min(0.0), (residual * raised).sum(1)
     radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
-    goal = torch.maximum(left * left.clamp(max=0.01), 1e-6 * rounding)
+    goal = torch.maximum(left * left.clamp(max=0.01), 1e-8 * rounding)
     search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
     flags = torch.zeros_like(size, dtype=torch.bool)
+    broken = (left > goal) & (size <= 0)
     going, negative, ends, used = (left > goal) & (size > 0), flags, flags, 0
     while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
         product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
@@ -190,9 +194,11 @@ def _directions(
         raised = objectives.precondition(residual)
         z = inverses.times(residual, raised)
         before, size = size, torch.where(going, (residual * z).sum(1), size)
-        going = going & ~ends & ((residual * raised).sum(1) > goal) & (size > 0)
+        going = going & ~ends & ((residual * raised).sum(1) > goal)
+        broken, going = broken | (going & (size <= 0)), going & (size > 0)
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
         search, image = -z + ratio * search, -residual + ratio * image
     slope = (gradient * direction).sum(1)
     length = (direction * seen).sum(1).clamp_min(0.0).sqrt()
-    return _Directions(direction, slope, length, -slope <= 16.0 * rounding, ~negative, ends, radius)
+    return _Directions(direction, slope, length, -slope <= 16.0 * rounding, ~negative, ends, broken,
+                       radius)

@@ -8,6 +8,9 @@ basis of this span, orthonormal in the inner product of K⁻¹, the inverse is
 and a pair of a step s = Qᵀσ and a change y of the gradient updates T as BFGS does for σ and Qy (Gill and Leonard,
 2001). A step takes one vector of memory, and two products with Q. Where memory ends, Q is turned to eigenvectors of T:
 those with the eigenvalues furthest from 1 stay, beside the direction of the present gradient.
+
+Where Q does not fit in a cache, its products wait for memory, and take much of the time of a descent. Then Q is in
+single precision until the descent ends, and so are products with K. Rounding changes the steps, and no optimum.
 """
 
 from __future__ import annotations
@@ -20,9 +23,15 @@ from torch import Tensor
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
 
-__all__ = ["Descending", "Inverses", "descend", "falls", "remembered"]
+__all__ = ["VECTOR_BYTES", "Descending", "Inverses", "descend", "falls", "remembered"]
 
-_OUTSIDE = 1e-3  # share of gᵀKg outside the span from which g adds to it; its root divides the errors of Q so far
+VECTOR_BYTES = 12  # of an entry of Q, in single precision and after the descent in double
+
+# share of gᵀKg outside the span from which g adds to it, in double and in single precision: its root divides the errors
+# of Q so far. With these Q stays orthonormal to 1e-7 and to .05 (1e-4 in the median) over 128 vectors of what-ifs
+_OUTSIDE, _OUTSIDE_SINGLE = 1e-3, 0.03
+# least eigenvalue of T after a descent in single precision: with it H is positive definite
+_LEAST = 0.05
 
 
 class Descending(Protocol):
@@ -32,7 +41,7 @@ class Descending(Protocol):
         """(S,), infinite where they are not defined, and (S, P)."""
 
     def precondition(self, vectors: Tensor) -> Tensor:
-        """K v for vectors (m, P), K positive definite and the same for all."""
+        """K v for vectors (m, P), K positive definite and the same for all; of vectors in single precision, rounded."""
 
 
 def falls(reached: Tensor, before: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -65,8 +74,9 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
     rows = torch.arange(len(start), device=start.device)
     ends, steps = start.clone(), torch.zeros_like(rows)
     at, (values, gradients) = start, objectives.values_and_gradients(start, rows)
-    reached, size, raised = values.clone(), torch.ones_like(values), objectives.precondition(gradients)
-    direction, inverses = -raised, Inverses(gradients, raised, room)
+    reached, size, dtype = values.clone(), torch.ones_like(values), _precision(gradients, room)
+    raised = objectives.precondition(gradients.to(dtype)).to(gradients)
+    direction, inverses = -raised, Inverses(gradients, raised, room, dtype)
     for _ in range(tuning.QUASI_NEWTON_STEPS):
         gain = -(gradients * direction).sum(1)
         going = size * gain > 16.0 * eps * (1.0 + values.abs())
@@ -85,12 +95,18 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
             torch.where(one, new, old)
             for one, new, old in ((own, at + step, at), (good, found, values), (own, there, gradients)))
         if bool(good.any()):
-            raised = objectives.precondition(gradients)
+            raised = objectives.precondition(gradients.to(dtype)).to(gradients)
             direction = inverses.directions(torch.where(good, size, 0.0), gradients, raised)
         size = torch.where(good, 1.0, shorter)
         steps[rows] += good
     ends[rows], reached[rows] = at, values
     return ends, reached, steps, inverses
+
+
+def _precision(gradients: Tensor, room: int) -> torch.dtype:
+    """Of the vectors that a descent remembers: single, if they are large in the precision of the objectives."""
+    size = gradients.nbytes * min(gradients.shape[1], remembered(gradients.numel(), room))
+    return torch.float32 if size > tuning.SINGLE_BYTES else gradients.dtype
 
 
 def _shorter(size: Tensor, rise: Tensor, gain: Tensor) -> Tensor:
@@ -110,6 +126,8 @@ class Inverses:
         g at the starts, and K g.
     room : int
         Bytes for the vectors of all rows; a few are kept in any case.
+    dtype : torch.dtype
+        Of Q until `sharpen`.
 
     Attributes
     ----------
@@ -117,17 +135,19 @@ class Inverses:
         Which row is at each place.
     """
 
-    def __init__(self, gradients: Tensor, raised: Tensor, room: int) -> None:
+    def __init__(self, gradients: Tensor, raised: Tensor, room: int, dtype: torch.dtype) -> None:
         count, size = gradients.shape
-        self._most = min(size, remembered(gradients.nbytes, room))
+        self._most = min(size, remembered(count * size, room))
+        self._outside = _OUTSIDE_SINGLE if dtype == torch.float32 else _OUTSIDE
         self.rows = torch.arange(count, device=gradients.device)
         self._counts = torch.ones_like(self.rows)
-        self._basis = gradients.new_empty(count, self._most, size)  # Q; rows that are not used yet are zero up to _used
+        # Q; rows that are not used yet are zero up to _used
+        self._basis = gradients.new_empty(count, self._most, size, dtype=dtype)
         self._reduced = torch.eye(self._most, dtype=gradients.dtype, device=gradients.device).repeat(count, 1, 1)  # T
         self._along = gradients.new_zeros(count, self._most)  # Q g
         self._along[:, 0] = (gradients * raised).sum(1).clamp_min(0.0).sqrt()
         self._ahead, norm = -self._along, self._along[:, :1]  # the direction is Qᵀ times it
-        self._basis[:, 0], self._used = raised / torch.where(norm > 0, norm, 1.0), 1
+        self._basis[:, 0], self._used = (raised / torch.where(norm > 0, norm, 1.0)).to(dtype), 1
 
     def keep(self, going: Tensor) -> Tensor:
         """Move those of the first rows that go on, a mask, to the front: their places before, in the new order."""
@@ -148,16 +168,17 @@ class Inverses:
         self._basis[:, self._used : used] = 0.0
         self._used = max(self._used, used)
         basis, reduced, counts = self._basis[:n, :used], self._reduced[:n, :used, :used], self._counts[:n]
-        along, square = (gradients.unsqueeze(1) @ basis.mT).squeeze(1), (gradients * raised).sum(1)
+        along, square = _coordinates(gradients, basis), (gradients * raised).sum(1)
         outside = square - along.square().sum(1)
-        new = ((outside > _OUTSIDE * square) & (counts < self._most) & (sizes > 0)).nonzero().squeeze(1)
+        new = ((outside > self._outside * square) & (counts < self._most) & (sizes > 0)).nonzero().squeeze(1)
         place, length = counts[new], outside[new].sqrt().unsqueeze(1)
         along[new, place] = length.squeeze(1)
         _update(reduced, sizes.unsqueeze(1) * self._ahead[:n, :used], along - self._along[:n, :used])
         ahead = -(along.unsqueeze(1) @ reduced).squeeze(1)
-        found, seen = (torch.stack([ahead, along], 1) @ basis).unbind(1)  # without the new vectors, which are zero yet
+        # without the new vectors, which are zero yet
+        found, seen = _spanned(torch.stack([ahead, along], 1), basis).unbind(1)
         fresh = (raised[new] - seen[new]) / length
-        basis[new, place] = fresh
+        basis[new, place] = fresh.to(basis)
         found = found.index_add(0, new, ahead[new, place].unsqueeze(1) * fresh)
         self._along[:n, :used], self._ahead[:n, :used] = along, ahead
         counts[new] += 1
@@ -176,25 +197,53 @@ class Inverses:
         length = rest.norm()
         turn = torch.cat([turn, (rest / torch.where(length > 0, length, 1.0)).unsqueeze(0)])
         count = len(turn)
-        self._basis[row, :count] = turn @ self._basis[row]
+        self._basis[row, :count] = _spanned(turn, self._basis[row]).to(self._basis)
         self._basis[row, count:] = self._along[row] = self._ahead[row] = 0.0
         self._reduced[row] = torch.diag(torch.cat([values, values.new_ones(self._most - len(values))]))
         self._along[row, :count] = torch.cat([along, length.unsqueeze(0)])
         self._ahead[row] = -self._reduced[row] @ self._along[row]
         self._counts[row] = count
-        return self._ahead[row, :count] @ self._basis[row, :count]
+        return _spanned(self._ahead[row, :count], self._basis[row, :count])
+
+    def sharpen(self) -> None:
+        """Give Q the precision of T, for `times`, and T no eigenvalue that the errors of Q may make negative."""
+        if self._basis.dtype == self._reduced.dtype:
+            return
+        used = self._used
+        self._basis = self._basis[:, :used].to(self._reduced)
+        reduced = self._reduced[:, :used, :used]
+        above = reduced.clone()
+        above.diagonal(dim1=1, dim2=2).sub_(_LEAST)
+        for row in torch.linalg.cholesky_ex(above)[1].nonzero().squeeze(1).tolist():
+            values, vectors = symmetric_eigen(reduced[row])
+            reduced[row] = vectors * values.clamp_min(_LEAST) @ vectors.T
+
+    def forget(self, which: Tensor) -> None:
+        """Make H the preconditioner again for some of the first rows, a mask."""
+        eye = torch.eye(self._reduced.shape[1], dtype=self._reduced.dtype, device=self._reduced.device)
+        self._reduced[which.nonzero().squeeze(1)] = eye
 
     def times(self, vectors: Tensor, raised: Tensor) -> Tensor:
         """H v, (S, P), of the first rows, from v and K v."""
         n, used = len(vectors), self._used
         basis = self._basis[:n, :used]
-        along = vectors.unsqueeze(1) @ basis.mT
-        return raised + ((along @ self._reduced[:n, :used, :used] - along) @ basis).squeeze(1)
+        along = _coordinates(vectors, basis).unsqueeze(1)
+        return raised + _spanned(along @ self._reduced[:n, :used, :used] - along, basis).squeeze(1)
 
 
-def remembered(nbytes: int, room: int) -> int:
-    """How many vectors of each row a descent remembers; one of all rows has `nbytes`."""
-    return max(tuning.FEWEST_VECTORS, min(room // max(1, nbytes), tuning.MOST_VECTORS))
+def remembered(entries: int, room: int) -> int:
+    """How many vectors of each row a descent remembers in so many bytes; one of all rows has so many entries."""
+    return max(tuning.FEWEST_VECTORS, min(room // max(1, entries * VECTOR_BYTES), tuning.MOST_VECTORS))
+
+
+def _coordinates(vectors: Tensor, basis: Tensor) -> Tensor:
+    """Q v, (S, n), for v (S, P) and Q (S, n, P)."""
+    return (vectors.to(basis).unsqueeze(1) @ basis.mT).squeeze(1).to(vectors)
+
+
+def _spanned(coordinates: Tensor, basis: Tensor) -> Tensor:
+    """Qᵀc, (S, m, P) or (P,), for c (S, m, n) or (n,)."""
+    return (coordinates.to(basis) @ basis).to(coordinates)
 
 
 def _update(inverse: Tensor, steps: Tensor, changes: Tensor) -> None:

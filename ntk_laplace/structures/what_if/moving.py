@@ -23,7 +23,7 @@ from torch import Tensor
 from ntk_laplace.errors import warn
 from ntk_laplace.model.data import Joined, Replaced, Source
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, minimize, remembered
+from ntk_laplace.runtime.krylov import VECTOR_BYTES, Deflated, Minima, WrittenOut, minimize, remembered
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
@@ -36,6 +36,8 @@ __all__ = ["ChangedObjectives", "fitted_at", "is_written_out", "moved", "moving_
            "require_room", "tell_unreached", "with_remaining"]
 
 _REMEDY = "Take fewer groups at a time, or fewer training points."
+
+_MATRICES = 5  # (P, P), at the peak of a Hessian that is written out, inverted and rounded
 
 # smallest curvatures of a Hessian that is written out, relative to the prior precision: of it at the trained weights,
 # and for each share of the data that leaves, with which it is less true (halves of digits: 9 % fewer steps)
@@ -66,7 +68,8 @@ class ChangedObjectives:
         prior, like = fitted.prior, fitted.theta
         self._fitted, self._likelihood, self._weights, self._remaining = fitted, likelihood, weights, remaining
         self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
-        self._inverse = fitted.solver.solve if inverse is None else inverse
+        solve = fitted.solver.solve
+        self._inverse = inverse or (lambda vectors: solve(vectors.to(like)))
         self._room = room(fitted.settings)
         with torch.no_grad():
             self._precision, self._mean = prior.flat_precision().to(like), prior.flat_mean().to(like)
@@ -152,7 +155,7 @@ def room(settings: Settings) -> int:
 def is_written_out(model: LinearizedModel, count: int) -> bool:
     """Whether descents of so many networks are worth the entries of the Hessian, and these fit in memory."""
     size = model.network.num_parameters
-    return size <= tuning.WRITTEN_PER_GROUP * count and 4 * size * model.theta.nbytes <= room(model.settings)
+    return size <= tuning.WRITTEN_PER_GROUP * count and _MATRICES * size * model.theta.nbytes <= room(model.settings)
 
 
 def require_room(model: LinearizedModel, count: int, held: int) -> int:
@@ -164,10 +167,10 @@ def require_room(model: LinearizedModel, count: int, held: int) -> int:
         If their weights do not fit in memory beside what else is held, in bytes, and what descents remember.
     """
     one, left = model.theta.nbytes, room(model.settings)
-    each = min(count, tuning.GROUPS, max(1, left // (tuning.FEWEST_VECTORS * one)))
-    most = remembered(each * one, left)
-    learnt = each * most * (one + most * model.theta.element_size())
-    vectors = 4 * model.network.num_parameters if is_written_out(model, count) else 3 * tuning.DEFLATION
+    each = min(count, tuning.GROUPS, max(1, left // (tuning.FEWEST_VECTORS * VECTOR_BYTES * len(model.theta))))
+    most = remembered(each * len(model.theta), left)
+    learnt = each * most * (VECTOR_BYTES * len(model.theta) + most * model.theta.element_size())
+    vectors = _MATRICES * model.network.num_parameters if is_written_out(model, count) else 3 * tuning.DEFLATION
     known = one * min(vectors, 3 * (left // (2 * one)))
     require_memory(held + (count + 12 * each) * one + learnt + known, model.network.device,
                    f"the weights of {count:,} networks", _REMEDY, model.settings.memory_budget)
