@@ -27,9 +27,9 @@ def test_outputs_of_many_inputs_are_evaluated_in_parts(monkeypatch):
     found, new = posterior.what_ifs(GROUPS[:2], linearization="moving"), inputs(23)
     whole, rows, plain = found.outputs(new), [], ManyWeights.__call__
 
-    def counted(many, thetas, x, *rest):
+    def counted(many, thetas, x, apart=False):
         rows.append(len(x))
-        return plain(many, thetas, x, *rest)
+        return plain(many, thetas, x, apart)
 
     monkeypatch.setattr(tuning, "CHAIN_BYTES", 4096)
     monkeypatch.setattr(ManyWeights, "__call__", counted)

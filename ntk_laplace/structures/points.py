@@ -93,14 +93,16 @@ class TrainingPoints:
 
     def log_prob_at(self, likelihood: Likelihood, f: Tensor) -> Tensor:
         """log p(y_n | f_n), (N,), times the weights, at other outputs f (N, C)."""
-        values = likelihood.log_prob(f, self.targets)
-        if self.weights is not None:
-            values = values.masked_fill(self.weights == 0, 0.0)  # a removed point may have log p = -inf: 0 x inf is NaN
-        return self._times(values)
+        return self._counted(likelihood.log_prob(f, self.targets))
 
     def residual(self, likelihood: Likelihood) -> Tensor:
         """r_n, (N, C), times the weights."""
         return self._times(likelihood.residual(self.f, self.targets))
+
+    def log_prob_and_residual(self, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+        """Both, (N,) and (N, C), times the weights."""
+        values, residual = likelihood.log_prob_and_residual(self.f, self.targets)
+        return self._counted(values), self._times(residual)
 
     def root(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """S_n, (N, C, R), times the square roots of the weights."""
@@ -231,6 +233,11 @@ class TrainingPoints:
     @property
     def _at(self) -> Tensor:
         return self.f if self.expanded is None else self.expanded
+
+    def _counted(self, values: Tensor) -> Tensor:
+        if self.weights is not None:
+            values = values.masked_fill(self.weights == 0, 0.0)  # a removed point may have log p = -inf: 0 x inf is NaN
+        return self._times(values)
 
     def _times(self, values: Tensor, power: float = 1.0) -> Tensor:
         if self.weights is None:

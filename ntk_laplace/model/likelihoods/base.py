@@ -193,6 +193,10 @@ class Likelihood(nn.Module):
         self._require_apart(f, y)
         return differentiation.gradient(lambda f: self.log_prob(f, y), f)
 
+    def log_prob_and_residual(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`log_prob` and `residual`; override it where both share work."""
+        return self.log_prob(f, y), self.residual(f, y)
+
     def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """Λ (N, C, C), positive semidefinite: minus the second derivative of `log_prob` in f, or the Fisher matrix.
 

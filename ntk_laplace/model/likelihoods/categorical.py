@@ -113,12 +113,22 @@ class Categorical(Likelihood):
         if y.dim() == 2:
             p, y = self.mean(f), y.to(f).clamp_min(0)
             residual = y * complement(p) - (y.sum(-1, keepdim=True) - y) * p
-        else:
-            p = self._log_probabilities(f).exp() if type(self) is Categorical else self.mean(f)
-            label = y.long().clamp_min(0).unsqueeze(-1).expand(*f.shape[:-1], 1)
-            others = (-p).scatter(-1, label, 0.0)
-            residual = others.scatter(-1, label, -others.sum(-1, keepdim=True)) * is_observed(y).unsqueeze(-1)
-        return residual / self._temperature(f)
+            return residual / self._temperature(f)
+        p = self._log_probabilities(f).exp() if type(self) is Categorical else self.mean(f)
+        return self._label_residual(p, y, f)
+
+    def log_prob_and_residual(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`log_prob` and `residual`, from one softmax."""
+        if type(self) is not Categorical or y.dim() == 2:
+            return super().log_prob_and_residual(f, y)  # a subclass may override either
+        log_p = self._log_probabilities(f)
+        return label_log_prob(log_p, y), self._label_residual(log_p.exp(), y, f)
+
+    def _label_residual(self, p: Tensor, y: Tensor, f: Tensor) -> Tensor:
+        label = y.long().clamp_min(0).expand(f.shape[:-1]).unsqueeze(0)
+        others = (-p.movedim(-1, 0)).scatter(0, label, 0.0)  # classes first: p lies in memory like this
+        residual = others.scatter(0, label, -others.sum(0, keepdim=True))
+        return (residual * (is_observed(y).to(f) / self._temperature(f))).movedim(0, -1)
 
     def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``(diag(p) - p pᵀ) / T²`` ([T20] Table 2.1), 0 where the label is missing, (N, C, C)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ntk_laplace.errors import NTKLaplaceError, first_line, warn
-from ntk_laplace.model.data import Inputs, num_examples, take
+from ntk_laplace.model.data import Inputs, leaves, map_tensors, num_examples, take
 from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.recurrent import unrolled
@@ -58,21 +59,27 @@ class ManyWeights:
         self._tied = len(set(map(id, tensors))) < len(tensors)  # to look for that at every call takes time
         self.batched = several and self._is_batched(take(x, slice(0, 2)))
 
-    def __call__(self, thetas: Tensor, x: Inputs, numbers: Tensor | None = None) -> Tensor:
+    def __call__(self, thetas: Tensor, x: Inputs, apart: bool = False) -> Tensor:
         """Outputs (S, n, C) at values (S, P) and inputs of n examples; they may be infinite or NaN.
 
-        With numbers (S, n), each value has examples of its own among the inputs.
+        If `apart`, each value has examples of its own: tensors of `x` are (S, n, ...).
         """
-        thetas = thetas.to(self.network.dtype)
-        own = [] if numbers is None else [numbers]
+        thetas, tensors = thetas.to(self.network.dtype), leaves(x) if apart else []
 
-        def one(theta: Tensor, *chosen: Tensor) -> Tensor:
-            return self._one(theta, take(x, *chosen) if chosen else x)
+        def one(theta: Tensor, *own: Tensor) -> Tensor:
+            each = iter(own)
+            return self._one(theta, map_tensors(lambda _: next(each), x) if own else x)
 
         with self.network.arithmetic():
             if self.batched:
-                return torch.func.vmap(one)(thetas, *own)
-            return torch.stack([one(*each) for each in zip(thetas, *own, strict=True)])
+                return torch.func.vmap(one)(thetas, *tensors)
+            return torch.stack([one(*each) for each in zip(thetas, *tensors, strict=True)])
+
+    def rounded(self, dtype: torch.dtype) -> ManyWeights:
+        """The same, of a copy of the network in another floating type."""
+        other = copy.copy(self)
+        other.network = self.network.rounded(dtype)
+        return other
 
     def passes(self, thetas: Tensor, x: Inputs, room: int) -> Iterator[tuple[slice, slice, Tensor]]:
         """Some of the weights, some of the examples, and the outputs (S, n, C) of a pass, whose graph fits in bytes."""
@@ -96,7 +103,7 @@ class ManyWeights:
         try:
             with warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore")  # of a vmap without a rule for an operation, which is slow and right
-                found = torch.cat([self(thetas, x), self(thetas, x, numbers)])
+                found = torch.cat([self(thetas, x), self(thetas, take(x, numbers), apart=True)])
                 torch.autograd.grad(found.sum(), thetas)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, NTKLaplaceError) as error:
             return self._alone(f"an error, {type(error).__name__}: {first_line(error)}")

@@ -9,10 +9,9 @@ from ntk_laplace.runtime.krylov.deflation import Deflated, WrittenOut
 from ntk_laplace.runtime.krylov.lanczos import Quadrature, lanczos
 from ntk_laplace.runtime.krylov.low_rank import LowRank, inner, low_rank, turned_
 from ntk_laplace.runtime.krylov.newton import Local, Minima, Objectives, minimize
-from ntk_laplace.runtime.krylov.quasi_newton import VECTOR_BYTES, remembered
+from ntk_laplace.runtime.krylov.quasi_newton import remembered
 
 __all__ = [
-    "VECTOR_BYTES",
     "Deflated",
     "Local",
     "LowRank",

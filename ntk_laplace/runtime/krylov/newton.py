@@ -74,7 +74,7 @@ class Minima:
 
 def minimize(
     objectives: Objectives, start: Tensor, eps: float, room: int = tuning.DESCENT_BYTES,
-    steps: int = tuning.NEWTON_STEPS,
+    steps: int = tuning.NEWTON_STEPS, rounded: Descending | None = None,
 ) -> Minima:
     """Minima of several objectives, each from its own start.
 
@@ -88,13 +88,15 @@ def minimize(
         Bytes for what quasi-Newton steps remember.
     steps : int
         Newton steps, at most.
+    rounded : Descending, optional
+        The same objectives in single precision, with which the descents begin.
 
     Returns
     -------
     Minima
     """
-    at, values, taken, inverses = descend(objectives, start, eps, room)
-    inverses.sharpen()
+    at, values, taken, inverses = descend(objectives, start, eps, room, rounded)
+    inverses.bound()
     going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
     converged = torch.zeros_like(going, dtype=torch.bool)
     for _ in range(steps):
@@ -168,11 +170,12 @@ def _directions(
 
     The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀKg in nats, both in the norm of K, so that
     convergence is quadratic; or to where what is left gains less than rounding. K is that of the objectives: where
-    they have kinks, the quasi-Newton steps make any gradient small in the norm of their own inverse.
+    they have kinks, the quasi-Newton steps make any gradient small in the norm of their own inverse. The inverse may
+    be rounded to single precision: a direction is made conjugate to the last one by the change of the residual.
     """
-    gradient = local.gradients
+    gradient, rounded = local.gradients, inverses.dtype
     residual, direction = gradient.clone(), torch.zeros_like(gradient)
-    raised = objectives.precondition(residual)
+    raised = objectives.precondition(residual.to(rounded)).to(residual)
     z = inverses.times(residual, raised)
     size, left = (residual * z).sum(1).clamp_min(0.0), (residual * raised).sum(1)
     radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
@@ -190,13 +193,14 @@ def _directions(
         most = (-along + (along.square() + long * (radius.square() - own).clamp_min(0.0)).sqrt()) / long
         negative, ends = negative | (going & ~bends), ends | (going & (step >= most))
         step = torch.where(going, torch.minimum(step, most), 0.0).unsqueeze(1)
-        direction, residual, seen = direction + step * search, residual + step * product, seen + step * image
-        raised = objectives.precondition(residual)
+        change = step * product
+        direction, residual, seen = direction + step * search, residual + change, seen + step * image
+        raised = objectives.precondition(residual.to(rounded)).to(residual)
         z = inverses.times(residual, raised)
         before, size = size, torch.where(going, (residual * z).sum(1), size)
         going = going & ~ends & ((residual * raised).sum(1) > goal)
         broken, going = broken | (going & (size <= 0)), going & (size > 0)
-        ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
+        ratio = torch.where(going, (change * z).sum(1) / before, 0.0).unsqueeze(1)
         search, image = -z + ratio * search, -residual + ratio * image
     slope = (gradient * direction).sum(1)
     length = (direction * seen).sum(1).clamp_min(0.0).sqrt()

@@ -10,7 +10,7 @@ and a pair of a step s = Qᵀσ and a change y of the gradient updates T as BFGS
 those with the eigenvalues furthest from 1 stay, beside the direction of the present gradient.
 
 Where Q does not fit in a cache, its products wait for memory, and take much of the time of a descent. Then Q is in
-single precision until the descent ends, and so are products with K. Rounding changes the steps, and no optimum.
+single precision, and so are products with K. Rounding changes the steps, and no optimum.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from torch import Tensor
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
 
-__all__ = ["VECTOR_BYTES", "Descending", "Inverses", "descend", "falls", "remembered"]
+__all__ = ["Descending", "Inverses", "descend", "falls", "remembered"]
 
-VECTOR_BYTES = 12  # of an entry of Q, in single precision and after the descent in double
 
 # share of gᵀKg outside the span from which g adds to it, in double and in single precision: its root divides the errors
 # of Q so far. With these Q stays orthonormal to 1e-7 and to .05 (1e-4 in the median) over 128 vectors of what-ifs
 _OUTSIDE, _OUTSIDE_SINGLE = 1e-3, 0.03
-# least eigenvalue of T after a descent in single precision: with it H is positive definite
-_LEAST = 0.05
+# bounds of the eigenvalues of T after a descent in single precision: H is positive definite, and its products are right
+# to a few percent
+_LEAST, _MOST = 0.05, 1e3
+# descents in single precision: the share of the rounding of values down to which gradients tell gains, the rise of a
+# gain that ends them below that rounding, and the share of descents that go on for the others in double precision
+_ROUGHLY, _RISES, _FEW = 1e-4, 4.0, 0.1
 
 
 class Descending(Protocol):
@@ -50,7 +53,9 @@ def falls(reached: Tensor, before: Tensor, gain: Tensor, eps: float) -> Tensor:
     return torch.isfinite(reached) & (reached <= before - 1e-4 * gain + slack)
 
 
-def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tuple[Tensor, Tensor, Tensor, Inverses]:
+def descend(
+    objectives: Descending, start: Tensor, eps: float, room: int, rounded: Descending | None = None
+) -> tuple[Tensor, Tensor, Tensor, Inverses]:
     """Go down from each start until a step, shortened where the objective did not fall, gains less than rounding.
 
     Parameters
@@ -61,6 +66,8 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
         Relative rounding of the objectives.
     room : int
         Bytes for vectors that are remembered; a few are in any case.
+    rounded : Descending, optional
+        The same objectives in single precision. The descents go as far as its gradients lead, first.
 
     Returns
     -------
@@ -71,20 +78,45 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
     inverses : Inverses
         At the ends.
     """
-    rows = torch.arange(len(start), device=start.device)
-    ends, steps = start.clone(), torch.zeros_like(rows)
-    at, (values, gradients) = start, objectives.values_and_gradients(start, rows)
-    reached, size, dtype = values.clone(), torch.ones_like(values), _precision(gradients, room)
-    raised = objectives.precondition(gradients.to(dtype)).to(gradients)
-    direction, inverses = -raised, Inverses(gradients, raised, room, dtype)
+    if rounded is None:
+        return _descend(objectives, start, eps, room, None, False)
+    at, _, steps, inverses = _descend(rounded, start, torch.finfo(torch.float32).eps, room, None, True)
+    at, values, more, inverses = _descend(objectives, at, eps, room, inverses, False)
+    return at, values, steps + more, inverses
+
+
+def _descend(
+    objectives: Descending, start: Tensor, eps: float, room: int, inverses: Inverses | None, roughly: bool
+) -> tuple[Tensor, Tensor, Tensor, Inverses]:
+    """The same, with the inverses of an earlier descent.
+
+    `roughly` goes on below the rounding of the objectives, as long as gradients still tell gains, and stops where few
+    descents are left, which others would wait for.
+    """
+    rows = torch.arange(len(start), device=start.device) if inverses is None else inverses.rows.clone()
+    ends, steps, reached = start.clone(), torch.zeros_like(rows), start.new_empty(len(start))
+    at = start[rows]
+    values, gradients = objectives.values_and_gradients(at, rows)
+    size, least = torch.ones_like(values), torch.full_like(values, torch.inf)
+    if inverses is None:
+        most, dtype = remembered(len(start), start.shape[1], start.dtype, room)
+        raised = objectives.precondition(gradients.to(dtype)).to(gradients)
+        direction, inverses = -raised, Inverses(gradients, raised, most, dtype)
+    else:
+        raised = objectives.precondition(gradients.to(inverses.dtype)).to(gradients)
+        direction = inverses.directions(torch.zeros_like(size), gradients, raised)
     for _ in range(tuning.QUASI_NEWTON_STEPS):
-        gain = -(gradients * direction).sum(1)
-        going = size * gain > 16.0 * eps * (1.0 + values.abs())
+        gain, rounding = -(gradients * direction).sum(1), 16.0 * eps * (1.0 + values.abs())
+        going = size * gain > rounding
+        if roughly:
+            least = torch.where(going, torch.inf, torch.minimum(least, gain))
+            going = going | ((gain > _ROUGHLY * rounding) & (gain <= _RISES * least))
+            going = going & (len(rows) > _FEW * len(start))
         if not bool(going.all()):
             ends[rows], reached[rows] = at, values
             order = inverses.keep(going)
-            rows, at, values, gradients, raised, direction, size, gain = (
-                one[order] for one in (rows, at, values, gradients, raised, direction, size, gain))
+            rows, at, values, gradients, raised, direction, size, gain, least = (
+                one[order] for one in (rows, at, values, gradients, raised, direction, size, gain, least))
         if len(rows) == 0:
             break
         step = size.unsqueeze(1) * direction
@@ -95,18 +127,12 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
             torch.where(one, new, old)
             for one, new, old in ((own, at + step, at), (good, found, values), (own, there, gradients)))
         if bool(good.any()):
-            raised = objectives.precondition(gradients.to(dtype)).to(gradients)
+            raised = objectives.precondition(gradients.to(inverses.dtype)).to(gradients)
             direction = inverses.directions(torch.where(good, size, 0.0), gradients, raised)
         size = torch.where(good, 1.0, shorter)
         steps[rows] += good
     ends[rows], reached[rows] = at, values
     return ends, reached, steps, inverses
-
-
-def _precision(gradients: Tensor, room: int) -> torch.dtype:
-    """Of the vectors that a descent remembers: single, if they are large in the precision of the objectives."""
-    size = gradients.nbytes * min(gradients.shape[1], remembered(gradients.numel(), room))
-    return torch.float32 if size > tuning.SINGLE_BYTES else gradients.dtype
 
 
 def _shorter(size: Tensor, rise: Tensor, gain: Tensor) -> Tensor:
@@ -124,21 +150,21 @@ class Inverses:
     ----------
     gradients, raised : Tensor, (S, P)
         g at the starts, and K g.
-    room : int
-        Bytes for the vectors of all rows; a few are kept in any case.
+    most : int
+        Vectors of each row.
     dtype : torch.dtype
-        Of Q until `sharpen`.
+        Of Q.
 
     Attributes
     ----------
     rows : Tensor of int, (S,)
         Which row is at each place.
+    dtype : torch.dtype
     """
 
-    def __init__(self, gradients: Tensor, raised: Tensor, room: int, dtype: torch.dtype) -> None:
-        count, size = gradients.shape
-        self._most = min(size, remembered(count * size, room))
-        self._outside = _OUTSIDE_SINGLE if dtype == torch.float32 else _OUTSIDE
+    def __init__(self, gradients: Tensor, raised: Tensor, most: int, dtype: torch.dtype) -> None:
+        self._most, (count, size) = most, gradients.shape
+        self.dtype, self._outside = dtype, _OUTSIDE_SINGLE if dtype == torch.float32 else _OUTSIDE
         self.rows = torch.arange(count, device=gradients.device)
         self._counts = torch.ones_like(self.rows)
         # Q; rows that are not used yet are zero up to _used
@@ -170,7 +196,7 @@ class Inverses:
         basis, reduced, counts = self._basis[:n, :used], self._reduced[:n, :used, :used], self._counts[:n]
         along, square = _coordinates(gradients, basis), (gradients * raised).sum(1)
         outside = square - along.square().sum(1)
-        new = ((outside > self._outside * square) & (counts < self._most) & (sizes > 0)).nonzero().squeeze(1)
+        new = ((outside > self._outside * square) & (counts < self._most)).nonzero().squeeze(1)
         place, length = counts[new], outside[new].sqrt().unsqueeze(1)
         along[new, place] = length.squeeze(1)
         _update(reduced, sizes.unsqueeze(1) * self._ahead[:n, :used], along - self._along[:n, :used])
@@ -205,18 +231,16 @@ class Inverses:
         self._counts[row] = count
         return _spanned(self._ahead[row, :count], self._basis[row, :count])
 
-    def sharpen(self) -> None:
-        """Give Q the precision of T, for `times`, and T no eigenvalue that the errors of Q may make negative."""
+    def bound(self) -> None:
+        """Bound the eigenvalues of T where the rounding of Q would make H lose its sign, or be lost in its product."""
         if self._basis.dtype == self._reduced.dtype:
             return
-        used = self._used
-        self._basis = self._basis[:, :used].to(self._reduced)
-        reduced = self._reduced[:, :used, :used]
-        above = reduced.clone()
-        above.diagonal(dim1=1, dim2=2).sub_(_LEAST)
-        for row in torch.linalg.cholesky_ex(above)[1].nonzero().squeeze(1).tolist():
+        reduced = self._reduced[:, : self._used, : self._used]
+        eye = torch.eye(self._used, dtype=reduced.dtype, device=reduced.device)
+        both = [torch.linalg.cholesky_ex(one)[1] for one in (reduced - _LEAST * eye, _MOST * eye - reduced)]
+        for row in (both[0] + both[1]).nonzero().squeeze(1).tolist():
             values, vectors = symmetric_eigen(reduced[row])
-            reduced[row] = vectors * values.clamp_min(_LEAST) @ vectors.T
+            reduced[row] = vectors * values.clamp(_LEAST, _MOST) @ vectors.T
 
     def forget(self, which: Tensor) -> None:
         """Make H the preconditioner again for some of the first rows, a mask."""
@@ -231,9 +255,23 @@ class Inverses:
         return raised + _spanned(along @ self._reduced[:n, :used, :used] - along, basis).squeeze(1)
 
 
-def remembered(entries: int, room: int) -> int:
-    """How many vectors of each row a descent remembers in so many bytes; one of all rows has so many entries."""
-    return max(tuning.FEWEST_VECTORS, min(room // max(1, entries * VECTOR_BYTES), tuning.MOST_VECTORS))
+def remembered(count: int, size: int, dtype: torch.dtype, room: int) -> tuple[int, torch.dtype]:
+    """How many vectors (size,) each of `count` descents remembers, and in which type: single, where they are large.
+
+    Parameters
+    ----------
+    count, size : int
+    dtype : torch.dtype
+        Of the objectives.
+    room : int
+        Bytes for the vectors of all; a few are kept in any case.
+    """
+    for own in (dtype, torch.float32):
+        one = count * size * own.itemsize
+        most = min(size, max(tuning.FEWEST_VECTORS, min(room // one, tuning.MOST_VECTORS)))
+        if most * one <= tuning.SINGLE_BYTES:
+            break
+    return most, own
 
 
 def _coordinates(vectors: Tensor, basis: Tensor) -> Tensor:

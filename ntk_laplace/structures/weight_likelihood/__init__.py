@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ntk_laplace.model.data import InputData
 from ntk_laplace.structures.fitted_model import FittedModel
-from ntk_laplace.structures.weight_likelihood.base import LocalCurvature, WeightLikelihood
+from ntk_laplace.structures.weight_likelihood.base import LocalCurvature, WeightedLikelihood, WeightLikelihood
 from ntk_laplace.structures.weight_likelihood.linearized import LinearizedLikelihood, all_rows
 from ntk_laplace.structures.weight_likelihood.many_points import ManyPoints
 from ntk_laplace.structures.weight_likelihood.network import NetworkLikelihood
@@ -18,6 +18,7 @@ __all__ = [
     "ManyPoints",
     "NetworkLikelihood",
     "WeightLikelihood",
+    "WeightedLikelihood",
     "all_rows",
     "likelihood_of",
 ]

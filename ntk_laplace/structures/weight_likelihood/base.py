@@ -13,7 +13,8 @@ from ntk_laplace.errors import UnsupportedError, first_line
 from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.structures.weight_likelihood.many_points import ManyPoints
 
-__all__ = ["REMEDY", "GradientGraph", "LocalCurvature", "WeightLikelihood", "differentiated", "no_second_derivatives"]
+__all__ = ["REMEDY", "GradientGraph", "LocalCurvature", "WeightLikelihood", "WeightedLikelihood", "differentiated",
+           "no_second_derivatives"]
 
 REMEDY = "Take fewer chains or samples at a time, or fewer training points."
 
@@ -39,8 +40,8 @@ class WeightLikelihood(ABC):
     _points: ManyPoints
 
     @abstractmethod
-    def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
-        """log p(D | θ_s), (S,), nats; -inf where it is not finite. Example weights (S, N) replace those of the data."""
+    def values(self, thetas: Tensor) -> Tensor:
+        """log p(D | θ_s), (S,), nats; -inf where it is not finite."""
 
     @abstractmethod
     def outputs(self, thetas: Tensor) -> Tensor:
@@ -51,16 +52,28 @@ class WeightLikelihood(ABC):
         return self._points.each(f)
 
     @abstractmethod
-    def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
-        """Gradients and exact Hessians, by two backward passes; example weights (S, N)."""
+    def weighted(self, weights: Tensor) -> WeightedLikelihood:
+        """With example weights (S, N) of each value of the weights, which replace those of the data."""
 
     @abstractmethod
     def at_once(self) -> int:
-        """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
+        """Number of weights whose graphs of a curvature fit in memory together, at least 1."""
 
     @abstractmethod
-    def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
         """`values`, and their gradients, (S, P)."""
+
+
+class WeightedLikelihood(ABC):
+    """Σ w_sn log p(y_n | θ_s) as a function of weights (S, P), with example weights (S, N)."""
+
+    @abstractmethod
+    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        """(S,), nats, -inf where it is not finite, and its gradients, (S, P)."""
+
+    @abstractmethod
+    def curvature(self, thetas: Tensor) -> LocalCurvature:
+        """Gradients and exact Hessians."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ntk_laplace.structures.weight_likelihood.base import (
     REMEDY,
     GradientGraph,
     LocalCurvature,
+    WeightedLikelihood,
     WeightLikelihood,
     differentiated,
 )
@@ -49,21 +50,11 @@ class LinearizedLikelihood(WeightLikelihood):
         """f + J(θ_s - θ*), (S, N, C)."""
         return self._f + self._rows.products(self._shapes.parts(thetas - self._theta)).permute(2, 1, 0)
 
-    def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
-        return self._points.values(self.outputs(thetas), weights=weights)
+    def values(self, thetas: Tensor) -> Tensor:
+        return self._points.values(self.outputs(thetas))
 
-    def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
-        """Gradients and exact Hessians, JᵀΛJ with minus the second derivative of log p; example weights (S, N)."""
-        with torch.enable_grad():
-            f = self.outputs(thetas).requires_grad_()
-            residual = differentiated(self._points.log_prob(f, slice(None), weights).sum(), f, None)
-        graph = GradientGraph(slice(None), f, residual)
-
-        def products(vectors: Tensor) -> Tensor:
-            moved = self._rows.products(self._shapes.parts(vectors)).permute(2, 1, 0)
-            return self._pulled(graph.product(moved))
-
-        return LocalCurvature(self._pulled(residual.detach()), products)
+    def weighted(self, weights: Tensor) -> WeightedLikelihood:
+        return _WeightedLinear(self, weights)
 
     def at_once(self) -> int:
         return max(1, tuning.CHAIN_BYTES // (8 * self._f.nbytes))
@@ -72,9 +63,33 @@ class LinearizedLikelihood(WeightLikelihood):
         """Jᵀv, (S, P), for v (S, N, C)."""
         return self._rows.transposed_products(cotangents.permute(2, 1, 0), self._shapes)
 
-    def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        values, residual = self._points.values_and_residuals(self.outputs(thetas), weights=weights)
+    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        values, residual = self._points.values_and_residuals(self.outputs(thetas))
         return values, self._pulled(residual)
+
+
+class _WeightedLinear(WeightedLikelihood):
+    def __init__(self, of: LinearizedLikelihood, weights: Tensor) -> None:
+        self._of, self._weights = of, weights
+
+    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        of = self._of
+        values, residual = of._points.values_and_residuals(of.outputs(thetas), weights=self._weights)
+        return values, of._pulled(residual)
+
+    def curvature(self, thetas: Tensor) -> LocalCurvature:
+        """Gradients and exact Hessians, JᵀΛJ with minus the second derivative of log p."""
+        of = self._of
+        with torch.enable_grad():
+            f = of.outputs(thetas).requires_grad_()
+            residual = differentiated(of._points.log_prob(f, slice(None), self._weights).sum(), f, None)
+        graph = GradientGraph(slice(None), f, residual)
+
+        def products(vectors: Tensor) -> Tensor:
+            moved = of._rows.products(of._shapes.parts(vectors)).permute(2, 1, 0)
+            return of._pulled(graph.product(moved))
+
+        return LocalCurvature(of._pulled(residual.detach()), products)
 
 
 def all_rows(fitted: FittedModel) -> Jacobian:

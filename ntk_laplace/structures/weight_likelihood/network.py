@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.model.data import InputData, Inputs, Source, num_examples, take
+from ntk_laplace.errors import NTKLaplaceError, UnsupportedError
+from ntk_laplace.model.data import InputData, Inputs, Source, num_bytes, num_examples, take, to_device
 from ntk_laplace.model.network import ManyWeights, twice_differentiable
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
@@ -22,16 +24,18 @@ from ntk_laplace.structures.weight_likelihood.base import (
     REMEDY,
     GradientGraph,
     LocalCurvature,
+    WeightedLikelihood,
     WeightLikelihood,
     differentiated,
     no_second_derivatives,
 )
-from ntk_laplace.structures.weight_likelihood.many_points import ManyPoints
+from ntk_laplace.structures.weight_likelihood.many_points import ChosenPoints, ManyPoints
 
 __all__ = ["NetworkLikelihood"]
 
 _SECOND = 2  # bytes of a gradient's graph, relative to those of the outputs' graph
 _DISAGREEMENT = 0.2  # relative gap of a product and a difference of gradients; kinks and float32 make a few percent
+_COMPARED, _ROUNDED = 64, 1e-3  # examples, and relative gap, of outputs in both precisions
 # where they are compared: distances from the weights, over their root mean square. At an optimum of ReLU units inputs
 # may lie on a kink, where no difference of gradients is a derivative; a wrong product is wrong everywhere
 _PLACES = (0.0, 0.01, 0.03)
@@ -85,19 +89,21 @@ class NetworkLikelihood(WeightLikelihood):
         one = tuning.GRAPH_FACTOR * self._network.saved_bytes(take(largest, slice(0, 1)))
         n, c = points.num_examples, points.num_outputs
         held = 4 * self._dtype.itemsize * count * (model.network.num_parameters + n * c)
-        require_memory(held + max(one, min(self._room, one * n * count)), model.network.device,
-                       f"the network's outputs and gradients at {count:,} weights", REMEDY, budget)
+        passing = max(one, min(self._room, one * n * count))
+        what = f"the network's outputs and gradients at {count:,} weights"
+        require_memory(held + passing, model.network.device, what, REMEDY, budget)
+        self._spare = max(0, self._room - passing)  # for examples that are kept between passes
         self._at_once = [self._network.at_once(inputs, self._room) for inputs in self._batches]
         saved = sum(self._network.saved_bytes(inputs) for inputs in self._batches)
+        self._kept_bytes = count * saved  # by autograd, at all weights
         fitting = max(1, self._room // (_SECOND * tuning.GRAPH_FACTOR * max(1, saved)))
         self._fitting = min(self._reducer.gather(fitting))
 
-    def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
-        total, weights = thetas.new_zeros(len(thetas)), None if weights is None else weights[:, self._numbers]
+    def values(self, thetas: Tensor) -> Tensor:
+        total = thetas.new_zeros(len(thetas))
         with torch.no_grad():
             for some, part, x in self._passes(thetas):
-                own = None if weights is None else weights[some, part]
-                total[some] += self._share.values(self._network(thetas[some], x).to(self._dtype), part, own)
+                total[some] += self._share.values(self._network(thetas[some], x).to(self._dtype), part)
         self._reducer.sum_(total)
         return total
 
@@ -113,32 +119,34 @@ class NetworkLikelihood(WeightLikelihood):
         self._reducer.sum_(found)
         return found
 
-    def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
-        """Gradients and exact Hessians, by two backward passes; example weights (S, N).
+    def weighted(self, weights: Tensor) -> WeightedLikelihood:
+        return _WeightedNetwork(self, weights[:, self._numbers])
 
-        The graphs are kept between products if they fit in memory, and built again for each product if not.
+    def rounded(self, theta: Tensor) -> NetworkLikelihood | None:
+        """The same through a copy of the network in single precision, for steps that a descent takes before the last.
 
-        Raises
-        ------
-        UnsupportedError
-            If an operation of the network has no second derivative.
+        None where this is not of use: for a network in it already, for few data, or where its outputs at θ (P,) in
+        single precision are an error, have another type, or differ by more than its rounding can explain.
         """
-        kept, weights = len(thetas) <= self.at_once(), weights[:, self._numbers]
-        gradients, graphs = torch.zeros_like(thetas), list[GradientGraph]()
-        for one in self._graphs(thetas, weights, kept):
-            gradients[one.some] += one.gradient.detach()
-            graphs += [one] if kept else []
-        self._reducer.sum_(gradients)
+        found = self._in_single(theta)
+        return found if min(self._reducer.gather(int(found is not None))) else None
 
-        def products(vectors: Tensor) -> Tensor:
-            found = torch.zeros_like(thetas)
-            for one in graphs if kept else self._graphs(thetas, weights, False):
-                if bool(vectors[one.some].any()):  # those of problems that are solved are zero
-                    found[one.some] += one.product(vectors[one.some])
-            self._reducer.sum_(found)
-            return found
-
-        return LocalCurvature(gradients, products)
+    def _in_single(self, theta: Tensor) -> NetworkLikelihood | None:
+        own, found = self._network.network, copy.copy(self)
+        size = sum(num_bytes(x) for x in self._batches)
+        if own.precision != torch.float64 or size > self._room or self._kept_bytes < tuning.SINGLE_BYTES:
+            return None
+        few = take(self._batches[0], slice(0, _COMPARED))
+        try:
+            found._network, found._dtype = self._network.rounded(torch.float32), torch.float32
+            found._batches = [to_device(x, own.device, torch.float32) for x in self._batches]
+            with torch.no_grad():
+                f = self._network(theta[None], few)
+                rough = found._network(theta[None], to_device(few, own.device, torch.float32))
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, NTKLaplaceError):
+            return None
+        close = float((f - rough).abs().max()) <= _ROUNDED * float(f.abs().max())
+        return found if close and rough.dtype == torch.float32 else None
 
     def require_second_derivatives(self, theta: Tensor) -> None:
         """Compare a product with the Hessian with a difference of gradients, at θ (P,) or else near it.
@@ -167,34 +175,23 @@ class NetworkLikelihood(WeightLikelihood):
         """Relative gap of a product with the Hessian at θ and a difference of gradients along the same direction."""
         size = torch.finfo(self._network.network.precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
         both = torch.stack([theta + size * noise, theta - size * noise])
-        ones = theta.new_ones(2, self._points.shape[0])
-        found = self.curvature(theta[None], ones[:1]).products(noise[None])[0]
-        gradients = torch.stack([self.curvature(one[None], ones[:1]).gradients[0] for one in both])
+        once = self.weighted(theta.new_ones(1, self._points.shape[0]))
+        found = once.curvature(theta[None]).products(noise[None])[0]
+        gradients = torch.stack([once.curvature(one[None]).gradients[0] for one in both])
         truth = (gradients[0] - gradients[1]) / (2.0 * size)
         gap = float((found - truth).norm() / truth.norm().clamp_min(torch.finfo(theta.dtype).tiny))
         return gap if math.isfinite(gap) else math.inf
 
-    def _graphs(self, thetas: Tensor, weights: Tensor, kept: bool) -> Iterator[GradientGraph]:
-        """Gradients of each pass with their graphs."""
-        for some, part, x in self._passes(thetas, 1 if kept else _SECOND, tuning.GRAPH_GROUPS):
-            own = thetas[some].detach().requires_grad_()
-            counts, chosen, numbers = _counting(weights[some, part], part)
-            with torch.enable_grad(), twice_differentiable(self._network.network.module):
-                value = self._share.log_prob(self._network(own, x, numbers).to(self._dtype), chosen, counts).sum()
-                yield GradientGraph(some, own, differentiated(value, own, None))
-
     def at_once(self) -> int:
         return self._fitting
 
-    def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
         total, gradients = thetas.new_zeros(len(thetas)), torch.zeros_like(thetas)
-        weights = None if weights is None else weights[:, self._numbers]
         for some, part, x in self._passes(thetas):
             own = thetas[some].detach().requires_grad_()
-            counts, chosen, numbers = (None, part, None) if weights is None else _counting(weights[some, part], part)
             with torch.enable_grad():
-                f = self._network(own, x, numbers)
-            values, residual = self._share.values_and_residuals(f.to(self._dtype), chosen, counts)
+                f = self._network(own, x)
+            values, residual = self._share.values_and_residuals(f.to(self._dtype), part)
             total[some] += values
             gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
         self._reducer.sum_(total, gradients)
@@ -217,18 +214,108 @@ class NetworkLikelihood(WeightLikelihood):
             seen += n
 
 
-def _counting(weights: Tensor, part: slice) -> tuple[Tensor, slice | Tensor, Tensor | None]:
-    """Weights, points, and numbers within `part`, of those of its examples that have a weight in a row, (S, n).
+@dataclass(frozen=True)
+class _Examples:
+    """Some of the examples for some rows: their weights (S, n), their points, and the network's inputs.
+
+    `apart` says whether each row has examples of its own.
+    """
+
+    weights: Tensor
+    points: slice | ChosenPoints
+    x: Inputs
+    apart: bool
+
+
+class _WeightedNetwork(WeightedLikelihood):
+    """Each row reads those of the examples alone that have a weight in it, if they are few enough.
+
+    They are gathered once, and kept as long as they fit in the memory for a pass.
+    """
+
+    def __init__(self, of: NetworkLikelihood, weights: Tensor) -> None:
+        self._of, self._weights = of, weights
+        self._kept: dict[tuple[int, int, int, int], _Examples] = {}
+        self._left = of._spare
+
+    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        of, total, gradients = self._of, thetas.new_zeros(len(thetas)), torch.zeros_like(thetas)
+        for some, part, x in of._passes(thetas):
+            theta, own = thetas[some].detach().requires_grad_(), self._examples(some, part, x)
+            with torch.enable_grad():
+                f = of._network(theta, own.x, own.apart)
+            values, residual = of._share.values_and_residuals(f.to(of._dtype), own.points, own.weights)
+            total[some] += values
+            gradients[some] += torch.autograd.grad(f, theta, residual.to(f))[0]
+        of._reducer.sum_(total, gradients)
+        return total, gradients
+
+    def curvature(self, thetas: Tensor) -> LocalCurvature:
+        """Gradients and exact Hessians, by two backward passes.
+
+        The graphs are kept between products if they fit in memory, and built again for each product if not.
+
+        Raises
+        ------
+        UnsupportedError
+            If an operation of the network has no second derivative.
+        """
+        of = self._of
+        kept = len(thetas) <= of.at_once()
+        gradients, graphs = torch.zeros_like(thetas), list[GradientGraph]()
+        for one in self._graphs(thetas, kept):
+            gradients[one.some] += one.gradient.detach()
+            graphs += [one] if kept else []
+        of._reducer.sum_(gradients)
+
+        def products(vectors: Tensor) -> Tensor:
+            found = torch.zeros_like(thetas)
+            for one in graphs if kept else self._graphs(thetas, False):
+                if bool(vectors[one.some].any()):  # those of problems that are solved are zero
+                    found[one.some] += one.product(vectors[one.some])
+            of._reducer.sum_(found)
+            return found
+
+        return LocalCurvature(gradients, products)
+
+    def _graphs(self, thetas: Tensor, kept: bool) -> Iterator[GradientGraph]:
+        """Gradients of each pass with their graphs."""
+        of = self._of
+        for some, part, x in of._passes(thetas, 1 if kept else _SECOND, tuning.GRAPH_GROUPS):
+            theta, own = thetas[some].detach().requires_grad_(), self._examples(some, part, x)
+            with torch.enable_grad(), twice_differentiable(of._network.network.module):
+                f = of._network(theta, own.x, own.apart).to(of._dtype)
+                value = of._share.log_prob(f, own.points, own.weights).sum()
+                yield GradientGraph(some, theta, differentiated(value, theta, None))
+
+    def _examples(self, some: slice, part: slice, x: Inputs) -> _Examples:
+        key = some.start, some.stop, part.start, part.stop
+        if key in self._kept:
+            return self._kept[key]
+        weights, numbers = _counting(self._weights[some, part])
+        if numbers is None:
+            found = _Examples(weights, part, x, False)
+        else:
+            points = self._of._share.chosen(numbers + part.start)
+            found = _Examples(weights, points, take(x, numbers), True)
+        size = weights.nbytes if numbers is None else 2 * weights.nbytes + num_bytes(found.x)
+        if size <= self._left:
+            self._kept[key], self._left = found, self._left - size
+        return found
+
+
+def _counting(weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weights and numbers, (S, n), of the examples that have a weight in a row (S, N).
 
     Rows with fewer are filled up by examples of weight zero. If some row has most of the examples, all rows have all
-    of them: the weights as they are, the part, and None.
+    of them: the weights as they are, and None.
     """
     counting = weights != 0
     counts = counting.sum(1)
     most = max(1, int(counts.max()))
     if most > tuning.CHOSEN_SHARE * weights.shape[1]:
-        return weights, part, None
+        return weights, None
     rows, found = counting.nonzero().unbind(1)
     numbers = counting.byte().argmin(1, keepdim=True).repeat(1, most)
     numbers[rows, torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]] = found
-    return weights.gather(1, numbers), numbers + part.start, numbers
+    return weights.gather(1, numbers), numbers

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,14 +24,19 @@ from torch import Tensor
 from ntk_laplace.errors import warn
 from ntk_laplace.model.data import Joined, Replaced, Source
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import VECTOR_BYTES, Deflated, Minima, WrittenOut, minimize, remembered
+from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, minimize, remembered
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
 from ntk_laplace.structures.model import RemainingGradient
 from ntk_laplace.structures.points import TrainingPoints, present_values
 from ntk_laplace.structures.training_inputs import training_inputs
-from ntk_laplace.structures.weight_likelihood import LocalCurvature, NetworkLikelihood, WeightLikelihood
+from ntk_laplace.structures.weight_likelihood import (
+    LocalCurvature,
+    NetworkLikelihood,
+    WeightedLikelihood,
+    WeightLikelihood,
+)
 
 __all__ = ["ChangedObjectives", "fitted_at", "is_written_out", "moved", "moving_model", "remaining_gradient",
            "require_room", "tell_unreached", "with_remaining"]
@@ -59,14 +65,17 @@ class ChangedObjectives:
         g0.
     inverse : callable, optional
         An approximate inverse Hessian times vectors (m, P); by default that of the fit's posterior precision.
+    rounded : WeightLikelihood, optional
+        The same likelihood in single precision.
     """
 
     def __init__(
         self, fitted: FittedModel, likelihood: WeightLikelihood, weights: Tensor, remaining: Tensor,
-        inverse: Callable[[Tensor], Tensor] | None = None,
+        inverse: Callable[[Tensor], Tensor] | None = None, rounded: WeightLikelihood | None = None,
     ) -> None:
         prior, like = fitted.prior, fitted.theta
         self._fitted, self._likelihood, self._weights, self._remaining = fitted, likelihood, weights, remaining
+        self._rounded_likelihood, self._present = rounded, (torch.empty(0), likelihood.weighted(weights))
         self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
         solve = fitted.solver.solve
         self._inverse = inverse or (lambda vectors: solve(vectors.to(like)))
@@ -78,8 +87,21 @@ class ChangedObjectives:
         """F, (S,), nats, and its gradients, (S, P)."""
         away = at - self._mean
         pull = self._precision * away
-        values, gradients = self._likelihood.values_and_gradients(at, self._weights[rows])
+        values, gradients = self._of(rows).values_and_gradients(at)
         return 0.5 * (pull * away).sum(1) - at @ self._remaining - values, pull - self._remaining - gradients
+
+    def _of(self, rows: Tensor) -> WeightedLikelihood:
+        """The likelihood with the weights of these rows; what it has read of the data is kept while they stay."""
+        if self._present[0] is not rows:
+            self._present = rows, self._likelihood.weighted(self._weights[rows])
+        return self._present[1]
+
+    @cached_property
+    def rounded(self) -> ChangedObjectives | None:
+        """The same in single precision, if that is of use."""
+        rounded = self._rounded_likelihood
+        return None if rounded is None else ChangedObjectives(self._fitted, rounded, self._weights, self._remaining,
+                                                              self._inverse)
 
     def at_once(self) -> int:
         """Number of weights whose graphs fit in memory together, at least 1."""
@@ -106,7 +128,7 @@ class ChangedObjectives:
             inverse = WrittenOut.of(hessian, self._precision.rsqrt(), shift)
         if inverse is None:
             inverse = self._fitted.once("deflated", lambda: self._corrected(at, counts))
-        return ChangedObjectives(self._fitted, self._likelihood, self._weights, self._remaining, inverse)
+        return self._with(self._weights, inverse)
 
     def _corrected(self, at: Tensor, counts: Tensor) -> Deflated:
         noise = torch.randn(at.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(at)
@@ -132,18 +154,24 @@ class ChangedObjectives:
 
     def changed(self, weights: Tensor) -> ChangedObjectives:
         """For other example weights, (G, N)."""
-        return ChangedObjectives(self._fitted, self._likelihood, weights, self._remaining, self._inverse)
+        return self._with(weights, self._inverse)
+
+    def _with(self, weights: Tensor, inverse: Callable[[Tensor], Tensor]) -> ChangedObjectives:
+        return ChangedObjectives(self._fitted, self._likelihood, weights, self._remaining, inverse,
+                                 self._rounded_likelihood)
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
-        """Gradients, (S, P), and products with the Hessians."""
-        found = self._likelihood.curvature(at, self._weights[rows])
+        """Gradients, (S, P), and products with the Hessians, in single precision if that is of use."""
+        if self.rounded is not None:
+            return replace(self.rounded.local(at, rows), gradients=self.values_and_gradients(at, rows)[1])
+        found = self._of(rows).curvature(at)
         gradients = self._precision * (at - self._mean) - self._remaining - found.gradients
         return LocalCurvature(gradients, lambda vectors: self._precision * vectors - found.products(vectors))
 
     def minimize(self, start: Tensor) -> Minima:
         """The optimum of each change."""
         with torch.no_grad():
-            return minimize(self, start, self._eps, self._room)
+            return minimize(self, start, self._eps, self._room, rounded=self.rounded)
 
 
 def room(settings: Settings) -> int:
@@ -166,10 +194,11 @@ def require_room(model: LinearizedModel, count: int, held: int) -> int:
     MemoryBudgetError
         If their weights do not fit in memory beside what else is held, in bytes, and what descents remember.
     """
-    one, left = model.theta.nbytes, room(model.settings)
-    each = min(count, tuning.GROUPS, max(1, left // (tuning.FEWEST_VECTORS * VECTOR_BYTES * len(model.theta))))
-    most = remembered(each * len(model.theta), left)
-    learnt = each * most * (VECTOR_BYTES * len(model.theta) + most * model.theta.element_size())
+    theta, left = model.theta, room(model.settings)
+    one = theta.nbytes
+    each = min(count, tuning.GROUPS, max(1, left // (tuning.FEWEST_VECTORS * one)))
+    most, dtype = remembered(each, len(theta), theta.dtype, left)
+    learnt = each * most * (len(theta) * dtype.itemsize + most * theta.element_size())
     vectors = _MATRICES * model.network.num_parameters if is_written_out(model, count) else 3 * tuning.DEFLATION
     known = one * min(vectors, 3 * (left // (2 * one)))
     require_memory(held + (count + 12 * each) * one + learnt + known, model.network.device,
@@ -251,7 +280,8 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)
     likelihood.require_second_derivatives(model.theta)
     assert model.training_gradient is not None
-    objective = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient.value)
+    objective = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient.value,
+                                  rounded=likelihood.rounded(model.theta))
     before = torch.zeros_like(points.counts)  # added points do not count yet
     unchanged = fitted.structure.points_to_change.counts
     before[: len(unchanged)] = unchanged
