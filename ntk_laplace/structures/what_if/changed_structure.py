@@ -17,7 +17,7 @@ from ntk_laplace.model.data import Joined, Source
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, LinearizedModel, Structure, StructureSpec
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
-from ntk_laplace.structures.structure import of_kind, require_unchanged
+from ntk_laplace.structures.structure import of_kind
 from ntk_laplace.structures.what_if.changed_precision import ChangedPrecision
 
 __all__ = ["ChangedStructure", "MovedPoints", "changed_structure", "rows_of"]
@@ -253,9 +253,8 @@ class ChangedStructure(Structure):
                                "one that a what-if changed", "Take the part first, and ask what if afterwards.")
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
-        """Refused before it is asked for."""
-        require_unchanged(model, self)
-        return {}
+        """Never asked for: `require_unchanged` refuses to save what a what-if changed."""
+        raise NotImplementedError
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ChangedStructure:
         unmoved_points = self.unmoved_points.to(device, dtype)
