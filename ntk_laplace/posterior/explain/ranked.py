@@ -6,7 +6,7 @@ import base64
 import html
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -142,20 +142,18 @@ class Ranked:
         for i in range(len(self.f)):
             for side in self.quantity.sides:
                 for rank, entry in enumerate(self.entries(i, side, k)):
-                    own = asdict(entry)
-                    more = own.pop("more")
-                    del own["support"]
                     yield {
                         "input": i,
                         "output": int(self.output[i]),
                         "speaks": side,
                         "rank": rank,
-                        "training_index": own.pop("training_index"),
-                        "target": own.pop("target"),
+                        "training_index": entry.training_index,
+                        "target": entry.target,
                         "removal_effect": entry.removal_effect,
-                        "meaning": self.quantity.meaning(i, own.pop("removal_effect")),
-                        **{name: more[name] for name in more},
-                        **own,
+                        "meaning": self.quantity.meaning(i, entry.removal_effect),
+                        **entry.more,
+                        "leverage": entry.leverage,
+                        "flagged": entry.flagged,
                     }
 
     def _entry(self, i: int, j: int, effect: float, more: dict[str, float] | None = None) -> Entry:
