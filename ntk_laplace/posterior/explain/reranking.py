@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -104,8 +104,16 @@ class Reranking:
         """One row for each input and training point, the largest moving effect first."""
         import pandas
 
-        return pandas.DataFrame.from_records([self._record(i, r) for i in range(len(self.f))
-                                              for r in range(self.indices.shape[1])])
+        disagrees = self.disagrees
+        return pandas.DataFrame.from_records([
+            {"input": i, "output": int(self.quantity.output[i]), "rank": rank, "training_index": j,
+             "target": self.targets[j].item() if self.targets[j].numel() == 1 else self.targets[j].tolist(),
+             "linear": float(self.linear[i, rank]), "moving": float(self.moving[i, rank]),
+             "place_by_linear": int(self.places[i, rank]),
+             "meaning": self.quantity.meaning(i, float(self.moving[i, rank])), "disagrees": bool(disagrees[i, rank]),
+             "converged": bool(self.converged[i, rank]), "comes_back": bool(self.comes_back[i, rank])}
+            for i in range(len(self.f)) for rank, j in enumerate(self.indices[i].tolist())
+        ])
 
     def groups_dataframe(self) -> pandas.DataFrame:
         """One row for each input and group."""
@@ -119,17 +127,6 @@ class Reranking:
              "comes_back": bool(self.group_comes_back[g])}
             for i in range(len(self.f)) for g, group in enumerate(self.groups)
         ])
-
-    def _record(self, i: int, rank: int) -> dict[str, Any]:
-        j, moving = int(self.indices[i, rank]), float(self.moving[i, rank])
-        target = self.targets[j]
-        return {
-            "input": i, "output": int(self.quantity.output[i]), "rank": rank, "training_index": j,
-            "target": target.item() if target.numel() == 1 else target.tolist(),
-            "linear": float(self.linear[i, rank]), "moving": moving, "place_by_linear": int(self.places[i, rank]),
-            "meaning": self.quantity.meaning(i, moving), "disagrees": bool(self.disagrees[i, rank]),
-            "converged": bool(self.converged[i, rank]), "comes_back": bool(self.comes_back[i, rank]),
-        }
 
     def plot(self) -> Figure:
         """Draw moving effects against linear ones, with those that disagree or do not come back."""
