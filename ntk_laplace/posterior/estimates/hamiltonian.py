@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -169,7 +170,7 @@ class HamiltonianPath(Path[Weights]):
                 log_step += _RATE * (self.acceptances[-1] - _WISHED)
             found.append(log_step)
         smooth = _smooth(torch.tensor(found, dtype=torch.float64))
-        self.steps = _interpolated(torch.arange(1, last, dtype=torch.float64), places.double(), smooth).exp()
+        self.steps = torch.from_numpy(np.interp(np.arange(1, last), places, smooth)).exp()
         self.forget()
 
 
@@ -179,13 +180,3 @@ def _smooth(values: Tensor) -> Tensor:
         return values
     padded = torch.cat([values[:1].expand(2), values, values[-1:].expand(2)])
     return padded.unfold(0, 5, 1).mean(1)
-
-
-def _interpolated(x: Tensor, known: Tensor, values: Tensor) -> Tensor:
-    """Piecewise linear through (known, values), at x."""
-    if len(known) == 1:
-        return values.expand(len(x))
-    right = torch.searchsorted(known, x).clamp(1, len(known) - 1)
-    left = right - 1
-    share = ((x - known[left]) / (known[right] - known[left])).clamp(0.0, 1.0)
-    return values[left] + share * (values[right] - values[left])
