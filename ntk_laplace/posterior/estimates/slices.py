@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -67,19 +66,18 @@ class SlicedPath(Path[Outputs]):
         with torch.no_grad():
             away = rows.jvp(model.network.unflatten(model.prior.flat_mean().to(model.theta) - model.theta))
         n, c = self._known.shape
-        variances = prior_variances(model.prior, self._shapes)
         if model.network.num_parameters <= n * c:
             with torch.no_grad():
                 root = rows.dense(self._shapes).transpose(0, 1).flatten(0, 1)
                 root = root * model.prior.flat_precision().to(root).rsqrt()
         else:
-            root = symmetric_root(gram(rows, None, variances))
-        self._sites = _Sites(fitted, away)
-        self._prior = self._known + away, root
-        mean, half, self._log_evidence = self._sites.posterior(root)
-        self._posterior = self._prior[0] + mean.view(n, c), half
-        self._annealed_sites = start == "posterior"
-        self._base = self._posterior if self._annealed_sites else self._prior
+            root = symmetric_root(gram(rows, None, prior_variances(model.prior, self._shapes)))
+        self._base = self._known + away, root
+        self._sites: _Sites | None = None
+        if start == "posterior":
+            self._sites = _Sites(fitted, away)
+            mean, half, self._log_evidence = self._sites.posterior(root)
+            self._base = self._base[0] + mean.view(n, c), half
 
     @staticmethod
     def fits(fitted: FittedModel, chains: int) -> bool:
@@ -100,7 +98,7 @@ class SlicedPath(Path[Outputs]):
 
     def _at(self, f: Tensor) -> Outputs:
         gain = self._points.values(f)
-        if self._annealed_sites:
+        if self._sites is not None:
             gain = gain - self._sites.values(f - self._known) + self._log_evidence
         return Outputs(f, gain)
 
@@ -135,12 +133,10 @@ class _Sites:
 
     def __init__(self, fitted: FittedModel, away: Tensor) -> None:
         points, likelihood = fitted.points, fitted.likelihood
-        kind: Any = fitted.curvature_type
-        kind = kind if kind.kind == "ggn" else CurvatureType("ggn")
         with torch.no_grad():
             self._constant = float(points.log_likelihood(likelihood))
             self._residual = points.residual(likelihood).detach()
-            self._curvature = points.curvature(kind, likelihood).detach()
+            self._curvature = points.curvature(CurvatureType("ggn"), likelihood).detach()
         self._away = away  # m - f*, (N, C)
 
     def values(self, moved: Tensor) -> Tensor:
