@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.model.data import InputData
+from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior.explain import SPREADS, ExplanationRequest, SourceEffects, Sources, numbered
 from ntk_laplace.posterior.explain.quantity import Output, Quantity, quantity_of, require_quantity
 from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.posterior.prediction import PredictionVerbs
 from ntk_laplace.posterior.what_if import is_moving
 from ntk_laplace.posterior.what_ifs import WhatIfs, WhatIfsVerbs
+from ntk_laplace.structures.points import TrainingPoints
 
 __all__ = ["SourceVerbs"]
 
@@ -86,15 +87,16 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
         f = f.squeeze(1)
         likelihood = self._fitted.model.likelihood
         quantity = quantity_of(likelihood, f, by, output, y)
-        own = _Own.of(self, found, number)
+        own, own_without = _own_log_probs(points, likelihood, found, number)
         return SourceEffects(
-            names=names, num_points=own.num_points, f=f, outputs=after, quantity=quantity,
+            names=names, num_points=number[counts > 0].bincount(minlength=len(names)), f=f, outputs=after,
+            quantity=quantity,
             effect=_of_variances(quantity, f, self._covariances_without(found, x)) if by in SPREADS else
             quantity.change(f, after),
             single=self._single_effects(x, number, len(names), ExplanationRequest(1, output, by, y)),
             log_prob_change=None if y is None else
             quantity_of(likelihood, f, "log_likelihood", output, y).change(f, after),
-            own_log_prob=own.log_prob, own_log_prob_without=own.log_prob_without, converged=found.converged[1:],
+            own_log_prob=own, own_log_prob_without=own_without, converged=found.converged[1:],
             linearization=linearization, guarantees=(_GUARANTEES[linearization], _SUMS),
         )
 
@@ -129,21 +131,14 @@ def _of_variances(quantity: Quantity, f: Tensor, covariances: Sequence[Tensor]) 
     return quantity.effect(f, widened, widened)
 
 
-@dataclass(frozen=True)
-class _Own:
-    """How the points of each source are predicted with it and without it, (S,)."""
-
-    num_points: Tensor
-    log_prob: Tensor
-    log_prob_without: Tensor
-
-    @classmethod
-    def of(cls, posterior: WhatIfsVerbs, found: WhatIfs, number: Tensor) -> _Own:
-        """From what-ifs of which the first changes nothing."""
-        density, count = found.log_prob(), len(found) - 1
-        there = found.weights[0] > 0
-        observed = posterior.likelihood.observed(posterior.targets)
-        known = there if observed is None else there & observed.reshape(len(there), -1).any(1)
-        totals = [density.new_zeros(count).index_add_(0, number[known], values[known]) for values in
-                  (torch.ones_like(density[0]), density[0], density[1:].gather(0, number.unsqueeze(0))[0])]
-        return cls(number[there].bincount(minlength=count), totals[1] / totals[0], totals[2] / totals[0])
+def _own_log_probs(
+    points: TrainingPoints, likelihood: Likelihood, found: WhatIfs, number: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean log p of each source's points, with it and without it, (S,), from what-ifs of which the first is none."""
+    density, count = found.log_prob(), len(found) - 1
+    known = points.observed_counts(likelihood) > 0
+    often, before, after = (
+        density.new_zeros(count).index_add_(0, number[known], values[known])
+        for values in (torch.ones_like(density[0]), density[0], density[1:].gather(0, number.unsqueeze(0))[0])
+    )
+    return before / often, after / often
