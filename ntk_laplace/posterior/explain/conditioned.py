@@ -52,6 +52,13 @@ class Without:
     information: Tensor
 
     @classmethod
+    def of(cls, mean: Tensor, covariance: Tensor, blocks: Tensor) -> Without:
+        """The moments, and the terms that follow from the blocks [B⁻¹]_ii = I - SᵀV_iiS, (m, R, R)."""
+        used = blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum(1)
+        information = -0.5 * torch.linalg.slogdet(blocks).logabsdet
+        return cls(mean, covariance, leverages(blocks)[:, -1], used, information)
+
+    @classmethod
     def joined(cls, parts: list[Without]) -> Without:
         """The moments of several sets of points, one after the other."""
         return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
@@ -137,8 +144,7 @@ def _taken_back(kernel: Tensor, f: Tensor, residual: Tensor, root: Tensor, moved
     pull = (residual + _times(root, moved)).reshape(-1)
     shift = (kernel @ pull - half.T @ (half @ pull)).view(m, c) - moved  # m - f
     mean = f + shift - (widened @ (residual - _times(root, shift)).unsqueeze(-1)).squeeze(-1)
-    used = r - blocks.diagonal(dim1=1, dim2=2).sum(1)
-    return Without(mean, own.clone(), leverages(blocks)[:, -1], used, -0.5 * torch.linalg.slogdet(blocks).logabsdet)
+    return Without.of(mean, own.clone(), blocks)
 
 
 def _times(root: Tensor, values: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.predictive import predictive
-from ntk_laplace.posterior.explain.algebra import leverages, removal_terms, without_each
+from ntk_laplace.posterior.explain.algebra import removal_terms, without_each
 from ntk_laplace.posterior.explain.conditioned import Without, conditioned
 from ntk_laplace.posterior.explain.ranked import counted
 from ntk_laplace.posterior.explain.reliability import Reliability, reliability
@@ -285,12 +285,7 @@ def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
 def _kept(fitted: FittedModel) -> Without:
     """Function space: moments from the stored rows."""
     space = fitted.function_space
-    mean, covariance = without_each(space, fitted.points, fitted.likelihood)
-    blocks = space.inverse_blocks
-    # SᵀV_iiS = I - [B⁻¹]_ii
-    used = blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum(1)
-    information = -0.5 * torch.linalg.slogdet(blocks).logabsdet
-    return Without(mean, covariance, leverages(blocks)[:, -1], used, information)
+    return Without.of(*without_each(space, fitted.points, fitted.likelihood), space.inverse_blocks)
 
 
 def _streamed(fitted: FittedModel, index: Tensor) -> Without:
