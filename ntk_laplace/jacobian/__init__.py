@@ -2,7 +2,7 @@
 
 from ntk_laplace.jacobian.blocks import Block, Dense, LayerRows, Lookup, Outer
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums, Products
-from ntk_laplace.jacobian.jacobian import Jacobian, grouped
+from ntk_laplace.jacobian.jacobian import Jacobian, grouped, placed
 from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
 from ntk_laplace.jacobian.rules import Extractor, Use, register_rule
 
@@ -23,5 +23,6 @@ __all__ = [
     "RootFunction",
     "Use",
     "grouped",
+    "placed",
     "register_rule",
 ]

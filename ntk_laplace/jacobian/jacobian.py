@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, summed, written_out
 
-__all__ = ["Jacobian", "grouped"]
+__all__ = ["Jacobian", "grouped", "placed"]
 
 
 @dataclass(frozen=True)
@@ -160,3 +160,13 @@ def grouped(chunks: Iterable[Jacobian], size: Callable[[Jacobian], int], most: i
             group.clear()
     if group:
         yield Jacobian.concatenate(group)
+
+
+def placed(parts: Iterable[Jacobian]) -> Iterator[tuple[slice, Jacobian]]:
+    """Rows of consecutive examples, each part with the places of its examples among all."""
+    start = 0
+    for rows in parts:
+        here = slice(start, start + rows.num_examples)
+        start = here.stop
+        yield here, rows
+        del rows  # before the next are computed

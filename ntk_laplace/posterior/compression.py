@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, require_whole
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import CurvatureProducts, Nystrom, compressed
@@ -62,10 +62,8 @@ class CompressionVerbs(Fitted):
                            for edge in (reducer.rank, reducer.rank + 1))
 
             def rows(_: str) -> Iterator[tuple[Jacobian, Tensor]]:
-                seen = first
-                for part in fitted.rows_at(torch.arange(first, last)):
-                    yield part, root[seen : seen + part.num_examples]
-                    seen += part.num_examples
+                for here, part in placed(fitted.rows_at(torch.arange(first, last))):
+                    yield part, root[first:last][here]
 
             curvature = CurvatureProducts(fitted.model, rows, lambda values: values[first:last], fitted.num_examples,
                                           root.shape[2], reducer.concat)

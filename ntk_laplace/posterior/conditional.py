@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.errors import DataError, HyperparameterError, is_number, require_choice
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.calibration import CalibratedPredictive, Calibration
 from ntk_laplace.posterior.calibrate import LeftOut, densities, fit_calibration
 from ntk_laplace.runtime.sampling import draw_sizes
@@ -152,8 +152,6 @@ class LinearRefit:
 
     def _rows(self, index: Tensor) -> Iterator[tuple[Tensor, Jacobian, Tensor]]:
         """Points, their rows of J, and the mean of f there."""
-        seen = 0
-        for rows in self.whole.rows_at(index):
-            here = index[seen : seen + rows.num_examples].to(self.whole.points.f.device)
-            seen += rows.num_examples
-            yield here, rows, self.whole.model.outputs(rows) - rows.jvp(self.step)
+        device = self.whole.points.f.device
+        for here, rows in placed(self.whole.rows_at(index)):
+            yield index[here].to(device), rows, self.whole.model.outputs(rows) - rows.jvp(self.step)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.data import Batches, Inputs, num_bytes, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.runtime import tuning
@@ -53,10 +53,8 @@ class Part:
         self, model: LinearizedModel, theta: Tensor | None
     ) -> Iterator[tuple[Jacobian, TrainingPoints, Likelihood]]:
         """Rows of J at θ with the outputs and the likelihood of their examples, in batches."""
-        start = 0
-        for rows in model.jacobian_pass.batches(self.x, None, model.settings.batch_size, self.offset, theta=theta):
-            here = slice(start, start + rows.num_examples)
-            start = here.stop
+        batches = model.jacobian_pass.batches(self.x, None, model.settings.batch_size, self.offset, theta=theta)
+        for here, rows in placed(batches):
             weights = None if self.weights is None else self.weights[here].to(rows.f)
             yield rows, TrainingPoints(rows.f, self.y[here], weights), self.likelihood.at(here)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpacePrecision, accumulate_ggn
 from ntk_laplace.errors import NumericalError, UnsupportedError
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.model.likelihoods.differentiation import root_of_hessian
 from ntk_laplace.model.priors import GaussianPrior
@@ -116,10 +116,8 @@ class AnchoredWeights(StateIteration):
 
     def _terms(self, residual: Tensor, curvature: Tensor) -> Iterator[DataTerms]:
         """Shares of the batches in Jᵀ E r and Jᵀ E[Λ] J."""
-        start, root = 0, symmetric_root(curvature)
-        for rows in self._anchor.rows():
-            part = slice(start, start + rows.num_examples)
-            start = part.stop
+        root = symmetric_root(curvature)
+        for part, rows in placed(self._anchor.rows()):
             yield DataTerms(rows.vjp(residual[part], self._anchor.shapes), rows.weighted(root[part]))
 
     def record(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, warn
+from ntk_laplace.jacobian import placed
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.posterior.calibrate.densities import Setting
@@ -120,11 +121,8 @@ def _decomposed(fitted: FittedModel, root: Tensor) -> tuple[Tensor, Tensor]:
     shapes, p = fitted.network.shapes, len(fitted.theta)
     _require_order(p, 'Use structure="gp" with fewer points, or parameters="last_layer".')
     _require((2 * size * p + 2 * p * p) * element, fitted)
-    parts, start = [], 0
-    for rows in fitted.rows_at(torch.arange(n)):
-        here = root[start : start + rows.num_examples]
-        parts.append(rows.weighted(here).dense(shapes).transpose(0, 1))  # (m, R, P)
-        start += len(here)
+    parts = [rows.weighted(root[here]).dense(shapes).transpose(0, 1)  # (m, R, P)
+             for here, rows in placed(fitted.rows_at(torch.arange(n)))]
     scaled = torch.cat(parts).flatten(0, 1) * fitted.prior.flat_precision().detach().to(fitted.theta).rsqrt()
     values, vectors = torch.linalg.eigh(scaled.T @ scaled)
     kept = values > values[-1] * torch.finfo(values.dtype).eps * p

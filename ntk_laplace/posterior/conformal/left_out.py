@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ntk_laplace.curvature.posterior_precision import require_finite
-from ntk_laplace.jacobian import Jacobian, grouped
+from ntk_laplace.jacobian import Jacobian, grouped, placed
 from ntk_laplace.posterior.explain import bytes_of_each
 from ntk_laplace.posterior.explain.algebra import SingleRemovals, removal_terms
 from ntk_laplace.runtime import tuning
@@ -69,10 +69,9 @@ class WithoutEach:
             chosen = one_hot(torch.tensor(output), c).to(test.f).expand(n, c).unsqueeze(-1)
             across.append(fitted.precision.cross_covariance(test.weighted(chosen)))
         moved = test.f.new_empty(n, points.num_examples, c)
-        widened, start = torch.empty_like(moved), 0
+        widened = torch.empty_like(moved)
         root = points.root(fitted.curvature_type, fitted.likelihood)
-        for rows in fitted.rows_at(torch.arange(points.num_examples)):
-            here = slice(start, start + rows.num_examples)
+        for here, rows in placed(fitted.rows_at(torch.arange(points.num_examples))):
             out = removal_terms(fitted.precision.removal_blocks(rows, root[here]), root[here], True)
             residual = self._residual[here].unsqueeze(-1)
             bent = residual + root[here] @ torch.linalg.solve(out.complement, out.half.mT @ residual)
@@ -83,5 +82,4 @@ class WithoutEach:
                 seen = one.products(weighted)  # (1 + R, m, n)
                 moved[:, here, output] = -seen[0].T
                 widened[:, here, output] = seen[1:].square().sum(0).T
-            start = here.stop
         return moved, widened

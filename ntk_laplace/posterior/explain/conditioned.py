@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.posterior.explain.algebra import leverages
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_of, solve_lower
@@ -162,13 +162,11 @@ class _Products:
             self._root = fitted.points.root(fitted.curvature_type, fitted.likelihood)
 
     def __call__(self, vector: Tensor, stays: Tensor) -> Tensor:
-        shapes, start = self._fitted.network.shapes, 0
+        shapes = self._fitted.network.shapes
         named, total = shapes.named(vector), self._prior * vector
         root = self._root * stays.view(-1, 1, 1)
-        for rows in self._rows():
-            here = slice(start, start + rows.num_examples)
+        for here, rows in placed(self._rows()):
             total += rows.vjp(_times(root[here], rows.jvp(named)), shapes)
-            start = here.stop
         return total
 
     def _rows(self) -> Iterator[Jacobian]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.jacobian import placed
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.posterior.explain.algebra import removal_terms, without_each
 from ntk_laplace.posterior.explain.conditioned import Without, conditioned
@@ -295,12 +296,11 @@ def _streamed(fitted: FittedModel, index: Tensor) -> Without:
                    f"leave-one-out covariances of {outputs:,} outputs",
                    "Leave out fewer points, points=10, or pass held-out data, calibrate(data).",
                    fitted.settings.memory_budget)
-    points, parts, start = fitted.points.subset(index), [], 0
+    points, parts = fitted.points.subset(index), []
     residual = fitted.residual()[index]
     with torch.no_grad():
         root = fitted.points.root(fitted.curvature_type, fitted.likelihood)[index]
-        for rows in fitted.rows_at(index):
-            here = slice(start, start + rows.num_examples)
+        for here, rows in placed(fitted.rows_at(index)):
             moments = fitted.precision.removal_blocks(rows, root[here])
             out = removal_terms(moments, root[here], fitted.structure.spec.exact)
             widened = out.half @ torch.linalg.solve(out.complement, out.half.mT)
@@ -310,5 +310,4 @@ def _streamed(fitted: FittedModel, index: Tensor) -> Without:
             log_det = torch.linalg.slogdet(out.complement).logabsdet
             information = torch.where(out.trusted, -0.5 * log_det, 0.5 * used)
             parts.append(Without(mean, covariance, out.leverage, used, information))
-            start = here.stop
     return Without.joined(parts)

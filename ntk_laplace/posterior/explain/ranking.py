@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.posterior.explain.algebra import removal_terms
 from ntk_laplace.posterior.explain.explanation import ExplanationRequest
 from ntk_laplace.posterior.explain.quantity import SPREADS, Quantity
@@ -231,15 +231,12 @@ class _Passing:
         residual = fitted.residual()
         with torch.no_grad():
             root = fitted.points.root(fitted.curvature_type, fitted.likelihood)
-            shapes, start = fitted.network.shapes, 0
-            for rows in fitted.rows_at(torch.arange(fitted.num_examples)):
-                here = slice(start, start + rows.num_examples)
+            for here, rows in placed(fitted.rows_at(torch.arange(fitted.num_examples))):
                 weights = self._weights(rows, residual[here], root[here], here)
-                self.backprojected += rows.vjp(residual[here].to(rows.f), shapes)
+                self.backprojected += rows.vjp(residual[here].to(rows.f), fitted.network.shapes)
                 seen = self.cross_covariance.products(rows.weighted(weights))  # weighted V_ix c_x
                 change = seen.square().sum(0) if self.quantity.by in SPREADS else -seen[0]
-                yield start, change.T
-                start = here.stop
+                yield here.start, change.T
 
     def _weights(self, rows: Jacobian, residual: Tensor, root: Tensor, here: slice) -> Tensor:
         """(I - Λ_iV_ii)⁻¹ r_i (m, C, 1), or W with W Wᵀ = (I - Λ_iV_ii)⁻¹ Λ_i (m, C, R) for variances."""
