@@ -30,7 +30,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.structured import block_precision
-from ntk_laplace.variational_inference.states import DataTerms, VariationalState
+from ntk_laplace.variational_inference.states import DataTerms, VariationalState, prior_times
 
 __all__ = ["BlockState"]
 
@@ -44,18 +44,14 @@ class BlockState(VariationalState):
 
     Parameters
     ----------
-    mean : Tensor, (P,)
-        In the dtype of the algebra.
+    mean, prior, shapes
+        As of `VariationalState`.
     spec : BlockSpec
         Of one pass over the data: KFAC or Diagonal.
     summaries : sequence of Summary
         The sums at the start; none for H = diag(d).
     ratio : Tensor, (G,)
         d / P0 of each prior group.
-    prior : GaussianPrior
-        Bound to the parameters of `shapes`.
-    shapes : ParameterLayout
-        The parameters, in order.
 
     Raises
     ------
@@ -71,26 +67,20 @@ class BlockState(VariationalState):
             raise UnsupportedError("a structure of one pass over the data, whose sums a step can average",
                                    f"structure={spec.name!r}", 'Use structure="kfac" or "diag".')
         spec.check(prior)
-        self.mean, self.spec, self._ratio, self._prior, self._shapes = mean, spec, ratio, prior, shapes
-        self._prior_mean = prior.flat_mean().to(mean)
-        self._sums = list(summaries)
+        super().__init__(mean, prior, shapes)
+        self.spec, self._ratio, self._sums = spec, ratio, list(summaries)
         self._refresh()
 
     # --- H
 
     @property
-    def diagonal(self) -> GaussianPrior:
-        """A prior with the precisions d."""
-        return _times(self._prior, self._ratio)
-
-    @property
     def precision(self) -> BlockDiagonalPrecision:
-        """The present H; `log_det` is relative to `diagonal`."""
+        """The present H; `log_det` is relative to diag(d)."""
         return self._factorized(self._sums, self._ratio) if self._waited else self._working
 
     def _factorized(self, sums: Sequence[Summary], ratio: Tensor) -> BlockDiagonalPrecision:
         parts = [(summary, Eigenbasis.of(summary), None) for summary in sums]
-        return block_precision(self.spec, parts, _times(self._prior, ratio), self._shapes, self.mean)
+        return block_precision(self.spec, parts, prior_times(self._prior, ratio), self._shapes, self.mean)
 
     def _refresh(self) -> None:
         """Let draws and steps use the present H."""
@@ -118,7 +108,7 @@ class BlockState(VariationalState):
 
     def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
         """Average the sums, and move μ by a solve with each block."""
-        gradient = self._prior.flat_precision().detach().to(self.mean) * (self._prior_mean - self.mean)
+        gradient = self._pull()
         fresh = [Summary(summary.block, {}) for summary in self._sums]
         for part in terms:
             gradient += part.gradient
@@ -131,9 +121,7 @@ class BlockState(VariationalState):
         self._waited += step_size
         if self._waited >= tuning.BLOCK_REFRESH or self._changed():
             self._refresh()
-        direction = self._working.solve(gradient)
-        self.mean = self.mean + step_size * direction
-        return float((gradient @ direction).clamp_min(0.0).sqrt())
+        return self._move(step_size, gradient, self._working)
 
     def _meet(self, rows: Jacobian, fresh: list[Summary]) -> None:
         """Blocks for the parameters of the first rows. UnsupportedError if later rows reach other parameters."""
@@ -164,14 +152,6 @@ class BlockState(VariationalState):
         self._refresh()
         self._sums, self._ratio = _of_record(record["now"], self.mean)
         self._waited = float(record["waited"])
-
-
-def _times(prior: GaussianPrior, ratio: Tensor) -> GaussianPrior:
-    """A prior whose precisions are multiplied by numbers (G,)."""
-    found = copy.deepcopy(prior)
-    with torch.no_grad():
-        found.log_precision.add_(ratio.log().to(found.log_precision))
-    return found
 
 
 def _trace(summary: Summary) -> Tensor:

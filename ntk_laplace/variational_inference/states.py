@@ -19,7 +19,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["DataTerms", "DenseState", "FunctionSpaceState", "VariationalState"]
+__all__ = ["DataTerms", "DenseState", "FunctionSpaceState", "VariationalState", "prior_times"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,15 @@ class VariationalState(ABC):
 
         H ← (1-γ) H + γ (P0 + Ĝ),    μ ← μ + γ H⁻¹ [ĝ - P0 (μ - μ0)],    with the new H in the second.
 
+    Parameters
+    ----------
+    mean : Tensor, (P,)
+        μ, in the dtype of the algebra.
+    prior : GaussianPrior
+        Bound to the parameters of `shapes`.
+    shapes : ParameterLayout
+        The parameters, in order.
+
     Attributes
     ----------
     mean : Tensor, (P,)
@@ -56,8 +65,11 @@ class VariationalState(ABC):
         Bound of what H lacks because rows of old steps were dropped; 0 if there are none.
     """
 
-    mean: Tensor
     dropped: float = 0.0
+
+    def __init__(self, mean: Tensor, prior: GaussianPrior, shapes: ParameterLayout) -> None:
+        self.mean, self._prior, self._shapes = mean, prior, shapes
+        self._prior_mean = prior.flat_mean().to(mean)
 
     @property
     @abstractmethod
@@ -101,25 +113,31 @@ class VariationalState(ABC):
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C): covariance of the outputs, linearized in the weights."""
         return self.precision.covariance_blocks(rows)
 
+    def _pull(self) -> Tensor:
+        """P0 (μ0 - μ), the prior's share of g."""
+        return self._prior.flat_precision().detach().to(self.mean) * (self._prior_mean - self.mean)
+
+    def _move(self, step_size: float, gradient: Tensor, precision: PosteriorPrecision) -> float:
+        """μ ← μ + γ H⁻¹g, and the norm sqrt(gᵀH⁻¹g)."""
+        direction = precision.solve(gradient)
+        self.mean = self.mean + step_size * direction
+        return float((gradient @ direction).clamp_min(0.0).sqrt())
+
 
 class DenseState(VariationalState):
     """H - P0 as a matrix over the parameters, (P, P).
 
     Parameters
     ----------
-    mean : Tensor, (P,)
-        In the dtype of the algebra.
+    mean, prior, shapes
+        As of `VariationalState`.
     excess : Tensor, (P, P)
         H - P0, of which only the lower triangle is read; it is changed in place.
-    prior : GaussianPrior
-        Bound to the parameters of `shapes`.
-    shapes : ParameterLayout
-        The parameters, in order.
     """
 
     def __init__(self, mean: Tensor, excess: Tensor, prior: GaussianPrior, shapes: ParameterLayout) -> None:
-        self.mean, self._excess, self._prior, self._shapes = mean, excess, prior, shapes
-        self._prior_mean = prior.flat_mean().to(mean)
+        super().__init__(mean, prior, shapes)
+        self._excess = excess
         self._precision: FullPrecision | None = None
 
     @classmethod
@@ -140,16 +158,14 @@ class DenseState(VariationalState):
 
     def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
         """H - P0 ← (1-γ)(H - P0) + γ Ĝ by few large products, one factorization, and one solve."""
-        gradient = self.precision.prior_precision * (self._prior_mean - self.mean)
+        gradient = self._pull()
         sums = _OuterSums(self._excess, step_size)
         for part in terms:
             gradient += part.gradient
             sums.add(part.rows.dense(self._shapes).flatten(0, 1))
         sums.finish()
         self._precision = None  # the new factor takes its memory
-        direction = self.precision.solve(gradient)
-        self.mean = self.mean + step_size * direction
-        return float((gradient @ direction).clamp_min(0.0).sqrt())
+        return self._move(step_size, gradient, self.precision)
 
     def record(self) -> dict[str, Any]:
         """μ and H - P0."""
@@ -169,14 +185,12 @@ class FunctionSpaceState(VariationalState):
 
     Parameters
     ----------
-    mean : Tensor, (P,)
-        In the dtype of the algebra.
+    mean, prior, shapes
+        As of `VariationalState`.
     rows : Jacobian
         R at the start; it may have no examples.
     ratio : Tensor, (G,)
         d / P0 of each prior group.
-    prior : GaussianPrior
-    shapes : ParameterLayout
     tolerance : float
         Rows are dropped when what is left of their weight, Π(1-γ) over the steps since, is at most this. Rows of
         weight 0 are always dropped.
@@ -192,9 +206,8 @@ class FunctionSpaceState(VariationalState):
         self, mean: Tensor, rows: Jacobian, ratio: Tensor, prior: GaussianPrior, shapes: ParameterLayout,
         tolerance: float = 0.0,
     ) -> None:
-        self.mean, self._rows, self._ratio = mean, rows, ratio.to(mean)
-        self._prior, self._shapes, self._tolerance = prior, shapes, tolerance
-        self._prior_mean, self.dropped = prior.flat_mean().to(mean), 0.0
+        super().__init__(mean, prior, shapes)
+        self._rows, self._ratio, self._tolerance, self.dropped = rows, ratio.to(mean), tolerance, 0.0
         self._ages: list[tuple[int, float]] = [(rows.num_examples, 1.0)] if rows.num_examples else []
         self._scales, classes = self._ratio.unique(return_inverse=True)
         self._classify(classes)
@@ -230,10 +243,7 @@ class FunctionSpaceState(VariationalState):
     @property
     def diagonal(self) -> GaussianPrior:
         """A prior with the precisions d."""
-        found = copy.deepcopy(self._prior)
-        with torch.no_grad():
-            found.log_precision.add_(self._ratio.log().to(found.log_precision))
-        return found
+        return prior_times(self._prior, self._ratio)
 
     @property
     def rows_kept(self) -> int:
@@ -242,8 +252,7 @@ class FunctionSpaceState(VariationalState):
 
     def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
         """d ← (1-γ) d + γ P0, R ← [√(1-γ) R; √γ new rows]."""
-        gradient = self._prior.flat_precision().detach().to(self.mean) * (self._prior_mean - self.mean)
-        parts = []
+        gradient, parts = self._pull(), []
         for part in terms:
             gradient += part.gradient
             parts.append(_scaled(part.rows, step_size**0.5))
@@ -258,9 +267,7 @@ class FunctionSpaceState(VariationalState):
         self._ages.append((new.num_examples, 1.0))
         self._ratio = (1.0 - step_size) * self._ratio + step_size
         self._scales = (1.0 - step_size) * self._scales + step_size
-        direction = self.precision.solve(gradient)
-        self.mean = self.mean + step_size * direction
-        return float((gradient @ direction).clamp_min(0.0).sqrt())
+        return self._move(step_size, gradient, self.precision)
 
     def _of_one_width(self, new: Jacobian) -> Jacobian:
         """Rows of as many cotangents as the kept ones; whichever have fewer get rows of zeros.
@@ -311,6 +318,14 @@ class FunctionSpaceState(VariationalState):
         self._rows = Jacobian.from_record(record["rows"]).to(self.mean.dtype, self.mean.device)
         self._ages, self.dropped = [(int(n), float(w)) for n, w in record["ages"]], record["dropped"]
         self._precision = None
+
+
+def prior_times(prior: GaussianPrior, ratio: Tensor) -> GaussianPrior:
+    """A prior whose precisions are multiplied by numbers (G,)."""
+    found = copy.deepcopy(prior)
+    with torch.no_grad():
+        found.log_precision.add_(ratio.log().to(found.log_precision))
+    return found
 
 
 def _scaled(rows: Jacobian, factor: float) -> Jacobian:
