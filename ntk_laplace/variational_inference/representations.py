@@ -15,11 +15,13 @@ from ntk_laplace.curvature import (
     GivenPrecision,
     PosteriorPrecision,
     find_parameter_blocks,
+    group_numbers,
 )
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import take
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import KFAC, Diagonal, FittedModel, FullWeightSpace, FunctionSpace, LinearizedModel
 from ntk_laplace.structures.block_spec import BlockSpec
@@ -119,11 +121,10 @@ class Matrix(Representation):
             excess.diagonal().add_(own.to(theta))
         else:
             excess = theta.new_zeros(p, p)
-            step = max(1, tuning.COVARIANCE_BYTES // (p * theta.element_size()))
-            for first in range(0, p, step):
-                unit = own.new_zeros(min(step, p - first), p)
-                unit[:, first:].fill_diagonal_(1.0)
-                excess[first : first + step] = inner.multiply(unit).to(theta)
+            for here in panels(p, p * theta.element_size(), tuning.COVARIANCE_BYTES):
+                unit = own.new_zeros(here.stop - here.start, p)
+                unit[:, here].fill_diagonal_(1.0)
+                excess[here] = inner.multiply(unit).to(theta)
         excess.diagonal().sub_(model.prior.flat_precision().detach().to(excess))
         return DenseState(theta, excess, model.prior, model.network.shapes)
 
@@ -226,15 +227,10 @@ def _ratio(model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
     """d / P0 by group of the prior, for H = diag(d) + RᵀR. UnsupportedError if it has several values in a group."""
     groups, diagonal = model.prior, precision.prior_precision
     own = groups.flat_precision().detach().to(diagonal)
-    numbers = torch.cat([_group(model, name) for name in model.network.shapes]).to(diagonal.device)
+    numbers = group_numbers(groups, model.network.shapes, diagonal.device)
     ratio = torch.ones_like(groups.precision.detach()).to(diagonal)
     ratio[numbers] = diagonal / own
     if not torch.allclose(ratio[numbers] * own, diagonal, rtol=1e-9):
         raise UnsupportedError("a start whose prior has the same groups", "precisions that differ within a group",
                                'Fit the start with the same prior, or pass start="map".')
     return ratio
-
-
-def _group(model: LinearizedModel, name: str) -> Tensor:
-    group, count = model.prior.group_of(name), model.network.shapes[name].numel()
-    return group if isinstance(group, Tensor) else torch.full((count,), group)
