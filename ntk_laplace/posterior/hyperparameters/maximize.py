@@ -93,14 +93,14 @@ def maximize(
         _follow_an_estimate(method, which)
     if evidence is None:
         evidence = Differentiable(partial(posterior.log_marginal_likelihood, correction=correction))
-    search = _Search(variables, with_hyperprior(evidence, posterior.prior), bounds, steps, tolerance)
-    history = search.history = HyperparameterHistory(method, variables.names)
+    search = _Search(variables, evidence, method, bounds, steps, tolerance)
+    history = search.history
     try:
         with variables.alone():
             if local is None:
-                _run(search, method, posterior, theta, rate, progress)
+                _run(search, theta, rate, progress)
             else:
-                _by_local_models(search, local, bounds, method, posterior, theta, rate, progress)
+                _by_local_models(search, local, theta, rate, progress)
     finally:
         variables.set(search.best())  # the best values so far, also after an interruption
     search.report_bounds()
@@ -110,20 +110,17 @@ def maximize(
     return history
 
 
-def _run(
-    search: _Search, method: str, posterior: Evidence, theta: Tensor, rate: float, progress: bool | None
-) -> None:
-    if method == "mackay":
-        _mackay(search, posterior, theta, progress)
-    elif method == "adam":
+def _run(search: _Search, theta: Tensor, rate: float, progress: bool | None) -> None:
+    if search.method == "mackay":
+        _mackay(search, theta, progress)
+    elif search.method == "adam":
         _adam(search, rate, progress)
     else:
         _lbfgs(search)
 
 
 def _by_local_models(
-    search: _Search, local: SearchObjective, bounds: tuple[float, float], method: str, posterior: Evidence,
-    theta: Tensor, rate: float, progress: bool | None,
+    search: _Search, local: SearchObjective, theta: Tensor, rate: float, progress: bool | None
 ) -> None:
     """Maximize local models in turn, each made where the one before has its maximum; a step is one of them.
 
@@ -132,15 +129,14 @@ def _by_local_models(
     """
     variables, expected, before = search.variables, None, None
     for _ in track(range(tuning.ANCHORS), "ntk_laplace: local models", tuning.ANCHORS, progress):
-        inner = _Search(variables, with_hyperprior(local, posterior.prior), bounds, search.steps, search.tolerance)
-        inner.history = HyperparameterHistory(method, variables.names)
+        inner = _Search(variables, local, search.method, search.bounds, search.steps, search.tolerance)
         start = inner.inside(variables.get())
         value, gradient = inner.at(start)
         if expected is None:
             search.note(value, start, gradient)
         else:
             search.shift(value - expected)
-        _run(inner, method, posterior, theta, rate, None)
+        _run(inner, theta, rate, None)
         end, expected = inner.best(), max(inner.history.evidence)
         search.note(expected, end, inner.best_gradient())
         gain, move = expected - value, float((end - start).abs().max())
@@ -149,22 +145,23 @@ def _by_local_models(
             return search.stop(True, f"a local model moves its hyperparameters by {move:.1g} in logarithms")
         before = move
         variables.set(end)
-        found = local_evidence(posterior, theta, list(variables.parameters))
+        found = local_evidence(variables.posterior, theta, list(variables.parameters))
         assert found is not None
         local = found
     return search.stop(False, f"{tuning.ANCHORS} local models were not enough")
 
 
 class _Search:
-    """The evidence over a box of logarithms, with the history of evaluations."""
-
-    history: HyperparameterHistory
+    """An evidence over a box of logarithms, with the prior's hyperprior, and the history of evaluations."""
 
     def __init__(
-        self, variables: Variables, objective: SearchObjective, bounds: tuple[float, float], steps: int,
+        self, variables: Variables, evidence: SearchObjective, method: str, bounds: tuple[float, float], steps: int,
         tolerance: float,
     ) -> None:
-        self.variables, self.objective, self.steps, self.tolerance = variables, objective, steps, tolerance
+        self.variables, self.method, self.bounds = variables, method, bounds
+        self.steps, self.tolerance = steps, tolerance
+        self.objective = with_hyperprior(evidence, variables.posterior.prior)
+        self.history = HyperparameterHistory(method, variables.names)
         self.low, self.high = variables.box(bounds)
         self.start = variables.get()
         self._logs: list[Tensor] = []
@@ -215,7 +212,7 @@ class _Search:
         is below the square root of the machine epsilon, the increase is below rounding.
         """
         best, dtype = self.history.best, self.variables.posterior.dtype
-        slope = self.slope(self.history.evidence[best], self._logs[best], self._gradients[best])
+        slope = self.slope(self.history.evidence[best], self._logs[best], self.best_gradient())
         if slope <= self.tolerance:
             self.stop(True, "gradient below tolerance")
         elif slope <= torch.finfo(dtype).eps ** 0.5:
@@ -252,10 +249,8 @@ class _Search:
 
     def report_bounds(self) -> None:
         """Record hyperparameters that ended on a bound while the evidence still increases beyond it, and warn."""
-        best, names = self.best(), self.variables.names
-        gradient = self._gradients[self.history.best]
-        shown = self.history.values[self.history.best]
-        for number, name in enumerate(names):
+        best, gradient, shown = self.best(), self.best_gradient(), self.history.values[self.history.best]
+        for number, name in enumerate(self.variables.names):
             low, high = best[number] <= self.low[number], best[number] >= self.high[number]
             if (low and gradient[number] < 0) or (high and gradient[number] > 0):
                 self.history.at_bounds[name] = shown[number]
@@ -318,9 +313,9 @@ def _adam(search: _Search, rate: float, progress: bool | None) -> None:
     return search.stop(False, f"{search.steps} steps were not enough for gradients within tolerance")
 
 
-def _mackay(search: _Search, posterior: Evidence, theta: Tensor, progress: bool | None) -> None:
+def _mackay(search: _Search, theta: Tensor, progress: bool | None) -> None:
     """Alternate δ_g = γ_g/‖θ_g - μ0‖² and σ² = Σ‖y - f‖²/(NC - γ) with γ."""
-    distances = posterior.prior.group_distances(theta).clamp_min(torch.finfo(torch.float64).tiny).cpu()
+    distances = search.variables.posterior.prior.group_distances(theta).clamp_min(torch.finfo(torch.float64).tiny).cpu()
     search.variables.set(search.inside(search.start))
     for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):
         logs = search.variables.get()
@@ -328,15 +323,14 @@ def _mackay(search: _Search, posterior: Evidence, theta: Tensor, progress: bool 
         search.note(value, logs, gradient)
         if search.flat(value, logs, gradient):
             return search.stop(True, "gradient below tolerance")
-        search.variables.set(search.inside(_fixed_point(search, posterior, distances)))
+        search.variables.set(search.inside(_fixed_point(search.variables, distances)))
     return search.stop(False, f"{search.steps} steps were not enough for gradients within tolerance")
 
 
-def _fixed_point(search: _Search, posterior: Evidence, distances: Tensor) -> Tensor:
-    found = []
-    used = posterior.effective_parameters().detach().double().cpu()
-    for name in search.variables.parameters:
-        likelihood = posterior.likelihood
+def _fixed_point(variables: Variables, distances: Tensor) -> Tensor:
+    posterior, found = variables.posterior, []
+    likelihood, used = posterior.likelihood, posterior.effective_parameters().detach().double().cpu()
+    for name in variables.parameters:
         if name == "precision" or not isinstance(likelihood, Gaussian):
             found.append((used.clamp_min(torch.finfo(torch.float64).tiny) / distances).log())
         else:
