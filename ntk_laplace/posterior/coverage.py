@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_flags, warn
 from ntk_laplace.model.data import InputData
+from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior.calibration import CalibrationVerbs
 from ntk_laplace.posterior.conformal import (
     INTERVAL_SCORES,
@@ -22,9 +24,9 @@ from ntk_laplace.posterior.conformal import (
     hard_labels,
     label_scores,
     members,
-    rank_of,
     require_classes,
     response_scale,
+    too_few,
     words_of,
 )
 from ntk_laplace.posterior.explain import LeaveOneOut, leave_one_out
@@ -94,7 +96,7 @@ class CoverageVerbs(CalibrationVerbs):
         conditions. Neither uses the calibration of `fit_predictive`.
         """
         level = checked_level(level)
-        _require_score(score, INTERVAL_SCORES)
+        require_choice(score, INTERVAL_SCORES, f"a score among {', '.join(INTERVAL_SCORES)}")
         if self.likelihood.classifies:
             raise UnsupportedError("a likelihood of real responses for intervals", type(self.likelihood).__name__,
                                    "Use predict_set for one label an example, and predict(x).probs for several.")
@@ -188,7 +190,7 @@ class CoverageVerbs(CalibrationVerbs):
         """
         require_flags(never_empty=never_empty)
         level = checked_level(level)
-        _require_score(score, SET_SCORES)
+        require_choice(score, SET_SCORES, f"a score among {', '.join(SET_SCORES)}")
         require_classes(self.likelihood, self.num_outputs)
         likelihood = self.likelihood.for_new_points()
 
@@ -197,7 +199,10 @@ class CoverageVerbs(CalibrationVerbs):
 
         def uniform(count: int) -> Tensor:
             """Uniform numbers (count, 1) where the score is randomized."""
-            return self._uniform(count, generator) if score == "randomized" else self.f.new_empty(count, 1)
+            if score != "randomized":
+                return self.f.new_empty(count, 1)
+            device = self.network.device if generator is None else generator.device
+            return torch.rand(count, 1, dtype=self.dtype, device=device, generator=generator).to(self.network.device)
 
         with torch.no_grad():
             f, _, targets, counts, found = self._points_without_themselves(data)
@@ -237,7 +242,9 @@ class CoverageVerbs(CalibrationVerbs):
         variance = found.covariance.diagonal(dim1=1, dim2=2)
         return found.mean, variance, self.targets, self.weights, found
 
-    def _tiles(self, x: InputData, data: Any, batch_size: int | None, count: int) -> Any:
+    def _tiles(
+        self, x: InputData, data: Any, batch_size: int | None, count: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """f (n, C), f (n, m, C) without each of the m points and its variances, chunk by chunk; m = 1 if held out."""
         chunks = self._chunks(x, batch_size)
         if data is None:
@@ -250,18 +257,13 @@ class CoverageVerbs(CalibrationVerbs):
             yield rows.f, rows.f.unsqueeze(1), variance.unsqueeze(1)
             del rows, variance  # before the next are computed
 
-    def _noise(self) -> Any:
+    def _noise(self) -> Likelihood:
         """The likelihood of new points, which normalized scores need."""
         try:
             return self.likelihood.for_new_points()
         except UnsupportedError as error:
             raise UnsupportedError('score="absolute"', 'score="normalized" under a noise per training point, which a '
-                                   "new point does not have", "Pass score=\"absolute\".") from error
-
-    def _uniform(self, count: int, generator: torch.Generator | None) -> Tensor:
-        """Uniform numbers (count, 1)."""
-        device = self.network.device if generator is None else generator.device
-        return torch.rand(count, 1, dtype=self.dtype, device=device, generator=generator).to(self.network.device)
+                                   "new point does not have", 'Pass score="absolute".') from error
 
     def _shaped(self, values: Tensor) -> Tensor:
         """(n, D), or (n,) for a network with outputs of shape (N,)."""
@@ -270,16 +272,12 @@ class CoverageVerbs(CalibrationVerbs):
     def _warn(self, found: LeaveOneOut | None, level: float, fewest: int, everything: str) -> None:
         if found is not None and not found.trusted:
             warn(f"{found.reliability}; data=(X, y) takes held-out points")
-        if rank_of(level, fewest) > fewest:
-            warn(f"{words_of('split', level, fewest, everything)[-1]}")
+        for words in too_few(level, fewest, everything):
+            warn(words)
 
 
 def _method(data: Any) -> str:
     return "jackknife+" if data is None else "split"
-
-
-def _require_score(score: object, known: tuple[str, ...]) -> None:
-    require_choice(score, known, f"a score among {', '.join(known)}")
 
 
 def _require_some(kept: Tensor) -> None:

@@ -11,7 +11,7 @@ from ntk_laplace.posterior.conformal.labels import (
     require_classes,
 )
 from ntk_laplace.posterior.conformal.left_out import WithoutEach
-from ntk_laplace.posterior.conformal.quantiles import checked_level, rank_of, words_of
+from ntk_laplace.posterior.conformal.quantiles import checked_level, rank_of, too_few, words_of
 
 __all__ = [
     "INTERVAL_SCORES",
@@ -28,5 +28,6 @@ __all__ = [
     "rank_of",
     "require_classes",
     "response_scale",
+    "too_few",
     "words_of",
 ]

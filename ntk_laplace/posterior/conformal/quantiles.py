@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from ntk_laplace.errors import HyperparameterError, is_number
 
-__all__ = ["checked_level", "fewest_points", "rank_of", "words_of"]
+__all__ = ["checked_level", "fewest_points", "rank_of", "too_few", "words_of"]
 
 _PLUS = (
     "jackknife+: if each left-out model is the one fitted without its point, points are exchangeable and the fit is "
@@ -52,8 +52,13 @@ def fewest_points(level: float) -> int:
 def words_of(method: str, level: float, fewest: int, everything: str) -> tuple[str, ...]:
     """What is guaranteed, and what is not; `fewest` points were scored."""
     texts = _PLUS if method == "jackknife+" else _SPLIT
-    words = tuple(text.format(level=level, low=max(0.0, 2 * level - 1)) for text in texts)
+    words = [text.format(level=level, low=max(0.0, 2 * level - 1)) for text in texts]
+    return (*words, *too_few(level, fewest, everything))
+
+
+def too_few(level: float, fewest: int, everything: str) -> tuple[str, ...]:
+    """What follows from too few points for the level; nothing if they are enough."""
     if rank_of(level, fewest) <= fewest:
-        return words
+        return ()
     needed = fewest_points(level)
-    return (*words, f"{fewest} points are too few for level {level:g}, which needs {needed}: {everything}")
+    return (f"{fewest} points are too few for level {level:g}, which needs {needed}: {everything}",)
