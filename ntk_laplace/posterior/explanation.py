@@ -139,7 +139,10 @@ class ExplanationVerbs(Fitted):
             indefinite. With `points`, if the curvature is approximate and not the GGN.
         """
         require_flags(strict=strict)
-        found = self._left_out() if points is None else self._some_left_out(points, seed)
+        if points is None:
+            found = leave_one_out(self._fitted)
+        else:
+            found = leave_some_out(self._fitted, drawn(points, self.num_examples, seed))
         above = int((found.leverage > 1.0).sum())
         if strict and above and not self._fitted.structure.spec.exact:
             raise UnsupportedError(
@@ -161,12 +164,6 @@ class ExplanationVerbs(Fitted):
         if self._fitted.structure.spec.keeps_jacobian:
             return (one.effect for one in self._explained(chunks, request))
         return effects(self._fitted, _merged(chunks, batch_size), request)
-
-    def _left_out(self) -> LeaveOneOut:
-        return leave_one_out(self._fitted)
-
-    def _some_left_out(self, points: Indices, seed: int) -> LeaveOneOut:
-        return leave_some_out(self._fitted, drawn(points, self.num_examples, seed))
 
     def _warn_of(self, found: LeaveOneOut) -> None:
         if not found.trusted:

@@ -11,10 +11,10 @@ from ntk_laplace.errors import DataError, UnsupportedError, require_choice, requ
 from ntk_laplace.posterior.conditional import Rest, rest_given
 from ntk_laplace.posterior.estimates import conditional_estimate, warn_of
 from ntk_laplace.posterior.evidence import EvidenceVerbs
-from ntk_laplace.posterior.explain import leave_one_out_score
+from ntk_laplace.posterior.explain import leave_one_out_score, leave_some_out
 from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.posterior.scores import LearningCurve, PrequentialEvidence, orders, require_beginning
-from ntk_laplace.structures.what_if import Indices
+from ntk_laplace.structures.what_if import Indices, drawn
 
 __all__ = ["SelectionVerbs"]
 
@@ -97,7 +97,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
                     rest = rest_given(self._fitted, order, m, scale, temperature, samples)
                     scores.append(rest.average(samples) if method == "average" else _joint(rest, draws, int(seed)))
             elif self._fitted.structure.spec.keeps_jacobian:
-                sequence = self._sequence()
+                sequence = PrequentialEvidence.of(self._fitted)
                 whole = sequence.evidence(torch.arange(self.num_examples))
                 scores = [whole - sequence.evidence(order[:m]) for order in chosen]
             else:
@@ -134,7 +134,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         if not self._fitted.structure.spec.keeps_jacobian:
             raise UnsupportedError('structure="gp" for a learning curve', f"structure={self.structure!r}",
                                    "Ask for conditional_log_marginal_likelihood at a few m, or fit in function space.")
-        sequence = self._sequence()
+        sequence = PrequentialEvidence.of(self._fitted)
         return LearningCurve(torch.stack([
             sequence.increments(order) for order in orders(self.num_examples, permutations, seed)
         ]))
@@ -164,7 +164,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         if points is None:
             score, found = leave_one_out_score(self._fitted)
         else:
-            found = self._some_left_out(points, seed)
+            found = leave_some_out(self._fitted, drawn(points, self.num_examples, seed))
             total = self._fitted.points.total(self.likelihood)
             if not bool((found.counts > 0).any()):
                 raise DataError("points that count, for a score", "none with a target and a positive weight",
@@ -216,9 +216,6 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             fit = self.log_likelihood()
             count = self.effective_parameters().sum().to(fit) if effective else self.num_parameters
             return fit - price * count
-
-    def _sequence(self) -> PrequentialEvidence:
-        return PrequentialEvidence.of(self._fitted)
 
     def _evidence_of(self, index: Tensor) -> Tensor:
         if len(index) == 0:
