@@ -186,8 +186,7 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
             return self.matrix.solve(self.cross(rows.subset(part))).T.unflatten(0, (-1, k))
 
         found = self._dealt(rows.num_examples, self.matrix.size * k, half).flatten(0, 1)
-        joint = less_(gram(rows, None, self.variances).unsqueeze(0), found.unsqueeze(0)).squeeze(0)
-        return self.reducer.broadcast(joint)
+        return self.reducer.broadcast(less_(gram(rows, None, self.variances), found))
 
     def _dealt(self, count: int, numbers: int, function: Callable[[slice], Tensor]) -> Tensor:
         """A function of slices of 0 ... count, each by one process, concatenated.

@@ -230,9 +230,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
-        joint = gram(rows, None, self.variances)
-        half = self.factor.solve_lower_(self.cross(rows))
-        return less_(joint.unsqueeze(0), half.T.unsqueeze(0)).squeeze(0)
+        return less_(gram(rows, None, self.variances), self.factor.solve_lower_(self.cross(rows)).T)
 
     def training_covariance_blocks(self) -> Tensor:
         """V at the training points, (N, C, C)."""

@@ -189,4 +189,4 @@ class LowRankPrecision(LowRankBase):
 
     def covariance(self, rows: Jacobian) -> Tensor:
         seen = rows.products(self.shapes.parts(self.directions)).transpose(0, 1).flatten(0, 1)
-        return less_(gram(rows, None, self.variances).unsqueeze(0), seen.unsqueeze(0)).squeeze(0)
+        return less_(gram(rows, None, self.variances), seen)

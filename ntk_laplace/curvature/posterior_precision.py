@@ -342,7 +342,7 @@ def require_finite(variances: Tensor) -> Tensor:
 
 
 def less_(prior: Tensor, seen: Tensor) -> Tensor:
-    """Subtract what the data have determined, V = K** - Σ_r s_r s_rᵀ, in place: (n, C, C) and s (n, C, r).
+    """Subtract what the data have determined, V = K** - Σ_r s_r s_rᵀ, in place: (n, C, C) and s (n, C, r), or one of n.
 
     Warns where V is so much smaller than K** that rounding of K** is 1 % of a variance.
 
@@ -351,6 +351,8 @@ def less_(prior: Tensor, seen: Tensor) -> Tensor:
     NonFiniteError
         If a variance is not finite.
     """
+    if prior.ndim == 2:
+        return less_(prior.unsqueeze(0), seen.unsqueeze(0)).squeeze(0)
     before = prior.diagonal(dim1=1, dim2=2).clone()
     variances = prior.baddbmm_(seen, seen.mT, alpha=-1.0).diagonal(dim1=1, dim2=2)
     if bool((_DIGITS * variances >= torch.finfo(prior.dtype).eps * before).all()):
