@@ -77,7 +77,6 @@ class FullPrecision(PosteriorPrecision):
         return LowerTriangle.of(self.factor).pivot_rounding()
 
     def effective_parameters(self) -> Tensor:
-        """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,)."""
         used = 1.0 - self.prior_precision * LowerTriangle.of(self.factor).inverse_diagonal(1).flatten()
         return torch.zeros_like(self._by_group).index_add_(0, self.groups, used)
 
@@ -98,7 +97,6 @@ class FullPrecision(PosteriorPrecision):
         return solve_spd(self.factor, vectors.reshape(-1, len(self.factor)).T).T.view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """H v for vectors (..., P)."""
         flat = vectors.reshape(-1, self.num_parameters)
         seen = LowerTriangle.of(self.ggn).multiply(flat.T).T + self.prior_precision * flat
         return seen.view_as(vectors)

@@ -80,7 +80,6 @@ class FunctionSpacePrecision(PosteriorPrecision):
     # --- evidence
 
     def log_det(self) -> Tensor:
-        """log det B."""
         return self.factor.log_det()
 
     @cached_property

@@ -87,7 +87,6 @@ class BlockwisePrecision(PosteriorPrecision):
         return self._by_block(vectors, lambda own, v: v / own, solve_spd)
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """H v for vectors (..., P)."""
         return self._by_block(vectors, lambda own, v: v * own, lambda factor, v: (low := factor.tril()) @ (low.T @ v))
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -190,7 +189,6 @@ class GivenPrecision(PosteriorPrecision):
         return self.inner.solve(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """H v for vectors (..., P)."""
         return self.inner.multiply(vectors)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:

@@ -262,7 +262,6 @@ class InfBlock(BlockPrecision):
         return scaled - weights * self._up(solved)
 
     def multiply(self, values: Tensor) -> Tensor:
-        """H v for v (..., 1, o, i)."""
         weights, _, _ = self._pieces
         return values / weights + self._up(self._down(values).flatten(-2))
 
@@ -297,7 +296,6 @@ class InfBlock(BlockPrecision):
     # --- covariance of f
 
     def blocks(self, rows: Jacobian) -> Tensor:
-        """J H⁻¹ Jᵀ on this parameter block, (n, K, K)."""
         weights, _, _ = self._pieces
         own = self.block.rows(rows)
         half = self._half(rows)
@@ -306,7 +304,6 @@ class InfBlock(BlockPrecision):
         return own.inner(weights.unsqueeze(0)) - half @ half.mT
 
     def joint(self, rows: Jacobian) -> Tensor:
-        """J H⁻¹ Jᵀ, joint and interleaved, (n*K, n*K)."""
         weights, _, _ = self._pieces
         half = self._half(rows)
         return self.block.rows(rows).joint(weights.unsqueeze(0)) - half.T @ half
@@ -335,7 +332,6 @@ class InfBlock(BlockPrecision):
         return turned.inner(by_kept.unsqueeze(0)) + own.inner(by_exact.unsqueeze(0))
 
     def quadratic(self, vector: Tensor) -> Tensor:
-        """zᵀ (H - P0) z for z (1, o, i)."""
         return self._quadratic(self.kept, self.exact, vector).double()
 
     def _quadratic(self, kept: Tensor, exact: Tensor, vector: Tensor) -> Tensor:
@@ -344,7 +340,6 @@ class InfBlock(BlockPrecision):
         return (kept * inner.square()).sum() + (diagonal * z.square()).sum()
 
     def information(self) -> Tensor:
-        """The approximation of JᵀΛJ on this parameter block, (p, p); for small blocks."""
         diagonal, squared = self._terms(self.kept, self.exact)
         basis = torch.einsum("op,iq->oipq", self.low.left, self.low.right).flatten(2)
         flat = (basis * self._root(squared).unsqueeze(-1)).flatten(0, 1)

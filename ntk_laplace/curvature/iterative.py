@@ -263,7 +263,6 @@ class IterativePrecision(PosteriorPrecision):
         return (flat * self.base.deviation).view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """H v for vectors (..., P)."""
         flat = vectors.reshape(-1, self.num_parameters)
         return (self.prior_precision * flat + self.curvature.products(flat)).view_as(vectors)
 

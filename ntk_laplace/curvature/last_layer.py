@@ -110,7 +110,6 @@ class LastLayerPrecision(FunctionSpacePrecision):
         return found.log_det.to(self.rows.dtype)
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B with all prior precisions multiplied by each of `factors` (m,); (m,)."""
         return torch.stack([self.log_det_at(factor) for factor in factors.tolist()])
 
     def spectrum(self) -> Tensor | None:
@@ -125,7 +124,6 @@ class LastLayerPrecision(FunctionSpacePrecision):
         return self.rows.num_examples * self._columns
 
     def effective_parameters(self) -> Tensor:
-        """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,)."""
         used = self._used()
         by_input = used.diagonal() if self._turn is None else ((self._turn @ used) * self._turn).sum(1)
         total = by_input.new_zeros(self._num_groups)
@@ -216,7 +214,6 @@ class LastLayerPrecision(FunctionSpacePrecision):
     # --- covariance of f
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V at other rows, diagonal blocks (n, K, K)."""
         block = self._block_of(rows)
         if block is None:
             return super().covariance_blocks(rows)
@@ -243,7 +240,6 @@ class LastLayerPrecision(FunctionSpacePrecision):
         return found.to(rows.dtype)
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        """V at other rows, joint and interleaved, (nK, nK)."""
         block = self._block_of(rows)
         if block is None or not block.constant:
             return super().covariance(rows)

@@ -46,7 +46,6 @@ class LeadingRows(Sketch):
     exhausted: bool = False
 
     def at(self, curvature: Curvature) -> tuple[LeadingRows, LeadingRowsPrecision]:
-        """P0 + FᵀF at the present prior."""
         return self, LeadingRowsPrecision(self.rows, None, curvature.prior, curvature.shapes)
 
     def scaled(self, factor: float) -> LeadingRows:
@@ -128,13 +127,11 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
         return vectors - self._pulled(seen).mul_(self.deviation)
 
     def eigenvalues(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """λ of FP0⁻¹Fᵀ, and the shares of its eigenvectors in the vectors (m, P)."""
         values, turn = symmetric_eigen(gram(self.weighted, None, self.variances))
         seen = (turn.T @ self._pushed(vectors * self.deviation)).square().sum(1)  # qᵀFP0^-½v = λ^½ uᵀv
         return values.clamp_min(0.0), seen
 
     def group_grams(self) -> Tensor:
-        """FP0⁻¹Fᵀ of each prior group, (G, r, r), in double precision."""
         found = []
         for group in range(self._num_groups):
             variances = {name: self._of_one_group(name, group) for name in self.shapes}

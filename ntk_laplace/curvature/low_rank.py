@@ -139,7 +139,6 @@ class LowRankPrecision(LowRankBase):
         return self.values, inner(vectors, self.factor, self.deviation).square().sum(0)
 
     def group_grams(self) -> Tensor:
-        """The parts F_gP0⁻¹F_gᵀ, (G, r, r), in double precision."""
         scaled = self.factor * self.deviation
         parts = (scaled[:, self.groups == g] for g in range(self._num_groups))
         return torch.stack([part @ part.T for part in parts]).double()
@@ -167,7 +166,6 @@ class LowRankPrecision(LowRankBase):
         return (self.whitened_solve(flat) * self.deviation).view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """H v for vectors (..., P)."""
         flat = vectors.reshape(-1, self.num_parameters)
         return (self.products(flat) + self.prior_precision * flat).view_as(vectors)
 

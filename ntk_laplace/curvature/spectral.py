@@ -101,7 +101,6 @@ class SpectralBlock(BlockPrecision):
         return torch.stack([torch.log1p(ratio / factor).sum() for factor in factors.double()])
 
     def spectrum(self) -> Tensor | None:
-        """Eigenvalues relative to P0."""
         return self.values / self._shift
 
     def log_det_term(self, groups: int | Tensor) -> LogDetTerm | None:
@@ -129,16 +128,13 @@ class SpectralBlock(BlockPrecision):
     # --- H⁻¹ and its root
 
     def solve(self, values: Tensor) -> Tensor:
-        """H⁻¹ v for v (..., G, o, i)."""
         return self.basis.back(self.inverse * self.basis.turn(values))
 
     def multiply(self, values: Tensor) -> Tensor:
-        """H v for v (..., G, o, i)."""
         found = self.basis.back(self._coordinates(values) / self.inverse)
         return found * self.precision if self.relative else found
 
     def factor(self, noise: Tensor) -> Tensor:
-        """F z with F Fᵀ = H⁻¹ for z (..., G, o, i)."""
         return self.basis.back(self.inverse.sqrt() * noise)
 
     def _coordinates(self, values: Tensor) -> Tensor:
@@ -148,14 +144,12 @@ class SpectralBlock(BlockPrecision):
     # --- covariance of f
 
     def blocks(self, rows: Jacobian) -> Tensor:
-        """J H⁻¹ Jᵀ on this parameter block, (n, K, K)."""
         return self._turned(rows).inner(self.inverse)
 
     def variances(self, rows: Jacobian) -> Tensor:
         return self._turned(rows).inner_diagonal(self.inverse)
 
     def joint(self, rows: Jacobian) -> Tensor:
-        """J H⁻¹ Jᵀ, joint and interleaved, (n*K, n*K)."""
         return self._turned(rows).joint(self.inverse)
 
     def _turned(self, rows: Jacobian) -> LayerRows:
@@ -173,11 +167,9 @@ class SpectralBlock(BlockPrecision):
         return self._turned(rows).inner(self._coordinates(vector).square())
 
     def quadratic(self, vector: Tensor) -> Tensor:
-        """zᵀ (H - P0) z for z (G, o, i)."""
         return (self.values * self._coordinates(vector).square()).sum(dtype=torch.float64)
 
     def information(self) -> Tensor:
-        """The approximation of JᵀΛJ on this parameter block, (p, p); for small blocks."""
         size = self.block.size
         eye = torch.eye(size, dtype=self.values.dtype, device=self.values.device).view(size, *self.block.entries)
         half = self._coordinates(eye).flatten(1) * self.values.expand(self.block.entries).flatten().sqrt()

@@ -70,7 +70,7 @@ class BlockPrecision(ABC):
 
     @abstractmethod
     def blocks(self, rows: Jacobian) -> Tensor:
-        """J H⁻¹ Jᵀ for each example."""
+        """J H⁻¹ Jᵀ on this block for each example, (n, K, K)."""
 
     def variances(self, rows: Jacobian) -> Tensor:
         """Diagonals of `blocks`, (n, K)."""
@@ -78,19 +78,19 @@ class BlockPrecision(ABC):
 
     @abstractmethod
     def joint(self, rows: Jacobian) -> Tensor:
-        """J H⁻¹ Jᵀ, interleaved."""
+        """J H⁻¹ Jᵀ on this block, joint and interleaved, (n*K, n*K)."""
 
     @abstractmethod
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
-        """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n."""
+        """∂ log det H/∂Λ_n, (n, C, C); with a vector z, ∂ zᵀHz/∂Λ_n."""
 
     @abstractmethod
     def quadratic(self, vector: Tensor) -> Tensor:
-        """zᵀ (H - P0) z."""
+        """zᵀ (H - P0) z for z (G, o, i), 0-d in double precision."""
 
     @abstractmethod
     def information(self) -> Tensor:
-        """The approximation of JᵀΛJ, (p, p)."""
+        """The approximation of JᵀΛJ on this block, (p, p); for small blocks."""
 
     def quadratic_slope(self, vector: Tensor) -> Tensor:
         """Derivative of `quadratic` in log δ; zero unless H - P0 depends on the prior."""
@@ -154,7 +154,6 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         return sum((part.log_det() for part in self.algebras), start=self._zero())
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B with all precisions multiplied by each of `factors` (m,): (m,)."""
         return sum((part.log_det_curve(factors) for part in self.algebras), start=self._zero().expand(len(factors)))
 
     def spectrum(self) -> Tensor | None:
@@ -190,7 +189,6 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         return total.index_add_(0, self.groups, flat.double()) if scattered else total
 
     def information_gained(self) -> Tensor:
-        """P - tr(P0 H⁻¹), block by block."""
         return sum((part.information_gained() for part in self.algebras), start=self._zero())
 
     def _zero(self) -> Tensor:
@@ -202,7 +200,6 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         return self._by_block(lambda block, v: block.solve(v), vectors, vectors / self.prior_precision)
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        """H v for vectors (..., P)."""
         return self._by_block(lambda block, v: block.multiply(v), vectors, vectors * self.prior_precision)
 
     def factor(self, noise: Tensor) -> Tensor:

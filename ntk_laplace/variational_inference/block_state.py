@@ -97,11 +97,9 @@ class BlockState(VariationalState):
 
     @torch.no_grad()
     def draw(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws e from N(0, H⁻¹), (count, P)."""
         return self._working.sample(count, generator)
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         return self._working.covariance_blocks(rows)
 
     # --- steps

@@ -104,7 +104,6 @@ class SampledIteration(StateIteration):
 
     @property
     def dropped(self) -> float:
-        """What H lacks because rows were dropped."""
         return self._state.dropped
 
     def step(self, step_size: float) -> float:
@@ -131,7 +130,6 @@ class SampledIteration(StateIteration):
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Continue from a record."""
         if record["dense"] and isinstance(self._state, FunctionSpaceState):
             self._state = self._state.dense()
         self._state.restore(record["state"])

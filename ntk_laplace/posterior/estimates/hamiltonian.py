@@ -114,11 +114,9 @@ class HamiltonianPath(Path[Weights]):
                 "stuck": int((self.accepted < _STUCK * len(seen)).sum())}
 
     def start(self, count: int, generator: Generator) -> Weights:
-        """Exact draws from q0."""
         return self.at_weights(self._base.draws(count, generator))
 
     def at_weights(self, thetas: Tensor) -> Weights:
-        """The states at weights (S, P)."""
         base, base_slope = self._base.log_density_and_gradient(thetas)
         gain, gain_slope = self._likelihood.values_and_gradients(thetas)
         if self._base is not self._prior:

@@ -89,11 +89,9 @@ class SlicedPath(Path[Outputs]):
         return size <= tuning.SLICED_OUTPUTS and needed <= (available_memory(device) if budget is None else budget)
 
     def start(self, count: int, generator: Generator) -> Outputs:
-        """Exact draws from the Gaussian at the start."""
         return self._at(self._base[0] + self._noise(self._base[1], count, generator))
 
     def at_weights(self, thetas: Tensor) -> Outputs:
-        """The states at weights (S, P)."""
         return self._at(self._known + self._rows.products(self._shapes.parts(thetas - self._theta)).permute(2, 1, 0))
 
     def _at(self, f: Tensor) -> Outputs:

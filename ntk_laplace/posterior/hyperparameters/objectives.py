@@ -73,7 +73,13 @@ class SearchObjective(ABC):
 
     @abstractmethod
     def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-        """The value, and its gradient in each of these, which `Variables` names."""
+        """The value, and its gradient in each of these, which `Variables` names.
+
+        Raises
+        ------
+        UnsupportedError
+            If the value does not depend on one of them.
+        """
 
 
 def _gradients(value: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
@@ -106,13 +112,7 @@ class Differentiable(SearchObjective):
             return plain(self._evidence())
 
     def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-        """By one backward pass.
-
-        Raises
-        ------
-        UnsupportedError
-            If the value does not depend on one of them.
-        """
+        """By one backward pass."""
         with torch.enable_grad():
             value = plain(self._evidence())
             return value.detach(), _gradients(value, parameters)
@@ -162,13 +162,7 @@ class SpectralEvidence(SearchObjective):
             return joint + rest.to(joint)
 
     def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-        """From the same pass.
-
-        Raises
-        ------
-        UnsupportedError
-            If the value does not depend on one of them.
-        """
+        """From the same pass."""
         likelihood = {name: parameter for name, parameter in parameters.items() if name != "precision"}
         with torch.enable_grad():
             scale = self._posterior.log_scale() if self._moving else None
