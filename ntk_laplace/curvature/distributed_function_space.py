@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
-from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, less_
+from ntk_laplace.curvature.function_space import FunctionSpacePrecision
+from ntk_laplace.curvature.posterior_precision import less_
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, read_once
+from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.block_rows import BlockRows
@@ -50,10 +50,8 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
     def __init__(
         self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size], reducer: Reducer
     ) -> None:
-        PosteriorPrecision.__init__(self, prior, shapes, rows.f)  # B is not formed in one piece
-        self.rows, self.root, self.reducer = rows, root, reducer
-        self.variances: Variances = read_once(prior_variances(prior, shapes))
-        self._group_of = {name: prior.group_of(name) for name in shapes}
+        self._keep(rows, prior, shapes)
+        self.root, self.reducer = root, reducer
         self.weighted = rows.weighted(root)
         self.matrix = self._block_rows(self.variances)
 

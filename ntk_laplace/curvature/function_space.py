@@ -56,16 +56,21 @@ class FunctionSpacePrecision(PosteriorPrecision):
         self, rows: Jacobian, root: Tensor | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
         gram: Tensor | None = None,
     ) -> None:
-        super().__init__(prior, shapes, rows.f)
+        self._keep(rows, prior, shapes)
         own = torch.eye(rows.num_cotangents).to(rows.f).expand(rows.num_examples, -1, -1)
-        self.rows, self.root = rows, own if root is None else root
-        self.variances: Variances = read_once(prior_variances(prior, shapes))
-        self._group_of = {name: prior.group_of(name) for name in shapes}
+        self.root = own if root is None else root
         self.weighted = rows if root is None else rows.weighted(root)
         if gram is None:
             self.factor = self._factorized(self.variances)
         else:
             self.factor = LowerTriangle.of(gram).add_to_diagonal_(1.0).cholesky_()
+
+    def _keep(self, rows: Jacobian, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
+        """The rows, and the prior beside them: all but B."""
+        PosteriorPrecision.__init__(self, prior, shapes, rows.f)
+        self.rows = rows
+        self.variances: Variances = read_once(prior_variances(prior, shapes))
+        self._group_of = {name: prior.group_of(name) for name in shapes}
 
     def _factorized(self, variances: Variances) -> LowerTriangle:
         """L with B = I + SᵀKS = L Lᵀ; only the lower triangle is ever stored."""

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature.function_space import FunctionSpacePrecision
 from ntk_laplace.curvature.output_factors import OutputFactors, output_parts
-from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian, Outer
 from ntk_laplace.jacobian.contractions import read_once
 from ntk_laplace.jacobian.gram import Variances
@@ -63,10 +62,8 @@ class LastLayerPrecision(FunctionSpacePrecision):
         self, rows: Jacobian, form: DiagonalForm, root: Callable[[slice], Tensor], num_columns: int,
         prior: GaussianPrior, shapes: Mapping[str, torch.Size],
     ) -> None:
-        PosteriorPrecision.__init__(self, prior, shapes, rows.f)  # B is not formed in one piece
-        self.rows, self._root_of, self._columns = rows, root, num_columns
-        self.variances: Variances = read_once(prior_variances(prior, shapes))
-        self._group_of = {name: prior.group_of(name) for name in shapes}
+        self._keep(rows, prior, shapes)
+        self._root_of, self._columns = root, num_columns
         layer = last_layer(rows, self.variances)
         if layer is None:
             raise ValueError("these are no rows of a last linear layer")
