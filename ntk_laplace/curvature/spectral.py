@@ -22,7 +22,7 @@ from ntk_laplace.jacobian.blocks.outer_products import separated
 from ntk_laplace.runtime.linalg import cross_approximation
 from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record, turned, turned_back
 
-__all__ = ["DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
+__all__ = ["DampedKroneckerBlock", "DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
 
 
 class SpectralBlock(BlockPrecision):
@@ -210,7 +210,7 @@ def _factors(rows: LayerRows) -> TypeGuard[Outer]:
 
 
 class KroneckerBlock(SpectralBlock):
-    """H on a Kronecker block of KFAC: λ_oi = β_o α_i / count ([I21] 9), undamped, or damped for the ablation.
+    """H on a Kronecker block of KFAC: λ_oi = β_o α_i / count ([I21] 9).
 
     Parameters
     ----------
@@ -224,18 +224,18 @@ class KroneckerBlock(SpectralBlock):
         "expand" or "reduce".
     precision : Tensor
         δ, 0-d, or (G, o, i) and the same for all o.
-    damped : bool
-        Use (β' + √δ)(α' + √δ) with β' = β/√count and α' = α/√count instead of β'α' + δ ([I21] A.3).
     """
 
     def __init__(
-        self, block: ParameterBlock, eigenbasis: Eigenbasis, count: Tensor, sharing: str, precision: Tensor,
-        damped: bool = False,
+        self, block: ParameterBlock, eigenbasis: Eigenbasis, count: Tensor, sharing: str, precision: Tensor
     ) -> None:
         self.block, self.precision, self.relative = block, precision, precision.ndim > 0
-        self.sharing, self.damped, self.count = sharing, damped, count
-        self.homogeneous = not damped
-        self._eigenbasis = eigenbasis
+        self.sharing, self.count, self._eigenbasis = sharing, count, eigenbasis
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.get("damped"):  # of an earlier version
+            self.__class__ = DampedKroneckerBlock
+        vars(self).update(state)
 
     @cached_property
     def basis(self) -> Basis:
@@ -244,6 +244,11 @@ class KroneckerBlock(SpectralBlock):
         if not self.relative or not isinstance(found.right, Tensor):
             return found
         return Basis(found.left, found.right * self.precision[:, 0].rsqrt().unsqueeze(2))
+
+    @property
+    def _damping(self) -> Tensor | float:
+        """What each factor's eigenvalues are raised by."""
+        return 0.0
 
     @cached_property
     def left(self) -> Tensor:
@@ -263,14 +268,6 @@ class KroneckerBlock(SpectralBlock):
     @property
     def values(self) -> Tensor:
         return self.left.unsqueeze(2) * self.right.unsqueeze(1)  # not kept: as large as the weight
-
-    @cached_property
-    def inverse(self) -> Tensor:
-        """Eigenvalues of H⁻¹, (G, o, i)."""
-        if not self.damped:
-            return super().inverse
-        root = self.precision.sqrt()
-        return 1.0 / ((self.left + root).unsqueeze(2) * (self.right + root).unsqueeze(1))
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between later rows and these, which have one cotangent.
@@ -301,21 +298,6 @@ class KroneckerBlock(SpectralBlock):
         found = cross_approximation(self.inverse[0], o * i // (2 * (o + i)))
         return None if found is None else (found[0].to(self.inverse), found[1].to(self.inverse))
 
-    def log_det(self) -> Tensor:
-        return self.log_det_curve(self.precision.new_ones(1)).squeeze(0) if self.damped else super().log_det()
-
-    def log_det_curve(self, factors: Tensor) -> Tensor:
-        if not self.damped:
-            return super().log_det_curve(factors)
-        root = (factors * self.precision).sqrt().double().view(-1, 1, 1)
-        _, o, i = self.block.entries
-        sides = i * torch.log1p(self.left / root).sum((1, 2)) + o * torch.log1p(self.right / root).sum((1, 2))
-        return sides.double()
-
-    def spectrum(self) -> Tensor | None:
-        """Eigenvalues relative to P0; None if damped, because H - P0 then depends on δ."""
-        return None if self.damped else super().spectrum()
-
     def log_det_term(self, groups: int | Tensor) -> LogDetTerm | None:
         """Σ log(1 + λ/δ); if inputs have precisions of their own, from the input factor at any of them."""
         inputs = self._eigenbasis.inputs
@@ -323,30 +305,8 @@ class KroneckerBlock(SpectralBlock):
             return super().log_det_term(groups)
         return InputTerm(self.left / self.count.sqrt(), inputs, groups[:, 0])
 
-    def effective(self) -> Tensor:
-        """γ = -∂ log det B/∂ log δ, 0-d."""
-        if not self.damped:
-            return super().effective()
-        root = self.precision.sqrt()
-        _, o, i = self.block.entries
-        left, right = self.left / (self.left + root), self.right / (self.right + root)
-        return 0.5 * (i * left.sum(dtype=torch.float64) + o * right.sum(dtype=torch.float64))
-
     def information_gained(self) -> Tensor:
-        """p - tr(P0 H⁻¹), 0-d; if damped, P0 is smaller than what H adds to the curvature."""
         return (1.0 - self._shift * self.inverse).sum(dtype=torch.float64)
-
-    def quadratic(self, vector: Tensor) -> Tensor:
-        if not self.damped:
-            return super().quadratic(vector)
-        return ((1.0 / self.inverse - self.precision) * self.basis.turn(vector).square()).sum(dtype=torch.float64)
-
-    def quadratic_slope(self, vector: Tensor) -> Tensor:
-        """Derivative of `quadratic` in log δ; zero unless damped."""
-        if not self.damped:
-            return vector.new_zeros((), dtype=torch.float64)
-        sides = 0.5 * self.precision.sqrt() * (self.left.unsqueeze(2) + self.right.unsqueeze(1))
-        return (sides * self.basis.turn(vector).square()).sum(dtype=torch.float64)
 
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n: the output factor is linear in Λ, the input factor independent of it."""
@@ -367,9 +327,8 @@ class KroneckerBlock(SpectralBlock):
 
     def _by_outputs(self, vector: Tensor | None) -> Tensor:
         """Derivative of log det H, or of zᵀHz, in the output factor, in its eigenbasis, (G, o, o)."""
-        shift = self.precision.sqrt() if self.damped else 0.0
         outputs_last = self.block.table
-        inputs = (self.left if outputs_last else self.right) + shift
+        inputs = (self.left if outputs_last else self.right) + self._damping
         scale = 1.0 / math.sqrt(float(self.count))
         if vector is None:
             weights = self.inverse.mT if outputs_last else self.inverse
@@ -377,3 +336,45 @@ class KroneckerBlock(SpectralBlock):
         z = self._coordinates(vector)
         z = z.mT if outputs_last else z
         return (z * inputs.unsqueeze(1)) @ z.mT * scale
+
+
+class DampedKroneckerBlock(KroneckerBlock):
+    """H = (B + √δ) ⊗ (A + √δ) in place of B ⊗ A + δ, for the ablation of [I21] A.3; B and A have the count in them."""
+
+    homogeneous = False
+
+    @property
+    def _damping(self) -> Tensor:
+        """√δ."""
+        return self.precision.sqrt()
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """1/((β + √δ)(α + √δ)), (G, o, i)."""
+        root = self._damping
+        return 1.0 / ((self.left + root).unsqueeze(2) * (self.right + root).unsqueeze(1))
+
+    def log_det(self) -> Tensor:
+        return self.log_det_curve(self.precision.new_ones(1)).squeeze(0)
+
+    def log_det_curve(self, factors: Tensor) -> Tensor:
+        root = (factors * self.precision).sqrt().double().view(-1, 1, 1)
+        _, o, i = self.block.entries
+        return i * torch.log1p(self.left / root).sum((1, 2)) + o * torch.log1p(self.right / root).sum((1, 2))
+
+    def spectrum(self) -> None:
+        """None: H - P0 depends on δ."""
+
+    def effective(self) -> Tensor:
+        """γ = -∂ log det B/∂ log δ, 0-d; not p - tr(P0 H⁻¹), because P0 is smaller than what H adds."""
+        root = self._damping
+        _, o, i = self.block.entries
+        left, right = self.left / (self.left + root), self.right / (self.right + root)
+        return 0.5 * (i * left.sum(dtype=torch.float64) + o * right.sum(dtype=torch.float64))
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        return ((1.0 / self.inverse - self.precision) * self.basis.turn(vector).square()).sum(dtype=torch.float64)
+
+    def quadratic_slope(self, vector: Tensor) -> Tensor:
+        sides = 0.5 * self._damping * (self.left.unsqueeze(2) + self.right.unsqueeze(1))
+        return (sides * self.basis.turn(vector).square()).sum(dtype=torch.float64)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ntk_laplace.curvature import BlockPrecision, Eigenbasis, LowRank, Summary
 from ntk_laplace.curvature.block_summary import SHARING
 from ntk_laplace.curvature.inf import InfBlock, check_rank
-from ntk_laplace.curvature.spectral import KroneckerBlock, SpectralBlock
+from ntk_laplace.curvature.spectral import DampedKroneckerBlock, KroneckerBlock, SpectralBlock
 from ntk_laplace.errors import HyperparameterError, require_choice, require_whole, warn
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.block_spec import HasEigenbasis
@@ -115,7 +115,8 @@ class KFAC(KroneckerSpec):
                     "a layer that has its outputs there", 'Use groups "layer", or structure "gp", "full" or "diag".',
                 )
             eigenbasis = eigenbasis.relative_to(precision[:, 0], summary)
-        return KroneckerBlock(summary.block, eigenbasis, summary.count, self.sharing, precision, self.damped)
+        kind = DampedKroneckerBlock if self.damped else KroneckerBlock
+        return kind(summary.block, eigenbasis, summary.count, self.sharing, precision)
 
 
 @register_structure
