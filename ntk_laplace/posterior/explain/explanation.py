@@ -138,11 +138,7 @@ class Explanation(Ranked):
         What is exact, and what is not.
     """
 
-    f: Tensor
-    quantity: Quantity
-    offset: Tensor
     contributions: Tensor
-    gap: Tensor
     removal: Tensor
     widening: Tensor
     effect: Tensor
@@ -151,18 +147,12 @@ class Explanation(Ranked):
     similarity: Tensor
     correlation: Tensor
     variance: Tensor
-    leverage: Tensor
-    targets: Tensor
-    k: int
-    guarantees: tuple[str, ...]
 
     AXES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "f": ("input", "output"), "offset": ("input", "output"), "gap": ("input", "output"),
-        "contributions": ("input", "training point", "output"), "removal": ("input", "training point", "output"),
-        "widening": ("input", "training point", "output"), "effect": ("input", "training point"),
-        "importance": ("training point", "output"), "kernel": ("input", "training point", "output"),
-        "similarity": ("input", "training point"), "correlation": ("input", "training point"),
-        "variance": ("input", "output"), "leverage": ("training point",),
+        **dict.fromkeys(("f", "offset", "gap", "variance"), ("input", "output")),
+        **dict.fromkeys(("contributions", "removal", "widening", "kernel"), ("input", "training point", "output")),
+        **dict.fromkeys(("effect", "similarity", "correlation"), ("input", "training point")),
+        "importance": ("training point", "output"), "leverage": ("training point",),
     }
 
     @property

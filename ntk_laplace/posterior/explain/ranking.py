@@ -67,17 +67,9 @@ class Ranking(Ranked):
         What is exact, and what is not.
     """
 
-    f: Tensor
-    quantity: Quantity
-    offset: Tensor
     total: Tensor
-    gap: Tensor
     indices: dict[str, Tensor]
     effects: dict[str, Tensor]
-    leverage: Tensor
-    targets: Tensor
-    k: int
-    guarantees: tuple[str, ...]
 
     AXES: ClassVar[dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("f", "offset", "total", "gap"), ("input", "output")),
