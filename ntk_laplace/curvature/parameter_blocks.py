@@ -251,8 +251,9 @@ def diagonal_block(name: str, size: int) -> ParameterBlock:
     return ParameterBlock("diagonal", name, None, (1, 1, size), size)
 
 
-def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str,
-                          split_groups: bool = False) -> list[ParameterBlock]:
+def find_parameter_blocks(
+    rows: Jacobian, prior: GaussianPrior, form: str, split_groups: bool = False
+) -> list[ParameterBlock]:
     """Divide the parameters in some rows into parameter blocks.
 
     Parameters
@@ -271,9 +272,7 @@ def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str,
     NTKLaplaceWarning
         If a parameter without factors is too large for an exact block.
     """
-    parts: list[ParameterBlock] = []
-    for cluster in clusters(rows.blocks):
-        parts += _parts_of(cluster, prior, form)
+    parts = [part for cluster in clusters(rows.blocks) for part in _parts_of(cluster, prior, form)]
     if split_groups:
         parts = [single for part in parts for single in _split(part)]
     large = [part for part in parts if part.kind == "diagonal"]
@@ -287,18 +286,16 @@ def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str,
 def _parts_of(cluster: tuple[Block, ...], prior: GaussianPrior, form: str) -> Iterator[ParameterBlock]:
     block = cluster[0]
     if len(cluster) == 1 and isinstance(block, Lookup):
-        kind = "diagonal" if form == "diagonal" else "kronecker"
         entries = 1, block.vocabulary, block.b.shape[3]
-        yield ParameterBlock(kind, block.weight, None, entries, entries[1] * entries[2], table=True)
+        yield ParameterBlock(form, block.weight, None, entries, entries[1] * entries[2], table=True)
         return
     if isinstance(block, FusedSums):
         block = block.sample
     if len(cluster) == 1 and isinstance(block, Outer):
-        kind = "diagonal" if form == "diagonal" else "kronecker"
         g, o, i = block.b.shape[2], block.b.shape[4], block.a.shape[3]
         together = block.bias is not None and (form == "diagonal" or _together(prior, block.weight, block.bias))
         bias = block.bias if together else None
-        yield ParameterBlock(kind, block.weight, bias, (g, o, i + together), block.size, block.index)
+        yield ParameterBlock(form, block.weight, bias, (g, o, i + together), block.size, block.index)
         if block.bias is not None and not together:
             yield _plain(block.bias, g * o, form)
         return
