@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,6 @@ from ntk_laplace.errors import (
     require_choice,
     require_whole,
 )
-from ntk_laplace.model.data import Batches
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Held
 from ntk_laplace.model.priors import GaussianPrior
@@ -115,7 +114,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         settings = replace(model.settings, progress=False, checkpoint=None, resume=None)
         prior = _divided(model, groups) if evidence_steps and groups is not None else model.prior
         model = replace(model, prior=prior, settings=settings)
-        network = model.network
+        network, spec = model.network, self._fitted.structure.spec
         batches = network.batches(data, settings.batch_size)
         held = Held(batches)
         if held.num_examples != self.num_examples:
@@ -126,12 +125,12 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         read_points(model, batches).require_log_likelihood(model.likelihood, before, precision)
         for _ in range(rounds):
             if evidence_steps:
-                own = self._derived(_fit_at(model, self._fitted, batches)())
+                own = self._derived(FittedModel.of(model, spec, batches))
                 own.fit_hyperparameters(steps=evidence_steps)
                 model = own.fitted.model
             model = model.at_weights(model.network.theta)
             network = model.network
-            fit = _fit_at(model, self._fitted, batches)
+            fit = partial(FittedModel.of, model, spec, batches)
             objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, self.num_outputs,
                                   held.sum_of_weights)
             try:
@@ -141,11 +140,6 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
                 raise RetrainingInterrupted(network.module, model.likelihood, model.prior) from cause
             model = fitted.model
         return self._derived(FittedModel(replace(model, settings=replace(settings, progress=shown)), fitted.structure))
-
-
-def _fit_at(model: LinearizedModel, fitted: FittedModel, batches: Batches) -> Callable[[], FittedModel]:
-    """What fits the structure of `fitted` at the present weights of the model's network."""
-    return lambda: FittedModel.of(model, fitted.structure.spec, batches)
 
 
 def _divided(model: LinearizedModel, groups: str) -> GaussianPrior:
