@@ -55,8 +55,7 @@ class FullPrecision(PosteriorPrecision):
         super().__init__(prior, shapes, ggn)
         with torch.no_grad():  # in double precision, and of these parameters, which may be some of the prior's
             logs = prior.precision.double().log()
-            counts = torch.zeros_like(logs).index_add_(0, self.groups, torch.ones_like(self.groups, dtype=logs.dtype))
-            self._log_det_prior = (counts * logs).sum().to(ggn)
+            self._log_det_prior = (torch.bincount(self.groups, minlength=len(logs)) * logs).sum().to(ggn)
         self.ggn = ggn
         self.factor = self._factorized(1.0)
 

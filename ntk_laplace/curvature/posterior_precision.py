@@ -155,8 +155,7 @@ class PosteriorPrecision(ABC):
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,), from solves with unit vectors."""
         p = self.num_parameters
-        counts = self._by_group.new_zeros(self._num_groups)
-        counts.index_add_(0, self.groups, torch.ones_like(self.prior_precision))
+        counts = torch.bincount(self.groups, minlength=self._num_groups).to(self._by_group)
         for here in panels(p, p * counts.element_size(), tuning.COVARIANCE_BYTES):
             unit = counts.new_zeros(here.stop - here.start, p)
             unit[:, here].fill_diagonal_(1.0)
@@ -292,7 +291,7 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, precision: PosteriorPrecision) -> Tensor:
         ctx.precision = precision
-        return checked_form(precision, "solve", precision.solve(vectors), vectors.shape, vectors)
+        return precision._solved(vectors)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
