@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -175,7 +175,7 @@ class RandomSketch(Sketch):
         return RandomSketch(self.factor.to(device, dtype), tests, mixing, self.exhausted)
 
     def record(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(vars(self))
 
     def rank_left(self, curvature: Curvature) -> int:
         """Those of JᵀΛJ, less one for each vector."""
