@@ -95,8 +95,8 @@ class Eigenbasis:
     """
 
     def __init__(
-        self, outer: FactorEigen | None = None, inner: FactorEigen | None = None, scales: tuple[float, float] = (1.0,
-                                                                                                                 1.0)
+        self, outer: FactorEigen | None = None, inner: FactorEigen | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         self._outer, self._inner, self._scales = outer, inner, scales
 
