@@ -249,11 +249,7 @@ class WhatIfVerbs(Fitted):
 
     def _warn_of_nothing(self, points: TrainingPoints, steps: int | None) -> None:
         """Warn that several steps are not a refit if no training point is or was changed."""
-        now = self._points()
-        same = len(points.f) == len(now.f) and torch.equal(points.counts, now.counts)
-        same = same and torch.equal(points.targets, now.targets)
-        moved = self._fitted.model.displacement is not None
-        if steps == 1 or moved or not same:
+        if steps == 1 or self._fitted.model.displacement is not None or not points.same_data(self._points()):
             return
         warn("no training point is changed, so nothing moves: a what-if keeps the gradient that training left. The "
              "posterior is unchanged; refit() goes to the optimum of the linearized model")
