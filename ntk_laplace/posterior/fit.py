@@ -37,7 +37,7 @@ from ntk_laplace.structures.data_passes import ModelSignature, digest
 from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.structures.points import present_values
 
-__all__ = ["fit_with", "gaussian_posterior", "laplace", "linearized", "load", "spec_of"]
+__all__ = ["fitted_to", "gaussian_posterior", "laplace", "linearized", "load", "spec_of"]
 
 _LOG = logging.getLogger("ntk_laplace")
 
@@ -98,8 +98,9 @@ def laplace(
     """
     with torch.inference_mode(False):  # hyperparameters must be trainable later
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
-    posterior = fit_with(network, data, *own, structure, curvature, parameters=parameters, dtype=dtype,
-                         settings=settings, output=output, targets=targets)
+    spec = spec_of(structure)
+    posterior = fitted_to(spec, *linearized(network, data, *own, spec, curvature, parameters=parameters, dtype=dtype,
+                                            settings=settings, output=output, targets=targets))
     tell_rounding(posterior.posterior_precision)
     return posterior
 
@@ -158,26 +159,15 @@ def gaussian_posterior(
                    settings=settings, output=output, targets=targets)
 
 
-def fit_with(
-    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, structure: str | StructureSpec | Auto,
-    curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
-    settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
-) -> Posterior:
-    """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved."""
-    spec = spec_of(structure)
-    model, batches = linearized(network, data, likelihood, prior, spec, curvature, parameters=parameters, dtype=dtype,
-                                settings=settings, output=output, targets=targets)
-    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
-        fitted, reason = _fit(model, spec, batches)
-        return Posterior(fitted, reason)
-
-
 def linearized(
     network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, spec: StructureSpec | Auto,
     curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
     settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
 ) -> tuple[LinearizedModel, Batches]:
-    """The model that `laplace` fits a structure to, and its data; the prior is bound to the network."""
+    """The model that `laplace` fits a structure to, and its data.
+
+    Its likelihood and prior are these themselves: both are moved to the network's device, and the prior is bound to it.
+    """
     frozen = Network(network, parameters, output, targets)
     with torch.inference_mode(False):
         prior.bind(frozen.shapes)
@@ -247,24 +237,28 @@ def spec_of(structure: str | StructureSpec | Auto) -> StructureSpec | Auto:
     return Auto(Iterative()) if is_choice(structure, ("auto",)) else structure_of(structure, {})
 
 
-def _fit(model: LinearizedModel, spec: StructureSpec | Auto, batches: Batches) -> tuple[FittedModel, str]:
-    """Fit the structure, or the one that is chosen, and factorize, so that errors appear at the fit."""
-    first, _ = batches.first()
-    model.jacobian_pass.prepare(first)
-    if model.settings.reducer.world_size == 1 and batches.length is not None:
-        model.likelihood.bind(batches.length, model.network.num_outputs)  # forecasts ask for single examples
-    reason = ""
-    if isinstance(spec, Auto):
-        spec, reason = spec.chosen(_problem(model, batches, first))
-        _LOG.info(reason)
-    if model.settings.resume is not None and not spec.resumable:
-        raise UnsupportedError('a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
-                               repr(spec.name), "Leave resume= out: the exact structures are fitted in one go.")
-    reducer = model.settings.reducer
-    if reducer.world_size > 1:
-        values = digest(*present_values(model.prior))
-        reducer.require_equal("model", (str(spec), values, dict(ModelSignature(model))))
-    return FittedModel.of(model, spec, batches), reason
+def fitted_to(spec: StructureSpec | Auto, model: LinearizedModel, batches: Batches) -> Posterior:
+    """The structure, or the one that is chosen, fitted to a `linearized` model's data, which are closed at the end.
+
+    It is factorized here, so that errors appear at the fit.
+    """
+    settings, reason = model.settings, ""
+    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
+        first, _ = batches.first()
+        model.jacobian_pass.prepare(first)
+        if settings.reducer.world_size == 1 and batches.length is not None:
+            model.likelihood.bind(batches.length, model.network.num_outputs)  # forecasts ask for single examples
+        if isinstance(spec, Auto):
+            spec, reason = spec.chosen(_problem(model, batches, first))
+            _LOG.info(reason)
+        if settings.resume is not None and not spec.resumable:
+            raise UnsupportedError(
+                'a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
+                repr(spec.name), "Leave resume= out: the exact structures are fitted in one go.")
+        if settings.reducer.world_size > 1:
+            values = digest(*present_values(model.prior))
+            settings.reducer.require_equal("model", (str(spec), values, dict(ModelSignature(model))))
+        return Posterior(FittedModel.of(model, spec, batches), reason)
 
 
 def _problem(model: LinearizedModel, batches: Batches, x: Inputs) -> Problem:

@@ -17,7 +17,7 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.objective import in_mode
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.posterior.fit import fit_with, spec_of
+from ntk_laplace.posterior.fit import fitted_to, linearized, spec_of
 from ntk_laplace.runtime.serialization import load_tensors, module_tensors
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 
@@ -55,8 +55,9 @@ class Model:
         with in_mode(self.network, training=False), warnings.catch_warnings():
             if quietly:
                 warnings.simplefilter("ignore", NTKLaplaceWarning)
-            return fit_with(self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature,
-                            dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets)
+            return fitted_to(self.spec, *linearized(
+                self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature, dtype=self.dtype,
+                settings=self.settings, output=self.output, targets=self.targets))
 
     @property
     def spec(self) -> StructureSpec | Auto:
