@@ -73,11 +73,7 @@ class WithoutEach:
         root = points.root(fitted.curvature_type, fitted.likelihood)
         for here, rows in placed(fitted.rows_at(torch.arange(points.num_examples))):
             out = removal_terms(fitted.precision.removal_blocks(rows, root[here]), root[here], True)
-            residual = self._residual[here].unsqueeze(-1)
-            bent = residual + root[here] @ torch.linalg.solve(out.complement, out.half.mT @ residual)
-            # W Wᵀ = S (I - SᵀVS)⁻¹ Sᵀ
-            half = torch.linalg.solve_triangular(torch.linalg.cholesky(out.complement), root[here].mT, upper=False).mT
-            weighted = rows.weighted(torch.cat([bent, half], -1))
+            weighted = rows.weighted(torch.cat([out.amplified(self._residual[here]), out.spread()], -1))
             for output, one in enumerate(across):
                 seen = one.products(weighted)  # (1 + R, m, n)
                 moved[:, here, output] = -seen[0].T

@@ -230,8 +230,8 @@ class RemovalTerms:
 
     Attributes
     ----------
-    half : Tensor, (m, C, R)
-        V_iiS_i.
+    root, half : Tensor, (m, C, R)
+        S_i and V_iiS_i.
     inner, complement : Tensor, (m, R, R)
         S_iᵀV_iiS_i, and I minus it; I instead where the removal is not trusted.
     leverage : Tensor, (m,)
@@ -239,11 +239,22 @@ class RemovalTerms:
     trusted : Tensor of bool, (m,)
     """
 
+    root: Tensor
     half: Tensor
     inner: Tensor
     complement: Tensor
     leverage: Tensor
     trusted: Tensor
+
+    def amplified(self, residual: Tensor) -> Tensor:
+        """(I - Λ_iV_ii)⁻¹ r_i for r (m, C), (m, C, 1); r_i where the removal is not trusted."""
+        pull = residual.unsqueeze(-1)
+        bent = torch.linalg.solve(self.complement, self.half.mT @ pull)  # (I - SᵀVS)⁻¹ SᵀV r
+        return pull + self.root @ (bent * self.trusted.view(-1, 1, 1))
+
+    def spread(self) -> Tensor:
+        """W with W Wᵀ = S (I - SᵀVS)⁻¹ Sᵀ = (I - Λ_iV_ii)⁻¹ Λ_i, (m, C, R)."""
+        return torch.linalg.solve_triangular(torch.linalg.cholesky(self.complement), self.root.mT, upper=False).mT
 
 
 def removal_terms(moments: Tensor, root: Tensor, exact: bool) -> RemovalTerms:
@@ -258,4 +269,4 @@ def removal_terms(moments: Tensor, root: Tensor, exact: bool) -> RemovalTerms:
     leverage = torch.linalg.eigvalsh(inner)[:, -1]
     trusted = leverage < 1.0 if exact else leverage <= HIGH_LEVERAGE
     eye = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
-    return RemovalTerms(half, inner, torch.where(trusted.view(-1, 1, 1), eye - inner, eye), leverage, trusted)
+    return RemovalTerms(root, half, inner, torch.where(trusted.view(-1, 1, 1), eye - inner, eye), leverage, trusted)

@@ -235,8 +235,4 @@ class _Passing:
         exact = self.fitted.structure.spec.exact
         out = removal_terms(self.fitted.precision.removal_blocks(rows, root), root, exact)
         self.leverage[here] = out.leverage
-        if self.quantity.by in SPREADS:
-            factor = torch.linalg.cholesky(out.complement)
-            return torch.linalg.solve_triangular(factor, root.mT, upper=False).mT
-        bent = torch.linalg.solve(out.complement, out.half.mT @ residual.unsqueeze(-1))  # (I - SᵀVS)⁻¹ SᵀV r
-        return residual.unsqueeze(-1) + root @ (bent * out.trusted.view(-1, 1, 1))
+        return out.spread() if self.quantity.by in SPREADS else out.amplified(residual)
