@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -21,6 +22,7 @@ from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.estimates import (
     AnnealedEvidence,
     ApproximationErrors,
+    Chains,
     EvidenceEstimate,
     annealed_evidence,
     importance_evidence,
@@ -30,7 +32,7 @@ from ntk_laplace.runtime.sampling import require_generator
 
 __all__ = ["SampledEvidenceVerbs"]
 
-_MODELS, _STARTS = ("nn", "glm"), ("posterior", "prior")
+_MODELS = ("nn", "glm")
 _LONGER = "with more temperatures or chains"
 _Estimate = TypeVar("_Estimate", bound=EvidenceEstimate)
 
@@ -136,15 +138,14 @@ class SampledEvidenceVerbs(EvidenceVerbs):
             If the chains do not fit in memory.
         """
         self._require_sampling(model, generator)
-        _require_chains(temperatures, chains, leapfrog, start)
+        plan = Chains(temperatures, chains, start, leapfrog)
         require_flags(bounds=bounds)
         if exact_draws is not None and not bounds:
             raise UnsupportedError("exact_draws with bounds=True, which starts chains from them", "bounds=False",
                                    "Pass bounds=True, or leave exact_draws out.")
         draws = None if exact_draws is None else self._draws_of(exact_draws)
         with torch.inference_mode(False), torch.no_grad():
-            found = annealed_evidence(self._fitted, temperatures, chains, start, model, leapfrog, bool(bounds), draws,
-                                      x, self._seeded(generator))
+            found = annealed_evidence(self._fitted, plan, model, x, self._seeded(generator), bool(bounds), draws)
         return _told(found, _LONGER)
 
     def approximation_errors(
@@ -177,15 +178,12 @@ class SampledEvidenceVerbs(EvidenceVerbs):
             As `annealed_evidence`.
         """
         self._require_sampling("nn", generator)
-        _require_chains(temperatures, chains, leapfrog, start)
+        plan = Chains(temperatures, chains, start, leapfrog)
         generator = self._seeded(generator)
         with torch.inference_mode(False), torch.no_grad():
             first = self.evidence(correction)
-            common: dict[str, Any] = {
-                "leapfrog": leapfrog, "bounds": False, "exact_draws": None, "x": x, "generator": generator,
-            }
-            linearized = annealed_evidence(self._fitted, temperatures, chains, "posterior", "glm", **common)
-            network = annealed_evidence(self._fitted, temperatures, chains, start, "nn", **common)
+            linearized = annealed_evidence(self._fitted, replace(plan, start="posterior"), "glm", x, generator)
+            network = annealed_evidence(self._fitted, plan, "nn", x, generator)
         return ApproximationErrors(float(first), first.standard_error, _told(linearized, _LONGER),
                                    _told(network, _LONGER))
 
@@ -214,13 +212,6 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         if not bool(torch.isfinite(draws).all()):
             raise DataError(expected, "some that are NaN or infinite", remedy)
         return draws
-
-
-def _require_chains(temperatures: object, chains: object, leapfrog: object, start: object) -> None:
-    require_whole("temperatures", temperatures, 1, "Leave it out for 1,000.")
-    require_whole("chains", chains, 1, "Leave it out for 64.")
-    require_whole("leapfrog", leapfrog, 1, "Leave it out for 8.")
-    require_choice(start, _STARTS, f"start among {', '.join(map(repr, _STARTS))}")
 
 
 def _require_wide(inflation: object) -> None:
