@@ -219,8 +219,11 @@ def variational(
             of_network, linear = found.elbo("nn", elbo_samples, generator=generator), found.elbo("glm", _POINTS)
             return (float(of_network), float(of_network.standard_error), float(linear), float(linear.standard_error))
 
-        signature = _signature(model, examples, f"{structure}", method, relinearize, step_sizes, average, seed, steps,
-                               row_tolerance)
+        signature = _signature(model, examples) | {
+            "structure": f"{structure}", "algorithm": f"{method!r}{'' if relinearize else ', linearized once'}",
+            "row tolerance": f"{row_tolerance:g}", "step sizes": f"{step_sizes}", "seed": f"{seed}",
+            "average": f"over the last half of {steps:,} steps" if average else "none",
+        }
         run = Run(iteration, step_sizes, steps, examples.total, tolerance, average, bound, every, signature)
         run.go(settings, called)
         fitted, reason = posterior(run.mean, iteration.precision), f"{algorithm}, {len(run.history):,} steps"
@@ -344,23 +347,16 @@ def _positive(what: str, value: object, example: str) -> float:
     return float(value)
 
 
-def _signature(
-    model: LinearizedModel, examples: Examples, structure: str, method: Algorithm, relinearize: bool,
-    step_sizes: StepSizes, average: bool, seed: int, steps: int, row_tolerance: float,
-) -> dict[str, str]:
-    """What a run that resumes must share with the interrupted one; weights move, and are in the state."""
+def _signature(model: LinearizedModel, examples: Examples) -> dict[str, str]:
+    """The model and the data of a run, for one that resumes; weights move, and are in the state."""
     own = {name: value for name, value in ModelSignature(model).items() if name != "network"}
     module = model.network.module
     kinds = [type(part).__name__ for part in module.modules()]
     return own | {
         "network": f"{type(module).__name__} of {len(kinds)} modules, {crc32(' '.join(kinds).encode()):08x}",
-        "output": repr(model.network.output),
-        "targets and example weights": examples.fingerprint, "row tolerance": f"{row_tolerance:g}",
+        "output": repr(model.network.output), "targets and example weights": examples.fingerprint,
         "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
-        "batch size": f"{examples.per_step:,}", "structure": structure,
-        "algorithm": f"{method!r}{'' if relinearize else ', linearized once'}", "step sizes": f"{step_sizes}",
-        "seed": f"{seed}",
-        "average": f"over the last half of {steps:,} steps" if average else "none",
+        "batch size": f"{examples.per_step:,}",
     }
 
 
