@@ -13,6 +13,7 @@ from ntk_laplace.posterior.estimates import conditional_estimate, warn_of
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explain import leave_one_out_score, leave_some_out
 from ntk_laplace.posterior.explanation import ExplanationVerbs
+from ntk_laplace.posterior.other_data import OtherDataVerbs
 from ntk_laplace.posterior.scores import LearningCurve, PrequentialEvidence, orders, require_beginning
 from ntk_laplace.structures.what_if import Indices, drawn
 
@@ -22,7 +23,7 @@ _METHODS = ("auto", "evidence", "average", "samples")
 _ORDERS = 10  # random orders of a closed-form conditional evidence
 
 
-class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
+class SelectionVerbs(EvidenceVerbs, ExplanationVerbs, OtherDataVerbs):
     """Selection criteria on the scale of the evidence: sums over the data in nats, larger is better."""
 
     def conditional_log_marginal_likelihood(

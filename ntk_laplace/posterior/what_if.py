@@ -11,7 +11,8 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_choice, warn
 from ntk_laplace.model.data import Batches, InputData
 from ntk_laplace.posterior.calibrate import with_left_out_hyperparameters
-from ntk_laplace.posterior.fitted import Fitted, require_noise_of_new_points
+from ntk_laplace.posterior.fitted import Fitted
+from ntk_laplace.posterior.other_data import require_noise_of_new_points
 from ntk_laplace.structures import FunctionSpace
 from ntk_laplace.structures.data_passes import read_points
 from ntk_laplace.structures.points import TrainingPoints
