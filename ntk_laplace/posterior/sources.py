@@ -13,7 +13,7 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior.explain import SPREADS, ExplanationRequest, SourceEffects, Sources, numbered
 from ntk_laplace.posterior.explain.quantity import Output, Quantity, quantity_of, require_quantity
 from ntk_laplace.posterior.explanation import ExplanationVerbs
-from ntk_laplace.posterior.prediction import PredictionVerbs
+from ntk_laplace.posterior.latent import LatentVerbs
 from ntk_laplace.posterior.what_if import is_moving
 from ntk_laplace.posterior.what_ifs import WhatIfs, WhatIfsVerbs
 from ntk_laplace.structures.points import TrainingPoints
@@ -31,7 +31,7 @@ _SUMS = (
 )
 
 
-class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
+class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, LatentVerbs):
     """Effects of sources of training points."""
 
     def source_effects(
