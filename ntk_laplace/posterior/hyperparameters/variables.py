@@ -28,9 +28,7 @@ class Variables:
 
     def __init__(self, posterior: Evidence, which: Sequence[str] | None) -> None:
         there: dict[str, nn.Parameter] = {"precision": posterior.prior.log_precision}
-        own = dict(posterior.likelihood.named_parameters())
-        for name, parameter in own.items():
-            there[name.removeprefix("log_")] = parameter
+        there |= {name.removeprefix("log_"): own for name, own in posterior.likelihood.named_parameters()}
         known = f"hyperparameters among {', '.join(there)}"
         named = which is None or isinstance(which, str)
         if not (named or (isinstance(which, Sequence) and all(isinstance(name, str) for name in which))):
@@ -78,11 +76,8 @@ class Variables:
     @torch.no_grad()
     def set(self, values: Tensor) -> None:
         """Set the hyperparameters to these logarithms."""
-        start = 0
-        for parameter in self.parameters.values():
-            own = values[start : start + parameter.numel()]
+        for parameter, own in zip(self.parameters.values(), self._split(values), strict=True):
             parameter.copy_(own.reshape(parameter.shape))
-            start += parameter.numel()
 
     def box(self, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
         """Lower and upper bounds of the logarithms; parameters without a logarithm are unbounded."""
@@ -93,12 +88,12 @@ class Variables:
 
     def shown(self, values: Tensor) -> list[float]:
         """Variances, precisions, temperatures for the logarithms; parameters without a logarithm as they are."""
-        found, start = [], 0
-        for name, parameter in self.parameters.items():
-            own = values[start : start + parameter.numel()]
-            found += (own if name == "coupling" else own.exp()).tolist()
-            start += parameter.numel()
-        return found
+        parts = zip(self.parameters, self._split(values), strict=True)
+        return torch.cat([own if name == "coupling" else own.exp() for name, own in parts]).tolist()
+
+    def _split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """The flat values of each parameter."""
+        return values.split([parameter.numel() for parameter in self.parameters.values()])
 
     def value_and_gradient(self, objective: SearchObjective) -> tuple[float, Tensor]:
         """An objective at the current values, and its gradient in the logarithms."""
