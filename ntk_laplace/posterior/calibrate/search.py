@@ -152,8 +152,8 @@ def _value_and_gradient(
     total, gradient = 0.0, torch.zeros_like(free)
     with torch.enable_grad():
         rest = {name: torch.tensor(value, dtype=torch.float64) for name, value in fixed.items()}
-        values = iter(found.parts(rest | dict(zip(names, free.exp().unbind(), strict=True)), samples))
-        for part in values:  # each part's graph is freed before the next is built
+        setting = rest | dict(zip(names, free.exp().unbind(), strict=True))
+        for part in found.parts(setting, samples):  # each part's graph is freed before the next is built
             gradient += torch.autograd.grad(part, free, retain_graph=True)[0]
             total += float(part.detach())
     return total, gradient.numpy()
