@@ -153,8 +153,7 @@ class GivenPrecision(PosteriorPrecision):
         super().__init__(prior, inner.shapes, inner.prior_precision)
         self.inner = inner
         with torch.no_grad():
-            logs = (one.double().log().sum() for one in (inner.prior_precision, self.prior_precision))
-            own, present = logs
+            own, present = (one.double().log().sum() for one in (inner.prior_precision, self.prior_precision))
         self._log_det = inner.log_det().detach().double() + own - present
         self.standard_error = inner.standard_error  # known once `log_det` is
 

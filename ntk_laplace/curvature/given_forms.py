@@ -103,9 +103,10 @@ def _require_form(what: str, value: Tensor, fits: bool, form: str) -> None:
 
 def _diagonal(what: str, value: Tensor, like: Tensor) -> Tensor:
     value = value.detach().to(like)
-    if not bool((value.isfinite() & (value > 0)).all()):
-        bad = int((~(value.isfinite() & (value > 0))).int().argmax())
-        raise HyperparameterError(f"positive finite numbers in {what}", f"{float(value[bad]):.4g} at entry {bad}",
+    bad = (~(value.isfinite() & (value > 0))).nonzero()
+    if len(bad):
+        first = int(bad[0])
+        raise HyperparameterError(f"positive finite numbers in {what}", f"{float(value[first]):.4g} at entry {first}",
                                   "Pass precisions, one over variances.")
     return value.clone()
 
