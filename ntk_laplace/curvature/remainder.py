@@ -84,9 +84,7 @@ class Remainder:
         most = max(tuning.REMAINDER_DRAWS, math.ceil(2.0 / self._variance_error**2))
 
         def needed_at(rows: Jacobian) -> float:
-            count, seen = float(len(self)), self.outputs(rows)
-            rest = seen @ seen.mT
-            blocks = self._probing.base.covariance_blocks(rows) - rest
+            count, (blocks, rest) = float(len(self)), self._estimated(rows)
             while count < most and bool(self.uncertain(blocks, rest, int(count)).any()):
                 count *= 1.25
             return count
@@ -95,9 +93,7 @@ class Remainder:
 
     def blocks(self, rows: Jacobian, root: Tensor | None = None) -> Tensor:
         """V, diagonal blocks (n, C, C), solved exactly where it is uncertain, or I - SᵀVS for a root S (n, C, R)."""
-        seen = self.outputs(rows)
-        rest = seen @ seen.mT
-        blocks = self._probing.base.covariance_blocks(rows) - rest
+        blocks, rest = self._estimated(rows)
         uncertain = self.uncertain(blocks, rest)
         if root is not None:
             eye = torch.eye(root.shape[2], dtype=root.dtype, device=root.device)
@@ -106,6 +102,12 @@ class Remainder:
         if len(solved):
             blocks[solved] = self.solved_blocks(rows.subset(solved))
         return blocks
+
+    def _estimated(self, rows: Jacobian) -> tuple[Tensor, Tensor]:
+        """V by the draws, diagonal blocks (n, C, C), and what they subtract from that of the low rank."""
+        seen = self.outputs(rows)
+        rest = seen @ seen.mT
+        return self._probing.base.covariance_blocks(rows) - rest, rest
 
     def solved_blocks(self, rows: Jacobian) -> Tensor:
         """V by solves. With solutions X, their residuals R and rows J, in units of the prior: V = JXᵀ + XRᵀ + EĤEᵀ.
