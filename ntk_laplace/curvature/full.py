@@ -24,12 +24,18 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["FullPrecision", "accumulate_ggn"]
+__all__ = ["FullPrecision", "accumulate_ggn", "whitened"]
 
 
 def accumulate_ggn(ggn: Tensor, rows: Jacobian, shapes: Mapping[str, torch.Size]) -> None:
     """JᵀΛJ += (SᵀJ)ᵀ(SᵀJ) for rows of SᵀJ; lower triangle only."""
     add_outer_lower_(ggn, rows.dense(shapes).flatten(0, 1))
+
+
+def whitened(factor: Tensor, rows: Jacobian, shapes: Mapping[str, torch.Size]) -> Tensor:
+    """L⁻¹Jᵀ of some parameters for the L (p, p) of H = L Lᵀ, (p, n, K)."""
+    half = solve_lower(factor, rows.dense(shapes).flatten(0, 1).T)
+    return half.view(len(half), rows.num_cotangents, rows.num_examples).transpose(1, 2)
 
 
 class FullPrecision(PosteriorPrecision):
@@ -106,18 +112,13 @@ class FullPrecision(PosteriorPrecision):
         k, n = rows.num_cotangents, rows.num_examples
         blocks = self.factor.new_empty(n, k, k)
         for part in self._panels(rows):
-            half = self._half(rows.subset(part)).view(len(self.factor), k, -1).permute(2, 1, 0)
+            half = whitened(self.factor, rows.subset(part), self.shapes).permute(1, 2, 0)
             blocks[part] = half @ half.mT
         return blocks
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        k, n = rows.num_cotangents, rows.num_examples
-        half = self._half(rows).view(-1, k, n).transpose(1, 2).reshape(-1, n * k)
+        half = whitened(self.factor, rows, self.shapes).flatten(1)
         return half.T @ half
-
-    def _half(self, rows: Jacobian) -> Tensor:
-        """L⁻¹Jᵀ with H = L Lᵀ, (P, K*n), cotangents first."""
-        return solve_lower(self.factor, rows.dense(self.shapes).flatten(0, 1).T)
 
     # --- samples
 

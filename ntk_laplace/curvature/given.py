@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.full import whitened
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import diagonal_blocks, gram
@@ -113,7 +114,7 @@ class BlockwisePrecision(PosteriorPrecision):
         blocks = diagonal_blocks(rows, self._variances) if self._variances else rows.f.new_zeros(n, k, k)
         for part in self._panels(rows) if self._blocks else ():
             for half in self._halves(rows.subset(part)):
-                own = half.view(len(half), k, -1).permute(2, 1, 0)
+                own = half.permute(1, 2, 0)
                 blocks[part] += own @ own.mT
         return blocks
 
@@ -121,14 +122,13 @@ class BlockwisePrecision(PosteriorPrecision):
         k, n = rows.num_cotangents, rows.num_examples
         joint = gram(rows, None, self._variances) if self._variances else rows.f.new_zeros(n * k, n * k)
         for half in self._halves(rows):
-            own = half.view(-1, k, n).transpose(1, 2).reshape(-1, n * k)
+            own = half.flatten(1)
             joint.addmm_(own.T, own)
         return joint
 
     def _halves(self, rows: Jacobian) -> Iterator[Tensor]:
-        """L⁻¹Jᵀ of each dense block, (p, K*n), cotangents first."""
-        for _, factor, names in self._blocks:
-            yield solve_lower(factor, rows.dense(names).flatten(0, 1).T)
+        """L⁻¹Jᵀ of each dense block, (p, n, K)."""
+        return (whitened(factor, rows, names) for _, factor, names in self._blocks)
 
 
 class GivenPrecision(PosteriorPrecision):
