@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ class WhatIfs:
     posterior : Posterior
         Before the changes.
     groups : Groups
-    fitted : callable
-        The posterior at the optimum of one group, where the network has moved.
 
     Attributes
     ----------
@@ -44,8 +41,8 @@ class WhatIfs:
         Number of steps, quasi-Newton and Newton.
     """
 
-    def __init__(self, posterior: WhatIfVerbs, groups: Groups, fitted: Callable[[int], WhatIfVerbs]) -> None:
-        self._posterior, self._groups, self._fitted = posterior, groups, fitted
+    def __init__(self, posterior: WhatIfVerbs, groups: Groups) -> None:
+        self._posterior, self._groups = posterior, groups
         self.linearization = "moving" if groups.moving else "fixed"
         self.thetas, self.weights = groups.thetas, groups.weights
         self.converged, self.steps = groups.converged, groups.steps
@@ -107,7 +104,7 @@ class WhatIfs:
                                      'Fit one of them, or ask with linearization="moving".')
             return own.reweight(torch.arange(own.num_examples), self.weights[index], steps=None)
         with torch.inference_mode(False):
-            return self._fitted(index)
+            return own._derived(self._groups.fitted(index, own.fitted))
 
 
 @dataclass(frozen=True)
@@ -187,11 +184,7 @@ class WhatIfsVerbs(WhatIfVerbs):
             # hyperparameters that change later are not those of the answers
             before = self if moving else self._derived(self._fitted.derived(self._fitted.structure))
         tell_unreached(found.converged, found.falling, found.steps)
-        return WhatIfs(before, found, partial(self._at_optimum, found))
-
-    def _at_optimum(self, groups: Groups, index: int) -> WhatIfVerbs:
-        """The posterior at the optimum of one group."""
-        return self._derived(groups.fitted(index, self._fitted))
+        return WhatIfs(before, found)
 
     def cross_validate(
         self, folds: int | Any = 5, *, linearization: str = "moving", seed: int = 0
