@@ -236,10 +236,6 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
         return less_(gram(rows, None, self.variances), self.factor.solve_lower_(self.cross(rows)).T)
 
-    def training_covariance_blocks(self) -> Tensor:
-        """V at the training points, (N, C, C)."""
-        return self.covariance_blocks(self.rows)
-
 
 def prior_variances(prior: GaussianPrior, shapes: Iterable[str]) -> dict[str, Tensor]:
     """Prior variance, one over the precision, of each parameter: one number, or one per entry."""

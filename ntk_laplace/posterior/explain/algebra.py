@@ -218,7 +218,7 @@ def without_each(
     """
     with torch.no_grad():
         residual = points.residual(likelihood)
-    moments = space.training_covariance_blocks()
+    moments = space.covariance_blocks(space.rows)
     half = moments @ space.root  # V_iiS_i
     covariance = moments + half @ torch.linalg.solve(space.inverse_blocks, half.mT)
     return points.f - (covariance @ residual.unsqueeze(-1)).squeeze(-1), covariance
