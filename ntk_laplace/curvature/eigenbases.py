@@ -46,8 +46,7 @@ class FactorEigen:
     def values(self) -> Tensor:
         """Eigenvalues, ascending; slightly negative values, which rounding causes, are clamped to zero."""
         if self._values is None:
-            if self.lower is None:
-                raise ValueError("a decomposition needs a matrix or its eigenvalues")
+            assert self.lower is not None
             self._values = symmetric_eigenvalues(self.lower).clamp_min(0.0)
         return self._values
 

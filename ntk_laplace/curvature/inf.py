@@ -92,8 +92,7 @@ class LowRank:
         o, i = block.entries[1:]
         top = values[0].flatten().topk(chosen_rank(values, rank)).indices
         rows, columns = torch.unique(top // i), torch.unique(top % i)
-        if isinstance(basis.left, Reflections) or isinstance(basis.right, Reflections):
-            raise ValueError("INF needs all eigenvectors as columns")
+        assert not isinstance(basis.left, Reflections) and not isinstance(basis.right, Reflections)
         return cls(_columns(basis.left, o, rows, values), _columns(basis.right, i, columns, values), rows, columns)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LowRank:

@@ -65,8 +65,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
         self._keep(rows, prior, shapes)
         self._root_of, self._columns = root, num_columns
         layer = last_layer(rows, self.variances)
-        if layer is None:
-            raise ValueError("these are no rows of a last linear layer")
+        assert layer is not None
         self._layer, self.form = layer, form.to(torch.float64)
         self._scale = self._deviations(self.variances)
         features = self._inputs(rows) * self._scale

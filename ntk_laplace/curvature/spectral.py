@@ -119,8 +119,7 @@ class SpectralBlock(BlockPrecision):
         if self.precision.ndim == 0:
             return used.sum(dtype=torch.float64)
         left, right = self.basis.left, self.basis.right
-        if isinstance(left, Reflections) or isinstance(right, Reflections):
-            raise ValueError("precisions of single entries in a basis of reflections")
+        assert not isinstance(left, Reflections) and not isinstance(right, Reflections)
         squares = Basis(None if left is None else left.square(), None if right is None else right.square())
         own = squares.back(used.expand(self.block.entries))  # Σ_j U_ij² λ_j/(λ_j + 1)
         return own * self.precision if self.relative else own  # 1 - δ_i (H⁻¹)_ii
@@ -261,8 +260,7 @@ class KroneckerBlock(SpectralBlock):
         return self._shared(self._eigenbasis.right)
 
     def _shared(self, side: Tensor | None) -> Tensor:
-        if side is None:
-            raise ValueError("a Kronecker block needs the eigenvalues of both factors")
+        assert side is not None
         return (side / self.count.sqrt()).to(side)
 
     @property
