@@ -32,10 +32,15 @@ __all__ = ["LGVA", "OGGN", "VOGGN", "Algorithm", "SampledLGVA", "samples_of"]
 class Algorithm(ABC):
     """Evaluates the shares of a step's examples in ĝ and Ĝ."""
 
-    rows_per_example: int = 1
-    """Rows of Ĝ per example, over the rank R of its Λ."""
-    weight_samples: int = 0
-    """Samples of all weights in a step."""
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of Ĝ per example, over the rank R of its Λ."""
+        return 1
+
+    @property
+    def weight_samples(self) -> int:
+        """Samples of all weights in a step."""
+        return 0
 
     @abstractmethod
     def terms(
@@ -57,13 +62,11 @@ class VOGGN(Algorithm):
     samples: int = 2
 
     @property
-    def rows_per_example(self) -> int:  # type: ignore[override]
-        """S."""
+    def rows_per_example(self) -> int:
         return self.samples
 
     @property
-    def weight_samples(self) -> int:  # type: ignore[override]
-        """S."""
+    def weight_samples(self) -> int:
         return self.samples
 
     def terms(
@@ -122,8 +125,7 @@ class SampledLGVA(Algorithm):
     samples: int = 2
 
     @property
-    def weight_samples(self) -> int:  # type: ignore[override]
-        """S."""
+    def weight_samples(self) -> int:
         return self.samples
 
     def terms(

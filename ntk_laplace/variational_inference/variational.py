@@ -326,9 +326,9 @@ def _algorithm(name: object, samples: int | None, expectations: object) -> Algor
 
 def _tell_noise(method: Algorithm, step_size: float) -> None:
     """Warn of the noise of a sample without a partner, at constant step sizes."""
-    if not isinstance(method, (VOGGN, SampledLGVA)) or method.samples % 2 == 0:
+    samples = method.weight_samples
+    if samples % 2 == 0:
         return
-    samples = method.samples
     floor = step_size / (2.0 - step_size) / samples**2
     warn(f"of samples={samples} one has no partner μ - e: at a constant step_size, μ keeps a squared distance of "
          f"about {floor:.3g} tr[(G H⁻¹)²] to its optimum, in the metric of H (up to {floor:.3g} times the effective "
