@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, is_choice
+from ntk_laplace.errors import is_choice
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import diagonal_blocks
 from ntk_laplace.model.data import as_tensors
@@ -21,7 +21,7 @@ from ntk_laplace.posterior.explain.algebra import (
     widening,
 )
 from ntk_laplace.posterior.explain.quantity import Output, Quantity, quantity_of
-from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted, strongest
+from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted, strongest, whole
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
@@ -59,12 +59,6 @@ class ExplanationRequest:
     by: str = "output"
     y: object = None
 
-    def of(self, model: LinearizedModel, f: Tensor, count: int) -> tuple[Quantity, int]:
-        """The quantity at predictions f, and the number of training points to show, of `count`."""
-        if self.k is None:
-            raise DataError("k of at least 1, a whole number", "None", "Ask for one or more training points.")
-        return quantity_of(model.likelihood, f, self.by, self.output, self.y), min(counted(self.k, count), count)
-
     def of_each(
         self, model: LinearizedModel, chunks: Iterable[Jacobian], count: int
     ) -> Iterator[tuple[Jacobian, Quantity, int]]:
@@ -73,7 +67,7 @@ class ExplanationRequest:
         Raises
         ------
         DataError, UnsupportedError
-            As `quantity`.
+            As `quantity_of`, or if `k` is not a whole number of at least 1.
         TargetError
             If there are fewer targets than inputs, or more, after the last chunk.
         """
@@ -83,8 +77,8 @@ class ExplanationRequest:
             stop = start + rows.num_examples
             if each is not None and len(each) < stop:
                 model.likelihood.for_new_points().targets(each, stop, model.network.num_outputs)
-            request = self if each is None else replace(self, y=each[start:stop])
-            found = rows, *request.of(model, rows.f, count)
+            own = self.y if each is None else each[start:stop]
+            found = rows, quantity_of(model.likelihood, rows.f, self.by, self.output, own), min(whole(self.k), count)
             del rows
             yield found
             del found  # before the rows of the next chunk are computed

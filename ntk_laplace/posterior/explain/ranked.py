@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["Entry", "Ranked", "counted", "joined", "strongest"]
+__all__ = ["Entry", "Ranked", "counted", "joined", "strongest", "whole"]
 
 R = TypeVar("R", bound="Ranked")
 
@@ -252,6 +252,11 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
 
 
 def counted(k: Any, default: int) -> int:
+    """The validated number of training points to show; by default so many."""
+    return default if k is None else whole(k)
+
+
+def whole(k: Any) -> int:
     """The validated number of training points to show.
 
     Raises
@@ -259,8 +264,6 @@ def counted(k: Any, default: int) -> int:
     DataError
         If k is not an integer of at least 1.
     """
-    if k is None:
-        return default
     if not is_whole(k, 1):
         raise DataError("k of at least 1, a whole number", f"{k!r}", "Ask for one or more training points.")
     return int(k)
