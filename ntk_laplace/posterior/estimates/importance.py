@@ -22,21 +22,7 @@ __all__ = ["center", "importance_evidence"]
 def importance_evidence(
     fitted: FittedModel, samples: int, inflation: float, model: str, x: InputData | None, generator: Generator
 ) -> EvidenceEstimate:
-    """log (1/S) Σ p(D, θ_s)/q(θ_s) for θ_s ~ q = N(m, c H⁻¹).
-
-    Parameters
-    ----------
-    fitted : FittedModel
-    samples : int
-        S.
-    inflation : float
-        c.
-    model : str
-        "nn" or "glm".
-    x : optional
-        The training inputs, if the structure does not have the data and the model is "nn".
-    generator : torch.Generator
-    """
+    """log (1/S) Σ p(D, θ_s)/q(θ_s) for θ_s ~ q = N(m, c H⁻¹); arguments as those of the verb."""
     require_memory(16 * samples, fitted.network.device, f"{samples:,} weights of importance sampling",
                    "Take fewer samples.", fitted.settings.memory_budget)
     sizes = draw_sizes(samples, len(fitted.theta), fitted.theta, tuning.SAMPLED_OUTPUTS // fitted.points.f.numel())

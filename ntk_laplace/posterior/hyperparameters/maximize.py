@@ -54,22 +54,10 @@ def maximize(
     posterior : Evidence
     theta : Tensor, (P,)
         The weights.
-    method : str
-        "lbfgs" (bounded quasi-Newton on the logarithms), "adam", or "mackay" (δ_g = γ_g/‖θ_g - μ0‖², and for a
-        Gaussian with one noise variance σ² = Σ‖y - f‖²/(NC - γ)).
-    parameters : sequence of str, optional
-        Which of "precision", "noise", "temperature" to optimize; by default all but the temperature.
-    steps : int
-        Maximum number of steps.
-    tolerance : float
-        Converged if no gradient in a logarithm exceeds this fraction of 1 + abs(evidence); with "lbfgs" also if none
-        exceeds the square root of the machine epsilon, where the evidence changes only by rounding.
-    bounds : tuple of float
-        Lower and upper bound of every hyperparameter.
+    method, parameters, steps, tolerance, bounds, options
+        As of `fit_hyperparameters`.
     estimated : bool
         Whether log det B is a stochastic estimate, whose gradient is another one: "lbfgs" needs a local model of it.
-    options
-        `correction` (bool), `learning_rate` (of "adam", in log units, default 0.1), `progress`.
 
     Returns
     -------
