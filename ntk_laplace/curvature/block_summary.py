@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
-from ntk_laplace.errors import NonFiniteError, UnsupportedError
+from ntk_laplace.errors import NonFiniteError
 from ntk_laplace.jacobian import FusedSums, Jacobian, Lookup, Outer, Products
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
@@ -93,9 +93,7 @@ class Summary:
         elif isinstance(own, Lookup):
             self._add_lookup(own, counts)
         else:
-            raise UnsupportedError(f"every batch to reach {self.block.weight!r} through its layer",
-                                   "a batch that uses it in another operation",
-                                   'Use structure="diag", "full" or "gp", which follow any graph.')
+            raise self.block.other_use('Use structure="diag", "full" or "gp", which follow any graph.')
 
     def _add_outer(
         self, rows: Outer, sharing: str, products: Products, counts: Tensor | None, rank: int | None

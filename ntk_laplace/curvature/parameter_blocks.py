@@ -147,10 +147,13 @@ class ParameterBlock:
         if not fused:
             return None
         if len(mine) > 1:
-            raise UnsupportedError(f"every batch to reach {self.weight!r} through its layer",
-                                   "a batch that uses it in another operation",
-                                   'Use structure="full" or "gp", which follow any graph.')
+            raise self.other_use('Use structure="full" or "gp", which follow any graph.')
         return fused[0]
+
+    def other_use(self, remedy: str) -> UnsupportedError:
+        """The error of a batch whose rows of this block have no form of a layer's."""
+        return UnsupportedError(f"every batch to reach {self.weight!r} through its layer",
+                                "a batch that uses it in another operation", remedy)
 
     @property
     def layer(self) -> FusedLayer | None:

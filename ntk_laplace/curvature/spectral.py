@@ -16,7 +16,6 @@ from ntk_laplace.curvature.log_det_terms import InputTerm, LogDetTerm, Spectrum
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.posterior_precision import CrossCovariance
 from ntk_laplace.curvature.structured import BlockPrecision
-from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian, LayerRows, Lookup, Outer
 from ntk_laplace.jacobian.blocks.outer_products import separated
 from ntk_laplace.runtime.linalg import cross_approximation
@@ -317,9 +316,7 @@ class KroneckerBlock(SpectralBlock):
             b = b.sum(3, keepdim=True) if self.sharing == "reduce" else b
             b = turned(b, self.basis.left).permute(1, 0, 3, 2, 4)
         else:
-            raise UnsupportedError(f"every batch to reach {self.block.weight!r} through its layer",
-                                   "a batch that uses it in another operation",
-                                   'Use structure="ekfac", "diag" or "full".')
+            raise self.block.other_use('Use structure="ekfac", "diag" or "full".')
         pulled = torch.einsum("nktgp,gpq->nktgq", b, self._by_outputs(vector))
         return pulled.flatten(2) @ b.flatten(2).mT
 
