@@ -94,7 +94,9 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         require_whole("rounds", rounds, 1, "Pass rounds=1.")
         require_whole("steps", steps, 1, "Leave it out for 1000.")
         require_whole("evidence_steps", evidence_steps, 0, "Leave it out for 200; 0 keeps the hyperparameters.")
-        _require_tolerance(tolerance)
+        if not is_number(tolerance, above=0):
+            raise HyperparameterError("a positive tolerance, nats per point", repr(tolerance),
+                                      "Leave it out for the default.")
         require_predictive(predictive)
         model = self._fitted.model
         if model.displacement is not None or model.training_gradient is not None:
@@ -148,13 +150,6 @@ def _divided(model: LinearizedModel, groups: str) -> GaussianPrior:
     first = float(prior.precision.detach().flatten()[0])
     found = GaussianPrior(first, prior.flat_mean().detach(), groups).bind(model.network.shapes)
     return prior if len(prior.precision) > 1 else found.to(model.network.device)
-
-
-def _require_tolerance(tolerance: object) -> None:
-    """Refuse a tolerance that is not a positive number (HyperparameterError)."""
-    if not is_number(tolerance, above=0):
-        raise HyperparameterError("a positive tolerance, nats per point", repr(tolerance),
-                                  "Leave it out for the default.")
 
 
 def require_predictive(predictive: object) -> None:

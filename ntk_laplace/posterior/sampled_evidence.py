@@ -81,7 +81,10 @@ class SampledEvidenceVerbs(EvidenceVerbs):
             If the weights and outputs of one sample do not fit in memory.
         """
         require_whole("samples", samples, 1, "Leave it out for 2,000.")
-        _require_wide(inflation)
+        if not is_number(inflation, above=0.5):
+            raise HyperparameterError(
+                "a positive, finite inflation of the covariance, above 1/2: below that the weights of a Gaussian "
+                "posterior have no variance", repr(inflation)[:80], "Leave it out for 1.2.")
         self._require_sampling(model, generator)
         with torch.inference_mode(False), torch.no_grad():
             found = importance_evidence(self._fitted, samples, float(inflation), model, x, self._seeded(generator))
@@ -212,13 +215,6 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         if not bool(torch.isfinite(draws).all()):
             raise DataError(expected, "some that are NaN or infinite", remedy)
         return draws
-
-
-def _require_wide(inflation: object) -> None:
-    if not is_number(inflation, above=0.5):
-        raise HyperparameterError("a positive, finite inflation of the covariance, above 1/2: below that the weights "
-                                  "of a Gaussian posterior have no variance", repr(inflation)[:80],
-                                  "Leave it out for 1.2.")
 
 
 def _told(found: _Estimate, remedy: str) -> _Estimate:

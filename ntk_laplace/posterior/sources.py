@@ -80,7 +80,10 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, LatentVerbs):
         points = self._points()
         counts = points.counts
         names, number = numbered(sources, points.observed_counts(self.likelihood))
-        self._check_variance(by, linearization)
+        require_quantity(by)
+        if by in SPREADS and not is_moving(linearization, None):
+            self._fitted.require_exact(f" for by={by!r} without a source",
+                                       'Use linearization="moving", which fits the structure again.')
         left = number == torch.arange(-1, len(names), device=number.device).unsqueeze(1)  # first nothing is left out
         found = self.what_ifs(counts * ~left, linearization=linearization)
         f, after = (part.transpose(0, 1) for part in found.outputs(x).split([1, len(names)]))
@@ -99,12 +102,6 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, LatentVerbs):
             own_log_prob=own, own_log_prob_without=own_without, converged=found.converged[1:],
             linearization=linearization, guarantees=(_GUARANTEES[linearization], _SUMS),
         )
-
-    def _check_variance(self, by: str, linearization: str) -> None:
-        require_quantity(by)
-        if by in SPREADS and not is_moving(linearization, None):
-            self._fitted.require_exact(f" for by={by!r} without a source",
-                                       'Use linearization="moving", which fits the structure again.')
 
     def _covariances_without(self, found: WhatIfs, x: InputData) -> Sequence[Tensor]:
         """Covariance blocks (n, C, C) of each posterior, the first without a change."""
