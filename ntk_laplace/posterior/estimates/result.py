@@ -88,19 +88,11 @@ class EvidenceEstimate:
             "too few for a standard error")
         return f"not to be trusted: {shape}, {effective}; {why}"
 
-    @property
-    def _title(self) -> str:
-        what = {"nn": "of the network", "glm": "of the linearized model"}[self.model]
-        return f"evidence {what} {self.value:,.3f} ± {self.standard_error:.3g} nats"
-
-    @property
-    def _modes(self) -> str:
-        if not self.symmetry or self.model == "glm":
-            return ""
-        return f"; {self.symmetry:.3f} nats of symmetric modes (log of their number) are not added"
-
     def __str__(self) -> str:
-        return f"{self._title} ({self.words}{self._modes})"
+        what = {"nn": "of the network", "glm": "of the linearized model"}[self.model]
+        several = self.symmetry and self.model == "nn"
+        modes = f"; {self.symmetry:.3f} nats of symmetric modes (log of their number) are not added" if several else ""
+        return f"evidence {what} {self.value:,.3f} ± {self.standard_error:.3g} nats ({self.words}{modes})"
 
 
 def summary(log_weights: Tensor, other_error: float = 0.0, share: float = 1.0) -> dict[str, Any]:
