@@ -188,9 +188,8 @@ def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
     fitted.require_laplace("leave-one-out")
     everything = torch.arange(fitted.num_examples, device=fitted.points.f.device)
     found = _kept(fitted) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, everything)
-    measured = reliability(fitted, everything, found.leverage)
     words = _EXACT if fitted.exact else _OTHER_ROOT if fitted.structure.spec.exact else _OTHER
-    return _predicted(fitted, everything, found, measured, words, samples)
+    return _predicted(fitted, everything, found, words, samples)
 
 
 def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> LeaveOneOut:
@@ -228,16 +227,16 @@ def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> L
         raise DataError("one or more training points to leave out", "none", "Pass for example points=100.")
     if not fitted.exact:
         found, left = conditioned(fitted, index)
-        measured = reliability(fitted, index, found.leverage, left)
-        return _predicted(fitted, index, found, measured, _REFITTED, samples)
+        return _predicted(fitted, index, found, _REFITTED, samples, left)
     found = _kept(fitted).at(index) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, index)
-    return _predicted(fitted, index, found, reliability(fitted, index, found.leverage), _EXACT, samples)
+    return _predicted(fitted, index, found, _EXACT, samples)
 
 
 def _predicted(
-    fitted: FittedModel, index: Tensor, found: Without, measured: Reliability, words: str, samples: int
+    fitted: FittedModel, index: Tensor, found: Without, words: str, samples: int, unfinished: float | None = None
 ) -> LeaveOneOut:
-    """Densities of the targets under the moments without each point."""
+    """Densities of the targets under the moments without each point; `unfinished` is as in `Reliability`."""
+    measured = reliability(fitted, index, found.leverage, unfinished)
     network, points = fitted.network, fitted.points.subset(index)
     generator = torch.Generator(device=found.mean.device).manual_seed(0)
     with torch.no_grad():
