@@ -156,13 +156,13 @@ class Fitted:
 
     def _words(self) -> str:
         """The changes by a what-if, for `repr`."""
-        changed = self._fitted.model.displacement is not None or self._fitted.model.training_gradient is not None
-        removed = int((self.weights == 0).sum()) if changed else 0
         model = self._fitted.model
-        words = ["relinearized"] if model.training_gradient is not None and model.displacement is None else []
+        moved, relinearized = model.displacement is not None, model.training_gradient is not None
+        removed = int((self.weights == 0).sum()) if moved or relinearized else 0
+        words = ["relinearized"] if relinearized and not moved else []
         words += [f"{removed} removed"] if removed else []
         words += ["refitted"] if model.refitted else []
-        if not words and model.displacement is not None:
+        if not words and moved:
             words = ["changed" if self._fitted.structure.spec.laplace else "linearized at other weights"]
         return f" ({', '.join(words)})" if words else ""
 
