@@ -15,7 +15,7 @@ from ntk_laplace.model.data import as_tensors, leaves, num_examples, to_device
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 
-__all__ = ["DifferentiableModel", "require_gradients"]
+__all__ = ["DifferentiableModel", "wants_gradients"]
 
 _COPIES = 4  # of J: the rows, H⁻¹Jᵀ, and what their backward passes keep
 
@@ -84,7 +84,7 @@ class DifferentiableModel:
         return self.precision.differentiable_solve(rows)
 
 
-def require_gradients(x: Any) -> bool:
+def wants_gradients(x: Any) -> bool:
     """Whether a gradient in `x` is wanted: a tensor of it requires one, and gradients are enabled.
 
     Raises

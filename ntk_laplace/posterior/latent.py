@@ -17,7 +17,7 @@ from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.data import InputData, RowBuffer, as_tensors, fill_buffer
 from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
 from ntk_laplace.posterior.chunks import Chunks
-from ntk_laplace.posterior.differentiable import DifferentiableModel, require_gradients
+from ntk_laplace.posterior.differentiable import DifferentiableModel, wants_gradients
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_root
@@ -77,7 +77,7 @@ class LatentVerbs(Fitted):
             If the optimum is not reached: the prior is too weak, or the likelihood is not log-concave.
         """
         require_flags(differentiable=differentiable)
-        if differentiable and require_gradients(x):
+        if differentiable and wants_gradients(x):
             f, jac, solved = self._with_graph(x, mean)
             joint = jac.flatten(0, 1) @ solved.flatten(0, 1).mT
             return MultitaskMultivariateNormal(f, DenseLinearOperator(0.5 * (joint + joint.mT)), interleaved=True)
@@ -97,7 +97,7 @@ class LatentVerbs(Fitted):
         """
         require_flags(per_position=per_position, differentiable=differentiable)
         positions = self.likelihood.num_positions(self.num_outputs)
-        if differentiable and require_gradients(x):
+        if differentiable and wants_gradients(x):
             f, jac, solved = self._with_graph(x, mean)
             if per_position:
                 f, jac, solved = (part.unflatten(1, (positions, -1)) for part in (f, jac, solved))
