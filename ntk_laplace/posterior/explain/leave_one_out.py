@@ -199,27 +199,7 @@ def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> L
     in groups of at most a tenth of the data; covariances are those of this fit, and the means take back all points of
     the group but one (`conditioned`).
 
-    Parameters
-    ----------
-    fitted : FittedModel
-    index : Tensor, (m,)
-        Different training points, in any order.
-    samples : int
-        Points of f, if the predictive has no closed form.
-
-    Returns
-    -------
-    LeaveOneOut
-        Of the m points, ascending.
-
-    Raises
-    ------
-    DataError
-        If there are no points, no others remain, or the data cannot be read again.
-    MemoryBudgetError
-        If the matrices over a group's outputs do not fit in memory.
-    UnsupportedError
-        If the curvature is not the GGN, or the structure cannot be fitted to some of its points.
+    `index` (m,) has different points in any order, and the result has them ascending. Errors are those of the verb.
     """
     fitted.require_laplace("leave-one-out")
     index = index.to(fitted.points.f.device).sort().values
