@@ -134,6 +134,14 @@ def test_residual_is_the_gradient(case: Case, outputs: str) -> None:
 
 @each_case
 @each_output
+def test_density_and_residual_together_are_those_alone(case: Case, outputs: str) -> None:
+    f, likelihood, y = case.reached(outputs), case.bound(), case.targets
+    found = likelihood.log_prob_and_residual(f, y)
+    torch.testing.assert_close(found, (likelihood.log_prob(f, y), likelihood.residual(f, y)), rtol=1e-14, atol=0.0)
+
+
+@each_case
+@each_output
 def test_hessian_is_minus_the_second_derivative(case: Case, outputs: str) -> None:
     f, likelihood = case.reached(outputs), case.bound()
     full = hessian(lambda f: likelihood.log_prob(f, case.targets).sum())(f)

@@ -136,6 +136,8 @@ class NetworkLikelihood(WeightLikelihood):
         size = sum(num_bytes(x) for x in self._batches)
         if own.precision != torch.float64 or size > self._room or self._kept_bytes < tuning.SINGLE_BYTES:
             return None
+        if any(tensor.is_complex() for tensor in (*own.module.parameters(), *own.module.buffers())):
+            return None
         few = take(self._batches[0], slice(0, _COMPARED))
         try:
             found._network, found._dtype = self._network.rounded(torch.float32), torch.float32
