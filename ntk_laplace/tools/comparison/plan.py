@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import html
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +29,7 @@ from ntk_laplace.structures import Auto, LinearizedModel, Settings, StructureSpe
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.tools.comparison.compare import in_words, labels_of
-from ntk_laplace.tools.comparison.rows import Rows, aligned
-
-if TYPE_CHECKING:
-    pass
+from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of, notes_of
 
 __all__ = ["Plan", "StructurePlan", "duration", "plan"]
 
@@ -105,9 +101,7 @@ class Plan(Rows[StructurePlan]):
 
     def __str__(self) -> str:
         """A table, and what the forecasts assume."""
-        notes = [f"{row.structure}: {row.note}" for row in self.rows if row.note]
-        lines = [*self._head(), "", *aligned(self._columns()), "", *(
-            textwrap.fill(note, 80, subsequent_indent="  ") for note in notes)]
+        lines = [*self._head(), "", *aligned(self._columns()), "", *notes_of(self.rows)]
         return "\n".join(lines).rstrip("\n")
 
     def _repr_html_(self) -> str:
@@ -136,7 +130,7 @@ class Plan(Rows[StructurePlan]):
         columns = [["structure", *(row.structure for row in self.rows)]]
         for heading, name, form in forms:
             values = [getattr(row, name) for row in self.rows]
-            cells = ["-" if value is None else form(value) for value in values]
+            cells = cells_of(values, form)
             if heading == "fits":
                 sizes = [getattr(row, name.replace("fits", "memory")) or 0 for row in self.rows]
                 pairs = zip(cells, sizes, strict=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.tools.comparison.rows import Rows, aligned
+from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -204,7 +204,7 @@ class ModelComparison(Rows[ModelScores]):
         for name, (heading, form) in _HEADINGS.items():
             values = [getattr(row, name) for row in self.rows]
             if any(value is not None for value in values):
-                cells = ["-" if value is None else form.format(value) for value in values]
+                cells = cells_of(values, form.format)
                 if name in _ERRORS:
                     errors = [getattr(row, _ERRORS[name]) for row in self.rows]
                     cells = [c + f" ± {error:.2g}" * bool(error) for c, error in zip(cells, errors, strict=True)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     import pandas
     from _typeshed import DataclassInstance
 
-__all__ = ["Rows", "aligned"]
+__all__ = ["Rows", "aligned", "cells_of", "notes_of"]
 
 Row = TypeVar("Row", bound="DataclassInstance")
 
@@ -50,6 +51,16 @@ class Rows(Generic[Row]):
     def to_json(self) -> str:
         """All numbers in full precision, as a JSON object keyed by attribute name."""
         return json.dumps(asdict(self), indent=2)
+
+
+def cells_of(values: Iterable[Any], form: Callable[[Any], str]) -> list[str]:
+    """The cells of a column; a dash for None."""
+    return ["-" if value is None else form(value) for value in values]
+
+
+def notes_of(rows: Iterable[Any]) -> list[str]:
+    """The notes of structures, in lines of at most 80 letters."""
+    return [textwrap.fill(f"{row.structure}: {row.note}", 80, subsequent_indent="  ") for row in rows if row.note]
 
 
 def aligned(columns: Sequence[Sequence[str]]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ntk_laplace.runtime.resources import format_bytes
-from ntk_laplace.tools.comparison.rows import Rows, aligned
+from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of, notes_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,24 +113,15 @@ class EvidenceComparison(Rows[StructureEvidence]):
         """A table of at most 80 columns if labels are short, followed by notes and reasons for missing values."""
         sizes = (("N", self.num_examples), ("C", self.num_outputs), ("P", self.num_parameters))
         head = ", ".join(f"{letter} = {count:,}" for letter, count in sizes if count is not None)
-        notes = [f"{row.structure}: {row.note}" for row in self.rows if row.note]
-        lines = ["Log marginal likelihood, in nats", textwrap.fill(f"{head}; {self.model}", 80), "", *self._lines(), ""]
+        table = aligned(_columns(self.rows, self.exact))
+        lines = ["Log marginal likelihood, in nats", textwrap.fill(f"{head}; {self.model}", 80), "", *table, ""]
         if self.exact is not None:
             lines.append(f"difference: from {self.exact}, which is exact for this curvature")
-        lines += [textwrap.fill(note, 80, subsequent_indent="  ") for note in notes]
-        return "\n".join(lines).rstrip("\n")
-
-    def _lines(self) -> list[str]:
-        columns = [_labels(self.rows), *(column for column in _columns(self.rows, self.exact) if column is not None)]
-        return aligned(columns)
+        return "\n".join([*lines, *notes_of(self.rows)]).rstrip("\n")
 
 
-def _labels(rows: Sequence[StructureEvidence]) -> list[str]:
-    return ["structure", *(row.structure for row in rows)]
-
-
-def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[str] | None]:
-    """Columns with their headings; None for an empty column."""
+def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[str]]:
+    """Columns with their headings, without those of the optional ones that are empty."""
     forms = {
         "evidence": ("evidence", "{:.3f}"), "±": ("standard_error", "{:.2g}"),
         "difference": ("difference", "{:+.4g}"), "log det B": ("log_det", "{:.3f}"),
@@ -139,10 +130,10 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
         "importance": ("importance", "{:.3f}"), "imp. ±": ("importance_error", "{:.2g}"),
         "fit s": ("fit_seconds", "{:.2f}"), "evid. s": ("evidence_seconds", "{:.2f}"),
     }
-    columns: list[list[str] | None] = []
+    columns = [["structure", *(row.structure for row in rows)]]
     for heading, (name, form) in forms.items():
         values = [getattr(row, name) for row in rows]
-        cells = ["-" if value is None else form.format(value) for value in values]
+        cells = cells_of(values, form.format)
         if name == "evidence":  # "refused" or "failed"; the full reason is below the table
             gone = [row.note.partition(":")[0] for row in rows]
             cells = [word if value is None else cell for word, value, cell in zip(gone, values, cells, strict=True)]
@@ -151,7 +142,6 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
         if name in ("standard_error", "elbo_error", "importance_error"):
             values = [value or None for value in values]  # not a column of zeros
             cells = ["" if value is None else form.format(value) for value in values]
-        optional = name in _OPTIONAL and all(value is None for value in values)
-        columns.append(None if optional else [heading, *cells])
-    sizes = ["-" if row.peak_memory is None else format_bytes(row.peak_memory) for row in rows]
-    return [*columns, ["memory", *sizes]]
+        if name not in _OPTIONAL or any(value is not None for value in values):
+            columns.append([heading, *cells])
+    return [*columns, ["memory", *cells_of((row.peak_memory for row in rows), format_bytes)]]
