@@ -103,10 +103,7 @@ def settled(problem: Problem, seed: int, report: Report) -> Choice:
     """Train a problem with one candidate."""
     ((precision, noise),) = problem.candidates
     report(f"{problem.title}: training")
-    network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
-    data = (problem.split.x_train, problem.split.y_train)
-    train_map(network, data, likelihood, ntkl.GaussianPrior(precision))
-    return Choice(network, likelihood, precision, noise)
+    return _trained(problem, seed, precision, noise)
 
 
 def score_candidates(problem: Problem, seed: int, report: Report) -> list[Candidate]:
