@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,47 +168,42 @@ def study(problem: Problem, seed: int, report: Report) -> Study:
     report : callable
         Called with progress messages.
     """
-    begin = time.perf_counter()
-    split, seconds = problem.split, {}
+    begin, split = time.perf_counter(), problem.split
+    data = split.x_train, split.y_train
     candidates = score_candidates(problem, seed, report)
-    seconds["candidates"] = time.perf_counter() - begin
-    report(f"{problem.title}: the network as it is usually trained")
-    start = time.perf_counter()
-    network, usual = _usual(problem, seed)
-    seconds["network_and_calibration"] = time.perf_counter() - start
-    report(f"{problem.title}: training with evidence")
-    start = time.perf_counter()
+    seconds = {"candidates": time.perf_counter() - begin}
+
+    @contextmanager
+    def part(name: str, words: str) -> Iterator[None]:
+        report(f"{problem.title}: {words}")
+        start = time.perf_counter()
+        yield
+        seconds[name] = time.perf_counter() - start
+
+    with part("network_and_calibration", "the network as it is usually trained"):
+        network, usual = _usual(problem, seed)
     trained = seeded(problem.build, seed)
-    with warnings.catch_warnings():  # what speaks against leave-one-out is in the summary
-        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
-        training = ntkl.train_with_evidence(trained, (split.x_train, split.y_train), problem.likelihood(1.0),
-                                            epochs=problem.epochs, batch_size=None, predictive="loo", settings=_QUIET)
-    seconds["training_with_evidence"] = time.perf_counter() - start
+    with part("training_with_evidence", "training with evidence"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # what speaks against leave-one-out is in the summary
+        training = ntkl.train_with_evidence(trained, data, problem.likelihood(1.0), epochs=problem.epochs,
+                                            batch_size=None, predictive="loo", settings=_QUIET)
     own = training.posterior
     fit = training.predictive or own.fit_predictive(strict=False)
     posteriors, evidences = {}, {}
     for structure, words in (("gp", "function space"), ("full", "weight space")):
-        report(f"{problem.title}: evidence in {words}")
-        start = time.perf_counter()
-        posteriors[structure] = ntkl.laplace(trained.eval(), (split.x_train, split.y_train), own.likelihood, own.prior,
-                                             structure, settings=_QUIET)
-        evidences[structure] = posteriors[structure].log_marginal_likelihood().item()
-        seconds[f"fit_and_evidence_{structure}"] = time.perf_counter() - start
+        with part(f"fit_and_evidence_{structure}", f"evidence in {words}"):
+            found = ntkl.laplace(trained.eval(), data, own.likelihood, own.prior, structure, settings=_QUIET)
+            posteriors[structure], evidences[structure] = found, found.log_marginal_likelihood().item()
     comparison = None
     if problem.compares:
-        report(f"{problem.title}: evidence under every structure")
-        start = time.perf_counter()
-        comparison = ntkl.compare_evidence(trained, (split.x_train, split.y_train), own.likelihood, own.prior,
-                                           settings=_QUIET)
-        seconds["comparison"] = time.perf_counter() - start
-    report(f"{problem.title}: predicting {len(split.x_test)} held-out examples")
-    start = time.perf_counter()
-    posterior = posteriors["gp"]
-    posterior.predictive = own.predictive
-    predictive = _predict(posterior, split.x_test, seed)
-    map_predictive = network.predict(split.x_test, method="map")
-    calibrated = network.predict(split.x_test)
-    seconds["prediction"] = time.perf_counter() - start
+        with part("comparison", "evidence under every structure"):
+            comparison = ntkl.compare_evidence(trained, data, own.likelihood, own.prior, settings=_QUIET)
+    with part("prediction", f"predicting {len(split.x_test)} held-out examples"):
+        posterior = posteriors["gp"]
+        posterior.predictive = own.predictive
+        predictive = _predict(posterior, split.x_test, seed)
+        map_predictive = network.predict(split.x_test, method="map")
+        calibrated = network.predict(split.x_test)
     noise = float(own.likelihood.noise) if isinstance(own.likelihood, ntkl.Gaussian) else None
     summary = {
         "evidence_gp": evidences["gp"],
