@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.pictures import pictures_of, shades
-from ntk_laplace.plotting.style import BLUE, LIGHT_GREY, VERMILION, literal
+from ntk_laplace.plotting.style import BLUE, LIGHT_GREY, VERMILION, in_brackets, literal
 from ntk_laplace.posterior.explain import Entry, Ranked
 
 __all__ = ["explanation"]
@@ -149,9 +149,10 @@ def _bars(axes: Axes, ranked: Ranked, i: int, chosen: list[Entry]) -> None:
     axes.set_yticks(range(len(chosen)), labels, fontsize=8)
     axes.set_ylim(len(chosen) - 0.5, -0.5)
     axes.axvline(0.0, color="black", linewidth=0.8)
-    change = "fall" if ranked.quantity.good > 0 else "rise"
-    axes.set_xlabel(f"{change} of {ranked.quantity.words(i)} if the point were left out{_in_unit(ranked)}")
-    sides = "for (right) and against (left)" if len(ranked.quantity.sides) == 2 else "that make it sure"
+    quantity = ranked.quantity
+    change = "fall" if quantity.good > 0 else "rise"
+    axes.set_xlabel(f"{change} of {quantity.words(i)} if the point were left out{in_brackets(quantity.unit)}")
+    sides = "for (right) and against (left)" if len(quantity.sides) == 2 else "that make it sure"
     axes.set_title(f"input {i}: training points {sides}", fontsize=10)
 
 
@@ -219,8 +220,3 @@ def _short(target: Any) -> str:
 
 def _mark(entry: Entry) -> str:
     return " !" if entry.flagged else ""
-
-
-def _in_unit(ranked: Ranked) -> str:
-    unit = ranked.quantity.unit.strip()
-    return f" ({unit})" if unit else ""

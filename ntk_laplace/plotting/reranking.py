@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from ntk_laplace.plotting.style import BLUE, GREY, ORANGE, VERMILION, tidy
+from ntk_laplace.plotting.style import BLUE, GREY, ORANGE, VERMILION, in_brackets, tidy
 from ntk_laplace.posterior.explain import Reranking
 
 __all__ = ["reranking"]
@@ -26,7 +26,7 @@ def reranking(found: Reranking) -> Figure:
         axes.plot(found.group_linear.cpu().flatten(), found.group_moving.cpu().flatten(), "s", ms=6, mfc="white",
                   color="black", ls="", label="groups")
     axes.axline((0.0, 0.0), slope=1.0, color=GREY, lw=0.8, ls="--")
-    unit = f" ({found.quantity.unit.strip()})" if found.quantity.unit else ""
+    unit = in_brackets(found.quantity.unit)
     axes.set_aspect("equal", "datalim")
     axes.set_xlabel(f"linear effect{unit}")
     axes.set_ylabel(f"moving effect{unit}")

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from ntk_laplace.plotting.style import BLUE, GREY, LIGHT_GREY, VERMILION, literal, tidy
+from ntk_laplace.plotting.style import BLUE, GREY, LIGHT_GREY, VERMILION, in_brackets, literal, tidy
 from ntk_laplace.posterior.explain import SourceEffects
 
 __all__ = ["source_effects"]
@@ -27,8 +27,8 @@ def source_effects(found: SourceEffects) -> Figure:
     panels = 2 if change is None else 3
     figure = Figure(figsize=(1.4 + 3.2 * panels, 1.4 + 0.36 * len(order)), layout="constrained")
     axes = list(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
-    unit = f" ({found.quantity.unit.strip()})" if found.quantity.unit else ""
     _bars(axes[0], found.effect[:, order].cpu().numpy(), BLUE)
+    unit = in_brackets(found.quantity.unit)
     tidy(axes[0], "Effect of leaving it out").set_xlabel(f"change of {found.explained}{unit}")
     means = found.single[:, order].mean(0).cpu().numpy()
     axes[0].plot(means, range(len(order)), "D", ms=5, mfc="white", color="black", label="sum of single effects")

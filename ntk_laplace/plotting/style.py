@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["BLUE", "DARK_BLUE", "GREEN", "GREY", "LIGHT_GREY", "ORANGE", "SERIES", "VERMILION", "flat", "literal",
-           "png", "tidy"]
+__all__ = ["BLUE", "DARK_BLUE", "GREEN", "GREY", "LIGHT_GREY", "ORANGE", "SERIES", "VERMILION", "flat",
+           "in_brackets", "literal", "png", "tidy"]
 
 BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#5B6470"
 DARK_BLUE, LIGHT_GREY = "#1F4E79", "#9AA3AD"
@@ -35,6 +35,11 @@ def flat(values: ArrayLike) -> NDArray[np.float64]:
 def literal(name: object) -> str:
     """A name that a user gave, as text: matplotlib reads what stands between two dollar signs as a formula."""
     return str(name).replace("$", r"\$")
+
+
+def in_brackets(unit: str) -> str:
+    """A unit as the end of a label; empty if there is none."""
+    return f" ({unit.strip()})" if unit else ""
 
 
 def tidy(axes: Axes, title: str = "") -> Axes:
