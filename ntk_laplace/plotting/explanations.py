@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
@@ -50,13 +51,11 @@ def explanation(
             raise DataError(f"inputs and names of the {width} features of the training inputs",
                             f"{own.shape[1]} features, {'no' if names is None else len(names)} names",
                             "Pass inputs of one kind, and one name for each feature.")
-        if width == 1:
-            return _lines(ranked, features, names)
-        return _bar_rows(ranked, features, names)
+        return (_lines if width == 1 else _bar_rows)(ranked, features, names)
     return _bar_rows(ranked, None, names)
 
 
-def _fitting(x: Any, count: int, what: str) -> Any:
+def _fitting(x: Any, count: int, what: str) -> Tensor | None:
     """Inputs as a tensor of `count` examples; a tuple or dict cannot be drawn."""
     if x is None or isinstance(x, (tuple, dict)):
         return None
@@ -77,7 +76,7 @@ def _images(x: Tensor | None, shape: Sequence[int] | None) -> Tensor | None:
 
 def _features(x: Tensor | None) -> Tensor | None:
     """Features (n, d) of tabular or scalar inputs."""
-    if x is None or not isinstance(x, Tensor) or x.ndim > 2:
+    if x is None or x.ndim > 2:
         return None
     x = x.detach().cpu().reshape(len(x), -1)
     return x if x.is_floating_point() else x.double()  # integers have no mean
@@ -160,8 +159,6 @@ def _table(
     axes: Axes, features: tuple[Tensor, Tensor], names: Sequence[str] | None, i: int, chosen: list[Entry]
 ) -> None:
     """Table of features beside the bars, the input's in the top row; features that differ most are shown."""
-    from matplotlib.transforms import Bbox
-
     inputs, training = features
     points = training[[entry.training_index for entry in chosen]]
     spread = (points - inputs[i]).abs().mean(0) / training.std(0).clamp_min(1e-12)
