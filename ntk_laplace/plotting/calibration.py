@@ -29,11 +29,11 @@ def reliability_diagram(panels: Mapping[str, Mapping[str, Reliability]]) -> Figu
         top, bottom = tidy(tops[0, column], title), tidy(tops[1, column])
         top.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (4, 2)), label="perfectly calibrated")
         for index, (name, bins) in enumerate(series.items()):
-            colour, marker, line = SERIES[index]
+            color, marker, line = SERIES[index]
             label = f"{literal(name)}: ECE {bins.error:.3f}"
-            top.plot(bins.confidence, bins.accuracy, line, marker=marker, ms=6, color=colour, lw=1.7, label=label)
-            bottom.vlines(bins.confidence, 0.7, bins.count, color=colour, lw=1.6, ls=line)
-            bottom.plot(bins.confidence, bins.count, marker, ms=5, color=colour)
+            top.plot(bins.confidence, bins.accuracy, line, marker=marker, ms=6, color=color, lw=1.7, label=label)
+            bottom.vlines(bins.confidence, 0.7, bins.count, color=color, lw=1.6, ls=line)
+            bottom.plot(bins.confidence, bins.count, marker, ms=5, color=color)
         low = min(float(bins.confidence.min()) for bins in series.values())
         top.set(ylim=(-0.03, 1.05), xlim=(max(0.0, low - 0.08), 1.05), ylabel="fraction that is right")
         bottom.set(yscale="log", ylim=(0.7, None), ylabel="examples", xlabel="confidence of the prediction")
@@ -60,8 +60,8 @@ def coverage_diagram(
     figure = Figure(figsize=(5.0, 4.6), layout="constrained")
     axes = tidy(figure.add_subplot(), title)
     axes.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (4, 2)), label="perfectly calibrated")
-    for (name, found), (colour, marker, line) in zip(series.items(), SERIES, strict=False):
-        axes.plot(flat(levels), flat(found), line, marker=marker, ms=6, color=colour, lw=1.7, label=literal(name))
+    for (name, found), (color, marker, line) in zip(series.items(), SERIES, strict=False):
+        axes.plot(flat(levels), flat(found), line, marker=marker, ms=6, color=color, lw=1.7, label=literal(name))
     axes.set(xlabel=f"nominal probability of the {region}", ylabel="fraction of targets inside")
     axes.set(xlim=(0, 1.02), ylim=(0, 1.02), aspect="equal")
     axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
@@ -82,11 +82,11 @@ def confidence_histograms(panels: Mapping[str, Mapping[str, ArrayLike]]) -> Figu
     rows = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for index, (axes, (title, groups)) in enumerate(zip(rows, panels.items(), strict=True)):
         tidy(axes, title)
-        for (name, values), colour, hatch in zip(groups.items(), (BLUE, VERMILION), ("", "////"), strict=False):
+        for (name, values), color, hatch in zip(groups.items(), (BLUE, VERMILION), ("", "////"), strict=False):
             share = np.histogram(flat(values), edges)[0] / flat(values).size
-            axes.stairs(100 * share, edges, fill=True, fc=(colour, 0.25), ec=(colour, 0.5), hatch=hatch, lw=0)
+            axes.stairs(100 * share, edges, fill=True, fc=(color, 0.25), ec=(color, 0.5), hatch=hatch, lw=0)
             words = f"{literal(name)}: mean {flat(values).mean():.2f}"
-            axes.stairs(100 * share, edges, color=colour, lw=1.8, label=words)
+            axes.stairs(100 * share, edges, color=color, lw=1.8, label=words)
         axes.set(xlabel="confidence of the prediction", ylabel="% of images" if index == 0 else "")
         axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
     return figure

@@ -57,9 +57,9 @@ def image_explanations(rows: Sequence[ImageExplanation], unit: str) -> Figure:
 
 
 def _gallery(
-    figure: Figure, rows: Sequence[Sequence[tuple[ArrayLike, str]]], title: str, colour: str, many: int
+    figure: Figure, rows: Sequence[Sequence[tuple[ArrayLike, str]]], title: str, color: str, many: int
 ) -> None:
-    figure.suptitle(title, color=colour, fontsize=11, fontweight="bold")
+    figure.suptitle(title, color=color, fontsize=11, fontweight="bold")
     grid = figure.subplots(len(rows), many, squeeze=False)
     for cells, entries in zip(grid, rows, strict=True):
         for axes in cells[len(entries) :]:
@@ -67,6 +67,6 @@ def _gallery(
         for axes, (image, caption) in zip(cells, entries, strict=False):
             axes.imshow(np.asarray(image, dtype=float), cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
             axes.set(xticks=[], yticks=[])
-            axes.set_title(caption, fontsize=9, color=colour, pad=3)
+            axes.set_title(caption, fontsize=9, color=color, pad=3)
             for spine in axes.spines.values():
-                spine.set(color=colour, linewidth=1.8)
+                spine.set(color=color, linewidth=1.8)

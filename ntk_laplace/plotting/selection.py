@@ -29,13 +29,13 @@ def selection_curves(curves: Mapping[str, tuple[ArrayLike, Mapping[str, ArrayLik
     figure = Figure(figsize=(3.6 * len(curves), 3.6), layout="constrained")
     for index, (title, (precision, scores)) in enumerate(curves.items()):
         axes = tidy(figure.add_subplot(1, len(curves), index + 1), title)
-        for (name, score), (colour, marker, style) in zip(scores.items(), SERIES, strict=False):
+        for (name, score), (color, marker, style) in zip(scores.items(), SERIES, strict=False):
             line = flat(score)
             # open triangles are drawn on top, which keeps coinciding curves visible
-            face, size = ("white", 7.5) if marker == "^" else (colour, 5.5)
-            axes.plot(flat(precision), line, style, marker=marker, ms=size, mfc=face, color=colour, lw=1.7, label=name)
+            face, size = ("white", 7.5) if marker == "^" else (color, 5.5)
+            axes.plot(flat(precision), line, style, marker=marker, ms=size, mfc=face, color=color, lw=1.7, label=name)
             best = int(line.argmax())
-            axes.plot(flat(precision)[best], line[best], "o", ms=14, mfc="none", mec=colour, mew=1.6)
+            axes.plot(flat(precision)[best], line[best], "o", ms=14, mfc="none", mec=color, mew=1.6)
         axes.set(xscale="log", xlabel="prior precision δ (1 / weight²)")
         axes.set_xticks(flat(precision), labels=[f"{value:g}" for value in flat(precision)])
         axes.set_xticks([], minor=True)
