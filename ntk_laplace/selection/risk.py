@@ -19,7 +19,8 @@ from ntk_laplace.errors import (
     require_choice,
     require_whole,
 )
-from ntk_laplace.model.data import Batches, Inputs, num_examples
+from ntk_laplace.model.data import Inputs, num_examples
+from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ManyWeights, outside_autocast
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.runtime import tuning
@@ -215,11 +216,10 @@ def risk_bound(
         if kind == "germain" and bounded.name != "log":
             raise UnsupportedError('loss="log" for kind="germain", which bounds -log p(y given θ)',
                                    f"loss={bounded.name!r}", 'Use kind="catoni", or "seeger".')
-        points = _Points(posterior.network.batches(data, posterior.fitted.settings.batch_size), posterior)
-        targets = points.targets_of(likelihood)
-        kl, repeated = require_valid(posterior, prior_posterior, points.parts, targets, model, bounded.by_probability)
-        risk = _gibbs_risk(posterior, points.parts, targets, bounded, model, draws, generator)
-    n, span = points.count, bounded.high - bounded.low
+        parts, targets = _points(posterior, data, likelihood)
+        kl, repeated = require_valid(posterior, prior_posterior, parts, targets, model, bounded.by_probability)
+        risk = _gibbs_risk(posterior, parts, targets, bounded, model, draws, generator)
+    n, span = len(targets), bounded.high - bounded.low
     scaled = (risk - bounded.low) / span
     share = delta / (2 * models)  # half for the draws of weights, half for the data
     sampled = pac_bayes.inverse_divergence(scaled, math.log(2.0 / share) / draws)
@@ -235,26 +235,19 @@ def risk_bound(
                      prior_points=0 if prior_posterior is None else prior_posterior.num_examples, repeated=repeated)
 
 
-class _Points:
-    """The points of the risk, read once, in batches."""
-
-    def __init__(self, batches: Batches, posterior: Posterior) -> None:
-        parts = list(merged_batches(batches, posterior.network))
-        if batches.weights is not None:
-            raise DataError("independent points that count once, for a bound of the risk", "points with weights",
-                            "Pass (X, y) without weights.")
-        self.parts: list[Inputs] = [x for x, _ in parts]
-        self._targets = torch.cat([y for _, y in parts])
-        self.count = len(self._targets)
-        self._outputs = posterior.num_outputs
-
-    def targets_of(self, likelihood: Any) -> Tensor:
-        """Canonical targets, none of them missing."""
-        targets = likelihood.targets(self._targets, self.count, self._outputs)
-        if likelihood.observed(targets) is not None:
-            raise DataError("points that all have a target", "missing targets",
-                            "Leave these points out: a bound of the risk needs an independent sample.")
-        return targets
+def _points(posterior: Posterior, data: Any, likelihood: Likelihood) -> tuple[list[Inputs], Tensor]:
+    """The points of the risk, read once: inputs in batches, and canonical targets, none of them missing."""
+    batches = posterior.network.batches(data, posterior.fitted.settings.batch_size)
+    parts = list(merged_batches(batches, posterior.network))
+    if batches.weights is not None:
+        raise DataError("independent points that count once, for a bound of the risk", "points with weights",
+                        "Pass (X, y) without weights.")
+    y = torch.cat([y for _, y in parts])
+    targets = likelihood.targets(y, len(y), posterior.num_outputs)
+    if likelihood.observed(targets) is not None:
+        raise DataError("points that all have a target", "missing targets",
+                        "Leave these points out: a bound of the risk needs an independent sample.")
+    return [x for x, _ in parts], targets
 
 
 def _gibbs_risk(
