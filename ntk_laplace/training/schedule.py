@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ntk_laplace.errors import HyperparameterError, is_number, is_whole
+from ntk_laplace.errors import HyperparameterError, is_number, require_whole
 from ntk_laplace.model.likelihoods import Likelihood
 
 __all__ = ["EvidenceSchedule"]
@@ -50,13 +50,10 @@ class EvidenceSchedule:
     patience: int | None = None
 
     def __post_init__(self) -> None:
-        patience = 1 if self.patience is None else self.patience
-        least = {"frequency": (self.frequency, 1), "steps": (self.steps, 0), "burn_in": (self.burn_in, 0),
-                 "patience": (patience, 1)}
-        for name, (value, low) in least.items():
-            if not is_whole(value, low):
-                raise HyperparameterError(f"{name} as a whole number, at least {low}", f"{value!r}",
-                                          f"Pass for instance EvidenceSchedule({name}={max(low, 1)}).")
+        for name, least in (("frequency", 1), ("steps", 0), ("burn_in", 0), ("patience", 1)):
+            if name != "patience" or self.patience is not None:
+                require_whole(name, getattr(self, name), least,
+                              f"Pass for instance EvidenceSchedule({name}={max(least, 1)}).")
         if not is_number(self.learning_rate, above=0):
             raise HyperparameterError("a positive learning rate", f"{self.learning_rate!r}",
                                       "Between 0.01 and 1 works; see [I21] section 3.4.")

@@ -25,6 +25,7 @@ from ntk_laplace.errors import (
     is_number,
     is_whole,
     require_flags,
+    require_whole,
 )
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
@@ -168,8 +169,7 @@ class LaplaceEstimator(BaseEstimator):
 
     def _require_parameters(self) -> None:
         """Refuse what no later check names by the parameter of the estimator."""
-        if not is_whole(self.epochs, 1):
-            raise HyperparameterError("epochs of at least 1", repr(self.epochs), "Pass epochs=100, for instance.")
+        require_whole("epochs", self.epochs, 1, "Pass epochs=100, for instance.")
         rate = self.learning_rate
         if not is_number(rate, above=0):
             raise HyperparameterError("a positive learning_rate", repr(rate), "Pass learning_rate=0.02.")

@@ -20,6 +20,7 @@ from ntk_laplace.errors import (
     UnsupportedError,
     first_line,
     is_whole,
+    require_choice,
 )
 from ntk_laplace.model.objective import in_mode
 from ntk_laplace.runtime.resources import require_memory
@@ -112,8 +113,7 @@ def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str
     sizes = tuple(hidden) if isinstance(hidden, (Sequence, np.ndarray)) else (hidden,)
     if not all(is_whole(size, 1) for size in sizes):
         raise HyperparameterError("hidden_layer_sizes of positive whole numbers", repr(hidden), "Pass (32,), say.")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise UnsupportedError(f"an activation among {', '.join(ACTIVATIONS)}", repr(activation), "Choose one of them.")
+    require_choice(activation, ACTIVATIONS, f"an activation among {', '.join(ACTIVATIONS)}")
     weights = sum(before * after for before, after in pairwise((inputs, *map(int, sizes), outputs)))
     require_memory(8 * weights, torch.device("cpu"), f"the {weights:,} weights of hidden_layer_sizes={hidden}",
                    "Pass fewer units.")
