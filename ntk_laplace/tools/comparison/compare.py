@@ -40,7 +40,7 @@ from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.structures import Settings, StructureSpec, structure_names
 from ntk_laplace.tools.comparison.table import EvidenceComparison, StructureEvidence
 
-__all__ = ["ComparisonInterrupted", "compare_evidence", "in_words", "labels_of"]
+__all__ = ["ComparisonInterrupted", "compare_evidence", "in_words", "labels_of", "require_scores"]
 
 _OF_STRUCTURES = (MemoryBudgetError, HyperparameterError, UnsupportedError, NumericalError)
 """Errors that may not occur with another structure."""
@@ -101,10 +101,7 @@ def compare_evidence(
         memory.
     """
     require_flags(correction=correction)
-    listed, known = isinstance(scores, (Sequence, Set)) and not isinstance(scores, str), ("elbo", "importance")
-    if not listed or not all(is_choice(score, known) for score in scores):
-        raise UnsupportedError('scores= among "elbo" and "importance"', repr(scores),
-                               'Pass ["elbo"], or leave it out.')
+    require_scores(scores, ("elbo", "importance"), 'Pass ["elbo"], or leave it out.')
     inspect.signature(laplace).bind(network, data, likelihood, **options)  # raises early for an unknown option
     options["curvature"] = curvature_type = CurvatureType.of(options.get("curvature", "ggn"))
     prior = GaussianPrior.of(prior)
@@ -135,6 +132,13 @@ def compare_evidence(
 
 
 # --- before the fits
+
+
+def require_scores(scores: Any, known: Sequence[str], remedy: str) -> None:
+    """Refuse columns that are not all known, or no list (UnsupportedError)."""
+    listed = isinstance(scores, (Sequence, Set)) and not isinstance(scores, str)
+    if not listed or not all(is_choice(score, known) for score in scores):
+        raise UnsupportedError(f"scores= among {', '.join(known)}", repr(scores), remedy)
 
 
 def labels_of(structures: Sequence[str | StructureSpec]) -> list[str]:

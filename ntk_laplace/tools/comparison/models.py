@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, is_choice, require_choice, warn
+from ntk_laplace.errors import DataError, UnsupportedError, require_choice, warn
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import leave_one_out_score
 from ntk_laplace.posterior.scores import require_beginning
+from ntk_laplace.tools.comparison.compare import require_scores
 from ntk_laplace.tools.comparison.priors import PriorCheck, check_prior
 from ntk_laplace.tools.comparison.ranking import BOUNDS, CRITERIA, SAMPLED, ModelComparison, ModelScores
 
@@ -67,10 +68,7 @@ def compare_models(
     UnsupportedError
         If the likelihoods cannot be compared, or a method or a score is unknown.
     """
-    known = (*CRITERIA, *BOUNDS, SAMPLED)
-    listed = isinstance(scores, (Sequence, Set)) and not isinstance(scores, str)
-    if not listed or not all(is_choice(score, known) for score in scores):
-        raise UnsupportedError(f"scores= among {', '.join(known)}", repr(scores), "Pass some of them, in a list.")
+    require_scores(scores, (*CRITERIA, *BOUNDS, SAMPLED), "Pass some of them, in a list.")
     named = _named(models)
     _require_same_data(named)
     _require_inputs(named, scores)
