@@ -194,8 +194,6 @@ def in_words(likelihood: Likelihood, prior: GaussianPrior, curvature_type: Curva
 
 def _likelihood(likelihood: Likelihood) -> str:
     """Class name and hyperparameters, which likelihoods store as logarithms."""
-    if not isinstance(likelihood, Likelihood):
-        return "no likelihood"  # the first fit raises an error for it
     told = [_values(name.removeprefix("log_"), p.detach().exp()) for name, p in likelihood.named_parameters()
             if name.startswith("log_") and p.numel()]
     return type(likelihood).__name__ + (f" ({', '.join(told)})" if told else "")
