@@ -68,7 +68,7 @@ def train_from_starts(
         training = train_with_evidence(copy, data, likelihood, prior.scaled(factor), **{"predictive": "loo"} | options)
         found.append((training, copy))
     left_out = all(training.predictive is not None for training, _ in found)
-    found.sort(key=lambda pair: -(_left_out if left_out else _evidence)(pair[0]))
+    found.sort(key=lambda pair: -_score(pair[0], left_out))
     best = found[0][1]
     with torch.no_grad():  # not by name: a wrapper of torch.compile adds to the names
         for own, other in zip((*network.parameters(), *network.buffers()), (*best.parameters(), *best.buffers()),
@@ -77,15 +77,9 @@ def train_from_starts(
     return [training for training, _ in found]
 
 
-def _left_out(training: EvidenceTraining) -> float:
-    """Mean log density of left-out training points, nats."""
-    assert training.predictive is not None
-    return training.predictive.after
-
-
-def _evidence(training: EvidenceTraining) -> float:
-    """The largest of the training, nats."""
-    return training.history.evidence[training.history.best]
+def _score(training: EvidenceTraining, left_out: bool) -> float:
+    """Mean log density of left-out training points, or the best evidence, nats."""
+    return training.predictive.after if left_out and training.predictive else training.evidence
 
 
 def _require_repeatable(options: dict[str, Any]) -> None:
