@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +49,7 @@ class TrainingState:
     loss: float
     posterior: Posterior | None
     history: EvidenceHistory
-    stopped: str = field(default="")
+    stopped: str = ""
 
     def stop(self, reason: str = "a callback stopped it") -> None:
         """End the training after this epoch."""

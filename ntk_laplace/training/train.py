@@ -156,12 +156,12 @@ def train_with_evidence(
     for module in (prior, likelihood):
         module.to(device)
     read = data if evidence_data is None else evidence_data
-    batches = Batches(read, settings.batch_size, device, dtype_of_inputs, targets)
+    read_again = partial(Batches, read, settings.batch_size, device, dtype_of_inputs, targets)
+    batches = read_again()
     frozen.caller.positions = positions_of(likelihood, batches)
     minibatches = Minibatches(data, batch_size, device, dtype_of_inputs, targets)
     n = count_examples(read, batches)
-    strategy = step_evidence(evidence, examples, n, epochs, schedule.left(0, epochs),
-                             partial(Batches, read, settings.batch_size, device, dtype_of_inputs, targets))
+    strategy = step_evidence(evidence, examples, n, epochs, schedule.left(0, epochs), read_again)
     few = _probe(frozen, batches, likelihood, n)
     quiet = Settings(settings.batch_size, settings.memory_budget, progress=False)
     model = Model(network, likelihood, prior, read, structure, CurvatureType.of(curvature), dtype, quiet, output,
