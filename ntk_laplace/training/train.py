@@ -257,12 +257,12 @@ def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) ->
     """
     frozen.module.eval()
     x, y = next(iter(batches))
-    with torch.no_grad():
-        frozen.without_grad(take(x, slice(0, 2)))
+    few = take(x, slice(0, 2))
+    frozen.without_grad(few)
     likelihood.bind(n, frozen.num_outputs)
     observed = likelihood.observed(likelihood.targets(y, len(y), frozen.num_outputs))
     if observed is None:
-        return take(x, slice(0, 2)), y[:2]
+        return few, y[:2]
     there = observed.reshape(len(y), -1).any(1).nonzero().squeeze(1)[:2]
     return (take(x, there), y[there]) if len(there) else None
 
