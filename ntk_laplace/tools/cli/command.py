@@ -11,6 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+import ntk_laplace as ntkl
+from ntk_laplace.errors import first_line
+from ntk_laplace.runtime.distributed import process_group
+from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.structures import structure_names
 from ntk_laplace.tools.cli.arrays import ARRAYS
 from ntk_laplace.tools.cli.likelihood import likelihood_fault
@@ -78,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ntk-laplace", description="A trained network as a Gaussian process: evidence, predictions, explanations."
     )
-    parser.add_argument("--version", action="version", version=f"ntk-laplace {_version()}")
+    parser.add_argument("--version", action="version", version=f"ntk-laplace {ntkl.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     demo = commands.add_parser(
         "demo",
@@ -224,9 +228,7 @@ def _target_fault(options: argparse.Namespace) -> str:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    # imported lazily: the demo's imports are slow, and --help does not need them
-    from ntk_laplace.errors import NTKLaplaceError
-    from ntk_laplace.tools.demo import run_demo
+    from ntk_laplace.tools.demo import run_demo  # here: its imports are slow, and --help does not need them
 
     try:
         run_demo(options.out, options.seed, small=options.small)
@@ -236,28 +238,25 @@ def _demo(options: argparse.Namespace) -> int:
         raise
     except OSError as cause:
         return _complain(f"cannot write to {options.out}: {cause.strerror or cause}. Choose another --out.", FAILED)
-    except NTKLaplaceError as cause:
+    except ntkl.NTKLaplaceError as cause:
         return _complain(str(cause), FAILED)
     return OK
 
 
 def _own(options: argparse.Namespace) -> int:
     """Run a command on the user's network, in one process or in those that torchrun started."""
-    from ntk_laplace.errors import NTKLaplaceError, UnsupportedError, first_line
-    from ntk_laplace.runtime.distributed import process_group
-    from ntk_laplace.runtime.resources import is_about_memory
-    from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict
+    from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict  # here, as the demo's
 
     try:
         with process_group() as options.group, _warnings_in_words():
             if options.group is not None and options.group.size() > 1 and options.command != "evidence":
-                raise UnsupportedError(f"one process for {options.command}", f"{options.group.size()}",
-                                       "Start it without torchrun; evidence takes several.")
+                raise ntkl.UnsupportedError(f"one process for {options.command}", f"{options.group.size()}",
+                                            "Start it without torchrun; evidence takes several.")
             runs = {"evidence": evidence, "explain": explain, "fit": fit, "plan": plan, "predict": predict}
             runs[options.command].run(options)
     except KeyboardInterrupt:
         return _complain("interrupted; no file was written", INTERRUPTED)
-    except NTKLaplaceError as cause:
+    except ntkl.NTKLaplaceError as cause:
         return _complain(str(cause), FAILED)
     except BrokenPipeError:
         raise
@@ -274,8 +273,6 @@ def _own(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _warnings_in_words() -> Iterator[None]:
     """Warnings of the library in one line each, without a place in its code."""
-    from ntk_laplace.errors import NTKLaplaceWarning
-
     with warnings.catch_warnings():  # it restores what shows them
         others = warnings.showwarning
 
@@ -283,7 +280,7 @@ def _warnings_in_words() -> Iterator[None]:
             message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if issubclass(category, NTKLaplaceWarning):
+            if issubclass(category, ntkl.NTKLaplaceWarning):
                 print(f"ntk-laplace: warning: {message}", file=sys.stderr)
             else:
                 others(message, category, filename, lineno, file, line)
@@ -296,9 +293,3 @@ def _complain(message: str, code: int) -> int:
     process = os.environ.get("RANK", "0")
     print(f"ntk-laplace{f' (process {process})' if process != '0' else ''}: {message}", file=sys.stderr)
     return code
-
-
-def _version() -> str:
-    from ntk_laplace import __version__
-
-    return __version__
