@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if fault:
             parser.error(fault)
     try:
-        code = _demo(options) if options.command == "demo" else _own(options)
+        code = _run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails when it flushes at the end
@@ -227,47 +227,45 @@ def _target_fault(options: argparse.Namespace) -> str:
             "those of a folder are the names in it.")
 
 
-def _demo(options: argparse.Namespace) -> int:
-    from ntk_laplace.tools.demo import run_demo  # here: its imports are slow, and --help does not need them
-
+def _run(options: argparse.Namespace) -> int:
+    """Run a command; errors become one line."""
+    demo = options.command == "demo"
     try:
-        run_demo(options.out, options.seed, small=options.small)
+        (_demo if demo else _own)(options)
     except KeyboardInterrupt:
-        return _complain("interrupted; files of an earlier run are as they were", INTERRUPTED)
-    except BrokenPipeError:
-        raise
-    except OSError as cause:
-        return _complain(f"cannot write to {options.out}: {cause.strerror or cause}. Choose another --out.", FAILED)
-    except ntkl.NTKLaplaceError as cause:
-        return _complain(str(cause), FAILED)
-    return OK
-
-
-def _own(options: argparse.Namespace) -> int:
-    """Run a command on the user's network, in one process or in those that torchrun started."""
-    from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict  # here, as the demo's
-
-    try:
-        with process_group() as options.group, _warnings_in_words():
-            if options.group is not None and options.group.size() > 1 and options.command != "evidence":
-                raise ntkl.UnsupportedError(f"one process for {options.command}", f"{options.group.size()}",
-                                            "Start it without torchrun; evidence takes several.")
-            runs = {"evidence": evidence, "explain": explain, "fit": fit, "plan": plan, "predict": predict}
-            runs[options.command].run(options)
-    except KeyboardInterrupt:
-        return _complain("interrupted; no file was written", INTERRUPTED)
+        left = "files of an earlier run are as they were" if demo else "no file was written"
+        return _complain(f"interrupted; {left}", INTERRUPTED)
     except ntkl.NTKLaplaceError as cause:
         return _complain(str(cause), FAILED)
     except BrokenPipeError:
         raise
     except OSError as cause:
-        return _complain(f"cannot write to {cause.filename}: {cause.strerror or cause}. Choose another name.", FAILED)
+        path, other = (options.out, "--out") if demo else (cause.filename, "name")
+        return _complain(f"cannot write to {path}: {cause.strerror or cause}. Choose another {other}.", FAILED)
     except (MemoryError, RuntimeError) as cause:
         if not is_about_memory(cause):
             raise
         return _complain(f"expected more memory; got {type(cause).__name__}: {first_line(cause)}. "
                          "Take fewer examples, or a smaller network.", FAILED)
     return OK
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from ntk_laplace.tools.demo import run_demo  # here: its imports are slow, and --help does not need them
+
+    run_demo(options.out, options.seed, small=options.small)
+
+
+def _own(options: argparse.Namespace) -> None:
+    """Run a command on the user's network, in one process or in those that torchrun started."""
+    from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict  # here, as the demo's
+
+    with process_group() as options.group, _warnings_in_words():
+        if options.group is not None and options.group.size() > 1 and options.command != "evidence":
+            raise ntkl.UnsupportedError(f"one process for {options.command}", f"{options.group.size()}",
+                                        "Start it without torchrun; evidence takes several.")
+        runs = {"evidence": evidence, "explain": explain, "fit": fit, "plan": plan, "predict": predict}
+        runs[options.command].run(options)
 
 
 @contextlib.contextmanager
