@@ -19,7 +19,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.errors import first_line
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.examples import Examples, array_rows, example_names, table_labels
-from ntk_laplace.tools.cli.images import ImageFolder, ImageNetwork, read_images
+from ntk_laplace.tools.cli.images import ImageNetwork, read_images
 from ntk_laplace.tools.cli.python_files import first_few, require_file, run_file
 from ntk_laplace.tools.cli.tables import (
     input_columns,
@@ -262,7 +262,7 @@ class Estimator:
         if shape is None or len(shape) != 3 or not isinstance(self.model, ntkl.LaplaceClassifier):
             raise self._another("the folder", path)
         classes = [str(name) for name in self.model.classes_]
-        found = read_images(path, ImageFolder(np.zeros((1, *shape)), [], classes, None), labeled=False)
+        found = read_images(path, shape, classes, labeled=False)
         y = None if found.y is None else self.model.classes_[found.y]
         x = pandas.DataFrame(found.x.reshape(len(found.x), -1))
         return NewExamples(x, y, pandas.DataFrame({"file": found.files}))

@@ -55,15 +55,19 @@ def require_no_sources(path: Path, group: str | None) -> None:
                         "Save X, y and the sources with numpy.savez(FILE.npz, X=..., y=..., sources=...).")
 
 
-def read_images(path: Path, like: ImageFolder | None = None, labeled: bool = True) -> ImageFolder:
+def read_images(
+    path: Path, shape: Sequence[int] | None = None, known: Sequence[str] | None = None, labeled: bool = True
+) -> ImageFolder:
     """Read a folder.
 
     Parameters
     ----------
     path : Path
         A folder that contains one folder of images for each class. Names that begin with a point are ignored.
-    like : ImageFolder, optional
-        The training data: images must have their size and their channels, and classes must be among theirs.
+    shape : sequence of int, optional
+        (channels, height, width) of the training data, which images must have.
+    known : sequence of str, optional
+        Classes of the training data, among which those of the images must be.
     labeled : bool
         Whether the folders of the classes are needed; without them, the images are in `path` itself.
 
@@ -81,7 +85,7 @@ def read_images(path: Path, like: ImageFolder | None = None, labeled: bool = Tru
         stray = next(entry for entry in entries if not entry.is_dir())
         raise DataError("folders of images alone", f"{stray} beside them", "Move the file to a folder, or remove it.")
     classes = [folder.name for folder in folders]
-    known = classes if like is None else like.classes
+    known = classes if known is None else list(known)
     other = [name for name in classes if name not in known]
     if other:
         raise DataError(f"classes of the training data ({first_few(known)}) in {path}", repr(other[0]),
@@ -91,9 +95,9 @@ def read_images(path: Path, like: ImageFolder | None = None, labeled: bool = Tru
     if not files:
         raise DataError("a folder with images", f"{path} without one", "Check the path.")
     y = [known.index(name) for name, group in zip(classes, groups, strict=bool(folders)) for _ in group]
-    x = _stacked(files, None if like is None else like.x.shape[1:])
+    x = _stacked(files, shape)
     names = [str(file.relative_to(path)) for file in files]
-    return ImageFolder(x, names, list(known) if folders else [], np.array(y, np.int64) if folders else None)
+    return ImageFolder(x, names, known if folders else [], np.array(y, np.int64) if folders else None)
 
 
 def _images(folder: Path) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ class Files:
         self.training_names: list[str] | None = None
         self.group, self.dropped = group, dropped
         self.sources: list[Any] | None = None
-        self._images: ImageFolder | None = None
+        self._shape: tuple[int, ...] | None = None  # of the images of the training data
 
     def training(self, path: Path) -> tuple[Inputs, Tensor]:
         """Inputs and targets of the training data.
@@ -97,8 +96,7 @@ class Files:
             require_no_sources(path, self.group)
             require_no_dropped(path, self.dropped)
             found = read_images(path)
-            self.classes, self._images = found.classes, replace(found, x=found.x[:1])
-            self.training_names = found.files
+            self.classes, self._shape, self.training_names = found.classes, found.x.shape[1:], found.files
             return self._tensors(found)
         if not is_table(path):
             require_no_dropped(path, self.dropped)
@@ -149,10 +147,10 @@ class Files:
         return self._pair(frame, path)
 
     def _folder(self, path: Path, labeled: bool) -> tuple[Tensor, Any]:
-        if self._images is None:
+        if self._shape is None:
             raise DataError("a file with the columns or arrays of the training data", f"the folder {path}",
                             "A folder of images needs one as --data too.")
-        found = read_images(path, self._images, labeled)
+        found = read_images(path, self._shape, self.classes, labeled)
         self.names = found.files
         return self._tensors(found)
 
