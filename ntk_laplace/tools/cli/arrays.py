@@ -35,12 +35,8 @@ ARRAYS = (".npz", *_SAVED)
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
-class _OneArray(ValueError):
-    """The file contains a single array."""
-
-
-class _NoTensors(ValueError):
-    """The file contains something else than tensors with names or in a pair."""
+class _OtherContent(ValueError):
+    """The file can be read, and contains something else."""
 
 
 def load_data(
@@ -154,7 +150,7 @@ def _told(path: Path, cause: Exception) -> str:
         return str(path)
     if "Object arrays" in str(cause):
         return f"{path}, which contains Python objects"
-    readable = zipfile.is_zipfile(path) or isinstance(cause, (_OneArray, _NoTensors))
+    readable = zipfile.is_zipfile(path) or isinstance(cause, _OtherContent)
     return f"{path} ({first_line(cause)})" if readable else f"{path}, which is no such file"
 
 
@@ -196,7 +192,7 @@ def _arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, np.ndarray]:
     """Arrays of the wanted names, or of all; an empty one for every other name in the file."""
     loaded = np.load(path, allow_pickle=False)
     if isinstance(loaded, np.ndarray):
-        raise _OneArray("it contains one array without a name")
+        raise _OtherContent("it contains one array without a name")
     with loaded as archive:
         return {name: archive[name] if wanted is None or name in wanted else np.empty(0) for name in archive.files}
 
@@ -213,10 +209,10 @@ def _saved_tensors(path: Path) -> dict[str, np.ndarray]:
         found = dict(zip(("X", "y"), found, strict=False))
     if not isinstance(found, Mapping):
         size = f" of {len(found)}" if isinstance(found, (list, tuple)) else ""
-        raise _NoTensors(f"it contains a {type(found).__name__}{size}")
+        raise _OtherContent(f"it contains a {type(found).__name__}{size}")
     other = [name for name, value in found.items() if not isinstance(value, Tensor) or value.layout != torch.strided]
     if other:
-        raise _NoTensors(f"{first_few(other)} in it {'is no tensor' if len(other) == 1 else 'are no tensors'}")
+        raise _OtherContent(f"{first_few(other)} in it {'is no tensor' if len(other) == 1 else 'are no tensors'}")
     return {
         str(name): (value.detach().double() if value.is_floating_point() else value.detach()).numpy()
         for name, value in found.items()
