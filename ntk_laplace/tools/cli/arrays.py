@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from ntk_laplace.errors import DataError, first_line
 from ntk_laplace.model.data import Inputs
 from ntk_laplace.tools.cli.python_files import first_few, require_file
-from ntk_laplace.tools.cli.tables import TABLES
+from ntk_laplace.tools.cli.tables import COMPRESSED, TABLES
 
 __all__ = ["ARRAYS", "load_data", "load_inputs", "load_sources"]
 
@@ -32,7 +32,6 @@ _FORMATS = (*_TABLES, ".npy")
 _SAVED = (".pt", ".pth")
 _TARGETS = ("labels", "label", "targets", "target", "y")  # usual names
 ARRAYS = (".npz", *_SAVED)
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 class _OtherContent(ValueError):
@@ -157,7 +156,7 @@ def _told(path: Path, cause: Exception) -> str:
 def _format(path: Path) -> str:
     """The file extension in lower case, without a compression suffix."""
     endings = [ending.lower() for ending in path.suffixes]
-    return endings[-2] if len(endings) > 1 and endings[-1] in _COMPRESSED else endings[-1] if endings else ""
+    return endings[-2] if len(endings) > 1 and endings[-1] in COMPRESSED else endings[-1] if endings else ""
 
 
 def _conversion(path: Path, saved: Sequence[str]) -> str:

@@ -23,11 +23,12 @@ from pandas.api.types import (
 from ntk_laplace.errors import DataError, first_line
 from ntk_laplace.tools.cli.python_files import first_few, require_file
 
-__all__ = ["TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table", "require_64_bits",
-    "require_columns", "require_no_dropped", "require_sources", "source_labels", "target_classes", "without_dropped"]
+__all__ = ["COMPRESSED", "TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table",
+    "require_64_bits", "require_columns", "require_no_dropped", "require_sources", "source_labels",
+    "target_classes", "without_dropped"]
 
 TABLES = ".csv, .parquet, .feather or .arrow"
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
 # the default of later versions, which do not take the option
 _EXACT: dict[str, Any] = {"float_precision": "round_trip"} if int(pandas.__version__.partition(".")[0]) < 4 else {}
 
@@ -39,7 +40,7 @@ def is_table(path: Path) -> bool:
 
 def _ending(path: Path) -> str:
     endings = [ending.lower() for ending in path.suffixes]
-    return endings[-2] if endings[-2:-1] == [".csv"] and endings[-1] in _COMPRESSED else "".join(endings[-1:])
+    return endings[-2] if endings[-2:-1] == [".csv"] and endings[-1] in COMPRESSED else "".join(endings[-1:])
 
 
 def read_table(path: Path, what: str, text: Sequence[str] = ()) -> pandas.DataFrame:
