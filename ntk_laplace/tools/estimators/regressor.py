@@ -241,12 +241,11 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
             own = np.einsum("icjc->ijc", covariance)
             return self._shaped(mean), own[..., 0] if self._single else own
         if not return_std:
-            f = self.posterior_.outputs(x).detach().cpu().double().numpy()
-            return self._shaped(f * self._targets.scale + self._targets.mean)
+            return self._shaped(self._targets.undone(self.posterior_.outputs(x).detach().cpu().double().numpy()))
         response = self.posterior_.predict(x)
-        mean, variance = (value.detach().cpu().double().numpy() for value in (response.mean, response.variance))
-        mean = mean.reshape(len(x), -1) * self._targets.scale + self._targets.mean
-        return self._shaped(mean), self._shaped(np.sqrt(variance.reshape(len(x), -1)) * self._targets.scale)
+        mean, variance = (value.detach().cpu().double().numpy().reshape(len(x), -1)
+                          for value in (response.mean, response.variance))
+        return self._shaped(self._targets.undone(mean)), self._shaped(np.sqrt(variance) * self._targets.scale)
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Draws of targets from the joint predictive distribution over the inputs.
@@ -272,16 +271,16 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     def _joint(self, x: Tensor) -> tuple[Array, Array]:
         """Mean (n, C) and covariance (n, C, n, C) of targets in their own units."""
         found, calibration = self.posterior_.latent(x), self.posterior_.predictive
-        mean, scale = found.mean.detach().cpu().double(), self._targets.scale
+        mean = self._targets.undone(found.mean.detach().cpu().double().numpy())
         n, c = mean.shape
         factor = 1.0 if calibration is None else calibration.scale
         covariance = found.covariance_matrix.detach().cpu().double()  # of `found` alone: changed in place, not copied
         covariance.mul_(factor).diagonal().add_(self._noise.repeat(n))
-        units = np.tile(scale, n)
+        units = np.tile(self._targets.scale, n)
         joint = covariance.numpy()
         joint *= units
         joint *= units[:, None]
-        return mean.numpy() * scale + self._targets.mean, joint.reshape(n, c, n, c)
+        return mean, joint.reshape(n, c, n, c)
 
     def _in_units(self, found: Explained) -> Explained:
         return in_units(found, self._targets.scale, self._targets.mean)
