@@ -11,7 +11,6 @@ from typing import Any
 import joblib
 import numpy as np
 import pandas
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from ntk_laplace.tools.cli.tables import (
     require_no_dropped,
     without_dropped,
 )
+from ntk_laplace.tools.estimators.base import training_data
 
 __all__ = ["Estimator", "NewExamples", "load_estimator", "save_estimator"]
 
@@ -181,12 +181,7 @@ class Estimator:
     @property
     def data(self) -> tuple[Tensor, ...]:
         """Inputs and targets of the training points as the posterior takes them, and weights if they have some."""
-        source = self.model.posterior_.fitted.structure.source
-        if source is None:
-            raise ntkl.DataError("a model with its training data", "none", "Fit it again.")
-        x, y = ([torch.as_tensor(part) for part in parts] for parts in zip(*source, strict=True))
-        weights = source.weights
-        return torch.cat(x), torch.cat(y), *(() if weights is None else (weights,))
+        return training_data(self.model.posterior_)
 
     @property
     def inputs(self) -> pandas.DataFrame:

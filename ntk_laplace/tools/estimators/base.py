@@ -40,7 +40,7 @@ from ntk_laplace.tools.estimators.tables import Array, Standardized, require_num
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory, train_from_starts, train_with_evidence
 
-__all__ = ["LaplaceEstimator"]
+__all__ = ["LaplaceEstimator", "training_data"]
 
 _PRECISIONS = (1.0, 0.1)  # prior precisions that the training of an "mlp" starts from
 
@@ -312,10 +312,7 @@ class LaplaceEstimator(BaseEstimator):
     def _of_points(self, points: Tensor, weight: Tensor) -> Posterior:
         """The posterior whose training points are these, some of them several times, with other weights."""
         own = self.posterior_
-        source = own.fitted.structure.source
-        if source is None:
-            raise DataError("an estimator with its training data", "none", "Fit it again.")
-        x, y = (torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
+        x, y, *_ = training_data(own)
         data = x[points], y[points], weight
         spec = own.fitted.structure.spec  # more points may make the other exact structure the smaller one
         return laplace(own.network.module, data, own.likelihood, own.prior, "auto" if spec.exact else spec,
@@ -405,6 +402,15 @@ def _untold() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the fitted predictive is not to be trusted", NTKLaplaceWarning)
         yield
+
+
+def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
+    """Inputs and targets of the points that a posterior keeps, and weights if they have some (DataError if none)."""
+    source = posterior.fitted.structure.source
+    if source is None:
+        raise DataError("an estimator with its training data", "none", "Fit it again.")
+    x, y = (torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
+    return x, y, *(() if source.weights is None else (source.weights,))
 
 
 def _takes_inputs(spec: StructureSpec | Auto) -> bool:
