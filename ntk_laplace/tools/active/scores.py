@@ -64,19 +64,11 @@ def score(
     require_whole("samples", samples, 2, "Leave it out for 256.")
     require_method(method, targets)
     with torch.inference_mode(False), torch.no_grad():
-        return _scored(posterior, pool, method, targets, samples, batch_size)
-
-
-def _scored(
-    posterior: Posterior, pool: InputData, method: str, targets: InputData | None, samples: int, batch_size: int
-) -> Tensor:
-    """`score`, of arguments that were checked."""
-    there = None if targets is None else Pool(posterior, posterior.jacobian(targets))
-    parts = []
-    for rows in Chunks(posterior.fitted.model, pool, batch_size).rows():
-        part = Pool(posterior, rows)
-        parts.append(part_score(part, method, samples) if there is None else about(part, there, crossed(part, there)))
-    return torch.cat(parts)
+        there = None if targets is None else Pool(posterior, posterior.jacobian(targets))
+        parts = (Pool(posterior, rows) for rows in Chunks(posterior.fitted.model, pool, batch_size).rows())
+        found = [part_score(part, method, samples) if there is None else about(part, there, crossed(part, there))
+                 for part in parts]
+        return torch.cat(found)
 
 
 def part_score(pool: Pool, method: str, samples: int) -> Tensor:
