@@ -9,7 +9,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior import Posterior
 
-__all__ = ["Pool", "log_det_half"]
+__all__ = ["Pool", "log_det_half", "root_of"]
 
 
 class Pool:
@@ -63,16 +63,18 @@ class Pool:
         column = self.columns(source, torch.tensor([chosen], device=at.device))[:, 0]
         for half, of_chosen in zip(self._halves, source._halves, strict=True):
             column = column - half @ (of_chosen[chosen].mT @ at)
-        own = at.mT @ source.covariance[chosen] @ at
-        factor = torch.linalg.cholesky(own + torch.eye(len(own)).to(own))
+        factor = root_of(at.mT @ source.covariance[chosen] @ at)
         half = torch.linalg.solve_triangular(factor.mT, column, upper=True, left=False)
         self.covariance = self.covariance - half @ half.mT
         self._halves.append(half)
 
 
+def root_of(blocks: Tensor) -> Tensor:
+    """L with L Lᵀ = I + A of blocks (..., R, R)."""
+    factor: Tensor = torch.linalg.cholesky(blocks + torch.eye(blocks.shape[-1]).to(blocks))
+    return factor
+
+
 def log_det_half(blocks: Tensor) -> Tensor:
-    """½ log det(I + A) of positive semidefinite blocks (..., R, R)."""
-    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
-    factor = torch.linalg.cholesky(blocks + eye)
-    found: Tensor = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return found
+    """½ log det(I + A) of blocks (..., R, R)."""
+    return root_of(blocks).diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -15,7 +15,7 @@ from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.predictive import normal_points
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.chunks import Chunks
-from ntk_laplace.tools.active.pool import Pool, log_det_half
+from ntk_laplace.tools.active.pool import Pool, log_det_half, root_of
 
 __all__ = ["METHODS", "about", "crossed", "part_score", "require_method", "require_posterior", "score"]
 
@@ -85,13 +85,10 @@ def crossed(pool: Pool, targets: Pool) -> Tensor:
 
 def about(pool: Pool, targets: Pool, both: Tensor) -> Tensor:
     """Mean over targets of I(y; y*) = -½ log det(I - (I + A)⁻¹ A_x* (I + A_**)⁻¹ A_*x), (n,), of A_x* `both`."""
-    left, right = (
-        torch.linalg.cholesky(one.blocks() + torch.eye(one.root.shape[-1]).to(both)) for one in (pool, targets)
-    )
+    left, right = root_of(pool.blocks()), root_of(targets.blocks())
     half = torch.linalg.solve_triangular(left.unsqueeze(1), both, upper=False)
     half = torch.linalg.solve_triangular(right.unsqueeze(0), half.mT, upper=False)  # (n, m, R*, R)
-    left_over = torch.eye(half.shape[-1]).to(half) - half.mT @ half  # canonical correlations are below 1
-    return -torch.linalg.cholesky(left_over).diagonal(dim1=-2, dim2=-1).log().sum(-1).mean(1)
+    return -log_det_half(-half.mT @ half).mean(1)  # canonical correlations are below 1
 
 
 def _of_label(pool: Pool, samples: int) -> Tensor:
