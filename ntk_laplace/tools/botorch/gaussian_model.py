@@ -19,6 +19,7 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Size, Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, is_flag, require_whole
+from ntk_laplace.tools.botorch.observations import concatenated
 
 __all__ = ["GaussianModel", "require_transforms"]
 
@@ -264,23 +265,16 @@ class GaussianModel(Model, FantasizeMixin):
     def _remember(self, X: Tensor, targets: Tensor) -> None:
         """Append to `train_inputs` and `train_targets`."""
         targets = targets.to(self.train_targets)
-        own = targets.squeeze(-1) if self.num_outputs == 1 else targets.mT
-        columns = 1 if self.num_outputs == 1 else 2
-        batch = torch.broadcast_shapes(own.shape[:-columns], self.train_targets.shape[:-columns])
-        self.train_targets = torch.cat([part.expand(*batch, *part.shape[len(part.shape) - columns :])
-                                        for part in (self.train_targets, own)], -1)
+        own, axes = (targets.squeeze(-1), 1) if self.num_outputs == 1 else (targets.mT, 2)
+        self.train_targets = concatenated(self.train_targets, own, axes)
         if not hasattr(self, "train_inputs"):
             return
-
-        def longer(known: Tensor, new: Tensor) -> Tensor:
-            batch = torch.broadcast_shapes(known.shape[:-2], new.shape[:-2])
-            return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (known, new.to(known))], -2)
-
         if self._has_transformed_inputs and self._original_train_inputs is not None:
-            self._original_train_inputs = longer(self._original_train_inputs, X)
-            self.train_inputs = (longer(self.train_inputs[0], self.transform_inputs(X)),)
-        else:
-            self.train_inputs = (longer(self.train_inputs[0], X),)
+            given = self._original_train_inputs
+            self._original_train_inputs = concatenated(given, X.to(given), 2, -2)
+            X = self.transform_inputs(X)
+        known = self.train_inputs[0]
+        self.train_inputs = (concatenated(known, X.to(known), 2, -2),)
 
     def _copied(self) -> GaussianModel:
         """A shallow copy: it shares the posterior and the modules, and has tables of its own."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.posterior.differentiable import DifferentiableModel
 
-__all__ = ["ROUNDING", "Observations"]
+__all__ = ["ROUNDING", "Observations", "concatenated"]
 
 ROUNDING = 256  # units of rounding of the prior variance that are added to variances before a Cholesky factorization
 
@@ -88,15 +88,15 @@ class Observations:
 
     def joined(self, other: Observations) -> Observations:
         """These and others, together."""
-        rows = torch.broadcast_shapes(self.f.shape[:-1], other.f.shape[:-1])
-        noisy = torch.broadcast_shapes(self.noise.shape[:-2], other.noise.shape[:-2])
-        every = torch.broadcast_shapes(self.batch_shape, other.batch_shape)
-
-        def both(one: Tensor, two: Tensor, batch: torch.Size, axes: int) -> Tensor:
-            return torch.cat([part.expand(*batch, *part.shape[-axes:]) for part in (one, two)], -axes)
-
         n, m = self.f.shape[-1], other.f.shape[-1]
+        noisy = torch.broadcast_shapes(self.noise.shape[:-2], other.noise.shape[:-2])
         noise = self.noise.new_zeros(*noisy, n + m, n + m)
         noise[..., :n, :n], noise[..., n:, n:] = self.noise, other.noise
-        return Observations(self.model, both(self.f, other.f, rows, 1), both(self.jac, other.jac, rows, 2),
-                            both(self.y, other.y, every, 1), noise)
+        return Observations(self.model, concatenated(self.f, other.f, 1), concatenated(self.jac, other.jac, 2, -2),
+                            concatenated(self.y, other.y, 1), noise)
+
+
+def concatenated(one: Tensor, two: Tensor, axes: int, dim: int = -1) -> Tensor:
+    """Both along one of their last `axes` dimensions; those before are batches, which are broadcast."""
+    batch = torch.broadcast_shapes(one.shape[:-axes], two.shape[:-axes])
+    return torch.cat([part.expand(*batch, *part.shape[-axes:]) for part in (one, two)], dim)
