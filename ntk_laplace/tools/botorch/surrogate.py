@@ -145,15 +145,14 @@ class Surrogate:
         if frozen.num_outputs != y.shape[1]:
             raise DataError(f"a network with {y.shape[1]} outputs, as many as train_Y", f"{frozen.num_outputs}",
                             "Make its last layer as wide; a callable gets the number.")
-        likelihood = self._likelihood(start)
+        likelihood, fixed = self._likelihood(start), self.noise is not None or self.variances is not None
         if isinstance(module, FourierNetwork):
             self._train_fourier(module, warm=start is not None)
-            noise = likelihood if self.noise is not None or self.variances is not None else _noise_of(module.noise)
-            return laplace(module, (x, y), noise, GaussianPrior(module.precision, groups="layer"), **options)
+            likelihood = likelihood if fixed else _noise_of(module.noise)
+            return laplace(module, (x, y), likelihood, GaussianPrior(module.precision, groups="layer"), **options)
         prior = self._prior(start, fresh)
         likelihood.bind(*y.shape)
         prior.bind(frozen.shapes)
-        fixed = self.noise is not None or self.variances is not None
         for _ in range(rounds):
             if callable(trainer):
                 trainer(frozen.module, x, y)
