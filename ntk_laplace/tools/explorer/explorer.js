@@ -157,7 +157,7 @@ function prediction(point) {
 }
 
 function decomposition(point) {
-  const total = point.f[classes && data.kind === "classes" ? point.output : Math.min(point.output, point.f.length - 1)];
+  const total = point.f[data.kind === "classes" ? point.output : Math.min(point.output, point.f.length - 1)];
   // which points pull which way is known where every contribution is; their sum is known everywhere
   const whole = point.total !== undefined;
   const middle = whole ? [["all points", point.total]] : [["points for", point.plus], ["points against", point.minus]];
@@ -230,7 +230,7 @@ function again(point) {
   at("again-unit").textContent = `Changes of ${unit(point)} if the point is left out.`;
   box.replaceChildren(...point.reranked.map(([j, linear, moving, before, disagrees, away, unfinished], place) => {
     const line = make("tr"), head = make("th", null, { scope: "row" }), image = trainingPicture(j, 32);
-    if (image) { image.style.display = "inline-block"; image.style.verticalAlign = "middle"; head.append(image, " "); }
+    if (image) head.append(image, " ");
     head.append(trainingName(j));
     const notes = [away && "does not come back", unfinished && "not at an optimum", disagrees && "disagree"].filter(Boolean);
     line.append(head, make("td", targetOf(j)), make("td", signed(linear)), make("td", String(before + 1)),
@@ -324,7 +324,7 @@ function body() {
     columns.forEach((column, index) => {
       const cell = make(index ? "td" : "th", null, index ? {} : { scope: "row" });
       const image = index ? null : trainingPicture(j, 32);
-      if (image) { image.style.display = "inline-block"; image.style.verticalAlign = "middle"; cell.append(image, " "); }
+      if (image) cell.append(image, " ");
       cell.append(column.words(j));
       line.append(cell);
     });
