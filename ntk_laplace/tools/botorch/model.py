@@ -166,10 +166,9 @@ class LaplaceModel(GaussianModel):
         require_whole("seed", seed, 0, "Leave it out for 0.")
         inputs, targets, variances = transformed(train_X, train_Y, train_Yvar, input_transform, outcome_transform)
         form = InputFormat.of(None if input_shape is None else tuple(input_shape), input_dtype)
-        surrogate = Surrogate(inputs, targets, form, groups, noise, variances, prior_mean)
-        start = None if warm_start is None else warm_start.laplace
-        found = surrogate.posterior(network, hidden_layer_sizes, activation, rounds, steps, trainer, start, laplace,
-                                    seed)
+        surrogate = Surrogate(inputs, targets, form, groups, noise, variances, prior_mean, rounds, steps, trainer)
+        module = surrogate.network(network, hidden_layer_sizes, activation, seed)
+        found = surrogate.posterior(module, None if warm_start is None else warm_start.laplace, laplace)
         return cls(found, input_transform=input_transform, outcome_transform=outcome_transform,
                    input_shape=input_shape, input_dtype=input_dtype, train_X=train_X)
 

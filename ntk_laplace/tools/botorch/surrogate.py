@@ -89,7 +89,7 @@ def transformed(
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The data of a surrogate, and how its hyperparameters move.
+    """The data of a surrogate, and how its weights and hyperparameters are trained.
 
     Attributes
     ----------
@@ -105,6 +105,8 @@ class Surrogate:
         Known variances of the noise of each point.
     prior_mean : {"zero", "initial", None}
         Of the weights: "initial" are those before the training; None: these, or the mean of the start.
+    rounds, steps, trainer
+        As in `LaplaceModel.fit`.
     """
 
     inputs: Tensor
@@ -114,26 +116,38 @@ class Surrogate:
     noise: float | None
     variances: Tensor | None
     prior_mean: str | None
+    rounds: int
+    steps: int
+    trainer: Callable[..., Any] | str | None
 
-    def posterior(
-        self, network: Any, hidden_layer_sizes: Any, activation: str, rounds: int, steps: int,
-        trainer: Callable[..., Any] | str | None, start: Posterior | None, options: dict[str, Any], seed: int = 0,
-    ) -> Posterior:
-        """The posterior of a trained copy of the network, or of that of `start`; `seed` is of the initial weights."""
+    def __post_init__(self) -> None:
         require_choice(self.prior_mean, ("zero", "initial", None), 'prior_mean "zero" or "initial"')
         if self.noise is not None and self.variances is not None:
             raise HyperparameterError("noise= or train_Yvar", "both", "Pass one: each is the noise of the data.")
-        require_whole("rounds", rounds, 1, "Pass rounds=2.")
-        require_whole("steps", steps, 1, "Leave it out for 100.")
-        if not (trainer is None or trainer == "gauss-newton" or callable(trainer)):
-            raise UnsupportedError('trainer="gauss-newton" or a callable', repr(trainer), "Leave it out for L-BFGS.")
-        if isinstance(network, str) and network == "fourier" and trainer is not None:
-            raise UnsupportedError('no trainer for network="fourier"', f"a {type(trainer).__name__}",
+        require_whole("rounds", self.rounds, 1, "Pass rounds=2.")
+        require_whole("steps", self.steps, 1, "Leave it out for 100.")
+        if not (self.trainer is None or self.trainer == "gauss-newton" or callable(self.trainer)):
+            raise UnsupportedError('trainer="gauss-newton" or a callable', repr(self.trainer),
+                                   "Leave it out for L-BFGS.")
+
+    def network(self, network: Any, hidden_layer_sizes: Any, activation: str, seed: int) -> nn.Module:
+        """The network to train, with initial weights of this seed where it is made here; a module is copied."""
+        named = network if isinstance(network, str) else ""
+        if named == "fourier" and self.trainer is not None:
+            raise UnsupportedError('no trainer for network="fourier"', f"a {type(self.trainer).__name__}",
                                    "Pass a module or a callable (d, m) -> Module with the trainer.")
-        options = {"settings": Settings(progress=False), **options}
+        d, m = self.inputs.shape[1], self.targets.shape[1]
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
-            module = self._module(network, hidden_layer_sizes, activation)
+            if named == "fourier":
+                return FourierNetwork(d, m)
+            if named == "mlp":
+                return _perceptron(d, m, hidden_layer_sizes, activation)
+            return network_of(network, d, m, hidden_layer_sizes, activation)
+
+    def posterior(self, module: nn.Module, start: Posterior | None, options: dict[str, Any]) -> Posterior:
+        """The posterior of a trained copy of the network, or of that of `start`."""
+        options = {"settings": Settings(progress=False), **options}
         frozen = fresh = Network(module.eval(), options.get("parameters"), options.get("output"))
         if start is not None:
             _require_same(module, start.network.module)
@@ -153,12 +167,12 @@ class Surrogate:
         prior = self._prior(start, fresh)
         likelihood.bind(*y.shape)
         prior.bind(frozen.shapes)
-        for _ in range(rounds):
-            if callable(trainer):
-                trainer(frozen.module, x, y)
+        for _ in range(self.rounds):
+            if callable(self.trainer):
+                self.trainer(frozen.module, x, y)
             else:
-                descend = lbfgs if trainer is None else gauss_newton
-                descend(frozen, x, y, likelihood, prior, steps)
+                descend = lbfgs if self.trainer is None else gauss_newton
+                descend(frozen, x, y, likelihood, prior, self.steps)
             found = laplace(frozen.module.eval(), (x, y), likelihood, prior, **options)
             found.fit_hyperparameters(parameters=["precision"] if fixed else None)
             likelihood, prior = found.likelihood, found.prior
@@ -168,19 +182,6 @@ class Surrogate:
         known = self.variances if self.noise is None else self.targets.new_tensor(self.noise)
         inputs, targets = (part.to(module.noise) for part in (self.inputs, self.targets))
         module.train_with_evidence(inputs, targets, None if known is None else known.to(module.noise), warm)
-
-    def _module(self, network: Any, hidden_layer_sizes: Any, activation: str) -> nn.Module:
-        d, m = self.inputs.shape[1], self.targets.shape[1]
-        if isinstance(network, str) and network == "fourier":
-            return FourierNetwork(d, m)
-        if not (isinstance(network, str) and network == "mlp"):
-            return network_of(network, d, m, hidden_layer_sizes, activation)
-        perceptron = network_of("mlp", 2 * d, m, hidden_layer_sizes, activation)
-        layers = [layer for layer in perceptron.modules() if isinstance(layer, nn.Linear)]
-        with torch.no_grad():
-            layers[0].weight.mul_(_FIRST_SCALE)
-            layers[-1].weight.zero_()  # the prior mean of the function is constant
-        return nn.Sequential(Angles(), perceptron)
 
     def _likelihood(self, start: Posterior | None) -> Likelihood:
         if self.variances is not None:
@@ -210,6 +211,16 @@ class Surrogate:
         if self.prior_mean is not None and bool(prior.flat_mean().any()) != (known == "initial"):
             raise UnsupportedError(f"prior_mean={known!r}, as in warm_start", repr(self.prior_mean), _OTHER_PRIOR)
         return copy.deepcopy(start.prior)
+
+
+def _perceptron(d: int, m: int, hidden_layer_sizes: Any, activation: str) -> nn.Module:
+    """The network "mlp" of d inputs in [0, 1] and m outputs."""
+    perceptron = network_of("mlp", 2 * d, m, hidden_layer_sizes, activation)
+    layers = [layer for layer in perceptron.modules() if isinstance(layer, nn.Linear)]
+    with torch.no_grad():
+        layers[0].weight.mul_(_FIRST_SCALE)
+        layers[-1].weight.zero_()  # the prior mean of the function is constant
+    return nn.Sequential(Angles(), perceptron)
 
 
 def _require_same(module: nn.Module, start: nn.Module) -> None:
