@@ -12,7 +12,7 @@ from ntk_laplace.errors import HyperparameterError, require_whole
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.tools.active.pool import Pool
-from ntk_laplace.tools.active.scores import about, crossed, part_score, require_method, require_posterior
+from ntk_laplace.tools.active.scores import about, crossed, part_score, require_options
 
 if TYPE_CHECKING:
     import pandas
@@ -78,10 +78,8 @@ def select(
     UnsupportedError
         As `score`.
     """
-    require_posterior(posterior)
+    require_options(posterior, method, targets, samples)
     require_whole("k", k, 1, "Pass how many inputs you can label.")
-    require_whole("samples", samples, 2, "Leave it out for 256.")
-    require_method(method, targets)
     with torch.inference_mode(False), torch.no_grad():
         candidates = Pool(posterior, posterior.jacobian(pool))
         if k > len(candidates):

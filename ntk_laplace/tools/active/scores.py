@@ -17,7 +17,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.tools.active.pool import Pool, log_det_half, root_of
 
-__all__ = ["METHODS", "about", "crossed", "part_score", "require_method", "require_posterior", "score"]
+__all__ = ["METHODS", "about", "crossed", "part_score", "require_options", "score"]
 
 METHODS = ("information", "bald", "epig", "variance")
 _MOST_VECTORS = 2**10  # of labels of one example
@@ -60,9 +60,7 @@ def score(
         If the method is unknown; or, for "bald", the likelihood is no Gaussian, Categorical or Bernoulli, alone or at
         every position (`Everywhere`), or an example's labels have more than 1,024 vectors.
     """
-    require_posterior(posterior)
-    require_whole("samples", samples, 2, "Leave it out for 256.")
-    require_method(method, targets)
+    require_options(posterior, method, targets, samples)
     with torch.inference_mode(False), torch.no_grad():
         there = None if targets is None else Pool(posterior, posterior.jacobian(targets))
         parts = (Pool(posterior, rows) for rows in Chunks(posterior.fitted.model, pool, batch_size).rows())
@@ -131,17 +129,14 @@ def _entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p)
 
 
-def require_posterior(posterior: Any) -> None:
-    """Refuse what is no posterior."""
+def require_options(posterior: Any, method: Any, targets: InputData | None, samples: Any) -> None:
+    """Refuse what is no posterior, an unknown method, targets that it has no use for, and fewer than two samples."""
     if not isinstance(posterior, Posterior):
         remedy = "Fit one with ntk_laplace.laplace."
         if hasattr(posterior, "posterior_"):
             remedy = "Pass its .posterior_, and .network_inputs(X) as the pool."
         raise UnsupportedError("a Posterior", f"a {type(posterior).__name__}", remedy)
-
-
-def require_method(method: Any, targets: InputData | None) -> None:
-    """Refuse an unknown method, and targets that it has no use for."""
+    require_whole("samples", samples, 2, "Leave it out for 256.")
     require_choice(method, METHODS, f"a method among {', '.join(METHODS)}", 'Use "information".')
     if (method == "epig") != (targets is not None):
         raise UnsupportedError('targets= for method="epig", and for no other', f"method={method!r}",
