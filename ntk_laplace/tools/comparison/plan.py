@@ -207,25 +207,25 @@ def _planned(name: str, spec: StructureSpec | Auto, probe: _Probe, processes: in
         raise UnsupportedError("structures whose cost to forecast", "'auto'", 'Name "gp" and "full".')
     try:
         spec.check(probe.model.prior)
-        problem = probe.problem(spec.factored_rows)
+        problem, rates = probe.measured(spec.factored_rows)
         found = [spec.forecast(replace(problem, processes=k)) for k in dict.fromkeys((1, processes))]
     except NTKLaplaceError as error:
         return StructurePlan(name, note=f"refused: {error}")
     alone, shared = found[0], found[-1]
     if alone is None or shared is None:
         return StructurePlan(name, note="this structure makes no forecast")
-    row = StructurePlan(name, alone.bytes, dict(alone.stored), *_of(alone, probe, spec), note=alone.note)
+    memory = memory_of(probe.model)
+    row = StructurePlan(name, alone.bytes, dict(alone.stored), alone.required <= memory, _seconds(alone, rates),
+                        note=alone.note)
     if processes == 1:
         return row
-    fits, seconds = _of(shared, probe, spec)
     note = alone.note if alone.note == shared.note else f"{alone.note}; on {processes:,}, {shared.note}"
-    return replace(row, shared_memory=shared.bytes, shared_fits=fits, shared_seconds=seconds,
-                   communication=shared.communication, note=note)
+    return replace(row, shared_memory=shared.bytes, shared_fits=shared.required <= memory,
+                   shared_seconds=_seconds(shared, rates), communication=shared.communication, note=note)
 
 
-def _of(forecast: Forecast, probe: _Probe, spec: StructureSpec) -> tuple[bool, float | None]:
-    seconds = None if forecast.work is None else forecast.work.seconds(probe.rates(spec.factored_rows))
-    return forecast.required <= memory_of(probe.model), seconds
+def _seconds(forecast: Forecast, rates: Work) -> float | None:
+    return None if forecast.work is None else forecast.work.seconds(rates)
 
 
 class _Probe:
@@ -238,9 +238,8 @@ class _Probe:
         # Λ, S and SᵀJ of one example; what their computation takes beside them
         each += 4 * model.network.num_outputs * columns * model.jacobian_pass.dtype.itemsize
         most = max(2, min(tuning.PROBED_EXAMPLES, tuning.WORKING_SET_BYTES // each, num_examples(x)))
-        order = torch.randperm(num_examples(x), generator=torch.Generator().manual_seed(0))
-        self._x = take(x, order[:most])
-        index, self._few = order[:most], min(most, max(2, tuning.PROBED_ROWS // columns))
+        index = torch.randperm(num_examples(x), generator=torch.Generator().manual_seed(0))[:most]
+        self._x, self._few = take(x, index), min(most, max(2, tuning.PROBED_ROWS // columns))
         self._dense = _dense_rates(model)
         self._problems: dict[bool, tuple[Problem, Work]] = {}
         likelihood = model.likelihood.at(index)
@@ -252,15 +251,8 @@ class _Probe:
             joint = count / len(index) * points.log_likelihood(likelihood) - model.prior.energy(model.theta)
         self._joint = float(joint)
 
-    def problem(self, factored: bool) -> Problem:
-        """The problem with rows in the storage of a structure."""
-        return self._of(factored)[0]
-
-    def rates(self, factored: bool) -> Work:
-        """Work per second."""
-        return self._of(factored)[1]
-
-    def _of(self, factored: bool) -> tuple[Problem, Work]:
+    def measured(self, factored: bool) -> tuple[Problem, Work]:
+        """The problem with rows in the storage of a structure, and work per second."""
         if factored not in self._problems:
             given = self.model.jacobian_pass
             own = JacobianPass(given.network, given.dtype, factored, given.budget)
