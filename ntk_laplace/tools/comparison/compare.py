@@ -289,15 +289,19 @@ def _measure(
             posterior = fit()
         with evaluating, torch.no_grad():
             found = posterior.evidence(correction)
-    elbo = posterior.elbo() if "elbo" in scores else None
-    drawn = posterior.importance_evidence(model="glm") if "importance" in scores else None
     row = StructureEvidence(
-        label, float(found), None, float(found.log_det), float(found.log_likelihood + found.log_prior),
-        float(found.correction) if correction else None,  # [I21] A.1
-        fitting.seconds, evaluating.seconds, memory.bytes, found.standard_error,
-        None if elbo is None else float(elbo), None if elbo is None else elbo.standard_error,
-        None if drawn is None else drawn.value, None if drawn is None else drawn.standard_error,
+        label, evidence=float(found), log_det=float(found.log_det),
+        log_joint=float(found.log_likelihood + found.log_prior),
+        correction=float(found.correction) if correction else None,  # [I21] A.1
+        fit_seconds=fitting.seconds, evidence_seconds=evaluating.seconds, peak_memory=memory.bytes,
+        standard_error=found.standard_error,
     )
+    if "elbo" in scores:
+        elbo = posterior.elbo()
+        row = replace(row, elbo=float(elbo), elbo_error=elbo.standard_error)
+    if "importance" in scores:
+        drawn = posterior.importance_evidence(model="glm")
+        row = replace(row, importance=drawn.value, importance_error=drawn.standard_error)
     reference = posterior.fitted.structure.spec.exact and found.standard_error == 0
     return _Outcome(row, posterior.num_examples, reference)
 
