@@ -188,20 +188,20 @@ def _row(
         evidence, error = float(found), found.standard_error
         check = check_prior(posterior, used, found)
     loo, note = _left_out(posterior) if "loo" in scores else (None, "")
-    bounds: dict[str, float] = {}
+    bounds: dict[str, Any] = {}
     for score in BOUNDS.keys() & set(scores):
         bound = posterior.elbo(BOUNDS[score])
         bounds |= {score: float(bound), f"{score}_error": bound.standard_error}
-    drawn = posterior.importance_evidence() if SAMPLED in scores else None
-    if drawn is not None:
-        bounds |= {"importance": drawn.value, "importance_error": drawn.standard_error}
+    if SAMPLED in scores:
+        drawn = posterior.importance_evidence()
+        bounds |= {"importance": drawn.value, "importance_error": drawn.standard_error,
+                   "importance_trusted": drawn.trusted}
     return ModelScores(name=name, structure=posterior.structure, parameters=posterior.num_parameters,
                        effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
                        bic=float(posterior.bic()) if "bic" in scores else None,
                        aic=float(posterior.aic()) if "aic" in scores else None, prior_gap=check.gap, vague=check.vague,
                        narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note,
-                       loo_note=note, evidence_error=error, importance_trusted=None if drawn is None else drawn.trusted,
-                       **bounds, **tested)
+                       loo_note=note, evidence_error=error, **(bounds | tested))
 
 
 def _left_out(posterior: Posterior) -> tuple[float | None, str]:
