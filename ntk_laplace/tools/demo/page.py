@@ -122,16 +122,8 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
     ]
     page.table(
         "How the networks were trained, and how their posteriors agree",
-        (
-            "run",
-            "network",
-            "prior precisions",
-            "noise variance",
-            "Newton decrement",
-            "effective parameters",
-            "variances differ by",
-            "seconds",
-        ),
+        ("run", "network", "prior precisions", "noise variance", "Newton decrement", "effective parameters",
+         "variances differ by", "seconds"),
         trained,
     )
     page.paragraph(
