@@ -18,6 +18,7 @@ from ntk_laplace.tools.cli.python_files import first_few
 __all__ = ["ImageFolder", "ImageNetwork", "read_images", "require_no_sources"]
 
 _GRAY, _COLOR = ("1", "L"), ("LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow, with 8 bits per channel
+_LARGEST = 4  # side of the images that the last layer takes
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,3 @@ class ImageNetwork:
         sides = [min(_LARGEST, -(-side // 2 ** len(self.widths))) for side in self.shape[1:]]
         layers += [nn.AdaptiveAvgPool2d((sides[0], sides[1])), nn.Flatten()]
         return nn.Sequential(*layers, nn.Linear(channels * sides[0] * sides[1], outputs)).double()
-
-
-_LARGEST = 4  # side of the images that the last layer takes
