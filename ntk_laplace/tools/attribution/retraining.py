@@ -88,14 +88,15 @@ def retrain(
     if not callable(train):
         raise UnsupportedError("a function train(indices, seed) that returns outcomes", f"{train!r}"[:80],
                                "Define one that trains and evaluates.")
-    store = _Store(folder, kept)
+    store = None if folder is None else _Store(Path(folder), kept)
     jobs = [(int(seed), number) for seed in seeds for number in range(len(kept))]
-    found = {job: outcome for job in jobs if (outcome := store.read(job)) is not None}
+    found = {} if store is None else {job: outcome for job in jobs if (outcome := store.read(job)) is not None}
     missing = [job for job in jobs if job not in found]
     run = _one_by_one(train, kept, missing) if processes == 1 else _in_parallel(train, kept, missing, processes)
     for job, new in track(run, "ntk_laplace: retraining", len(missing), progress):
         found[job] = np.asarray(new, dtype=np.float64)
-        store.write(job, found[job])
+        if store is not None:
+            store.write(job, found[job])
     shapes = {outcome.shape for outcome in found.values()}
     if len(shapes) != 1:
         raise DataError("outcomes of one shape", f"{sorted(shapes)}", "Evaluate every model at the same test points.")
@@ -131,10 +132,8 @@ def _in_parallel(
 class _Store:
     """Outcomes on disk, one file each; a fingerprint of the subsets detects other experiments."""
 
-    def __init__(self, folder: str | os.PathLike[str] | None, kept: NDArray[np.bool_]) -> None:
-        self.folder = None if folder is None else Path(folder)
-        if self.folder is None:
-            return
+    def __init__(self, folder: Path, kept: NDArray[np.bool_]) -> None:
+        self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         mark = {"shape": list(kept.shape), "subsets": hashlib.sha256(np.packbits(kept).tobytes()).hexdigest()}
         file = self.folder / "subsets.json"
@@ -145,16 +144,14 @@ class _Store:
 
     def read(self, job: Job) -> NDArray[np.float64] | None:
         file = self._file(job)
-        return np.load(file, allow_pickle=False) if file is not None and file.exists() else None
+        return np.load(file, allow_pickle=False) if file.exists() else None
 
     def write(self, job: Job, outcome: NDArray[np.float64]) -> None:
         file = self._file(job)
-        if file is None:
-            return
         partial = file.with_suffix(".part")
         with partial.open("wb") as stream:
             np.save(stream, outcome, allow_pickle=False)
         partial.replace(file)  # atomic: a reader never sees a partial file
 
-    def _file(self, job: Job) -> Path | None:
-        return None if self.folder is None else self.folder / f"seed{job[0]}-subset{job[1]}.npy"
+    def _file(self, job: Job) -> Path:
+        return self.folder / f"seed{job[0]}-subset{job[1]}.npy"
