@@ -63,22 +63,8 @@ def gather(
 
     Parameters
     ----------
-    posterior : Posterior
-    x : tensor, tuple or dict of tensors
-        n inputs to explain.
-    training : like x, optional
-        Training inputs, displayed as images or rows.
-    targets : Tensor, optional
-        True targets at `x`.
-    k : int
-        Number of training points shown for and against each prediction.
-    naming : Naming
-    progress : bool, optional
-        Show a progress bar; by default if the error stream is a terminal.
-    candidates : int
-        Training points of each input that are re-ranked by their effects on the network itself.
-    output : int, optional
-        The output to explain, as in `Posterior.explain`.
+    posterior, x, training, targets, k, naming, progress, candidates, output
+        As in `explore`.
 
     Raises
     ------
@@ -90,7 +76,6 @@ def gather(
     training = None if training is None else as_tensors(training)
     _check(posterior, n, training, naming)
     truths = None if targets is None else _truths(posterior, targets, n)
-    shown = set()
     kept = posterior.fitted.structure.spec.keeps_jacobian
     find = _from_rows if kept else _from_data
     points, guarantees = find(posterior, x, k, output, progress)
@@ -100,8 +85,7 @@ def gather(
     if truths is not None:
         for point, truth in zip(points, truths, strict=True):
             point |= {} if truth is None else {"target": rounded(truth)}
-    for point in points:
-        shown |= {j for part in ("for", "against", "reranked") for j, *_ in point.get(part, ())}
+    shown = sorted({j for point in points for part in ("for", "against", "reranked") for j, *_ in point.get(part, ())})
     return {
         "kind": _kind(posterior),
         "names": _names(posterior, naming),
@@ -116,8 +100,8 @@ def gather(
         "approximate": not posterior.fitted.exact and not kept,
         "points": points,
         "training": _training_set(posterior, left_out),
-        "pictures": _pictures(x, training, sorted(shown), naming),
-        "rows": _rows(x, training, sorted(shown), naming),
+        "pictures": _pictures(x, training, shown, naming),
+        "rows": _rows(x, training, shown, naming),
     }
 
 
