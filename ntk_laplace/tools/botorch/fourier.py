@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 __all__ = ["FourierFeatures", "FourierNetwork"]
 
-FREQUENCIES = 512
+_FREQUENCIES = 512  # K
 _SCALE = math.log(2.0) + 0.5  # mean of log s + ½ log d: the length scale is then about 0.3 √d in a unit cube
 _LOG_NOISE = -4.0  # mean of the log noise variance of standardized outcomes, as in BoTorch's Gaussian processes
 _PRECISION_DEVIATION = 10.0  # of the log prior precision: bounds it where the data are constant
@@ -27,8 +27,8 @@ class FourierFeatures(nn.Module):
 
     Parameters
     ----------
-    inputs, count : int
-        d and K.
+    inputs : int
+        d.
 
     Attributes
     ----------
@@ -41,10 +41,10 @@ class FourierFeatures(nn.Module):
     frequencies: Tensor
     scale: Tensor
 
-    def __init__(self, inputs: int, count: int = FREQUENCIES) -> None:
+    def __init__(self, inputs: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.register_buffer("frequencies", torch.randn(count, inputs, generator=generator, dtype=torch.float64))
+        self.register_buffer("frequencies", torch.randn(_FREQUENCIES, inputs, generator=generator, dtype=torch.float64))
         self.register_buffer("scale", torch.full((inputs,), math.exp(_SCALE) / math.sqrt(inputs), dtype=torch.float64))
 
     def at(self, x: Tensor, scale: Tensor) -> Tensor:
