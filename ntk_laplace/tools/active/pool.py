@@ -71,8 +71,7 @@ class Pool:
 
 def root_of(blocks: Tensor) -> Tensor:
     """L with L Lᵀ = I + A of blocks (..., R, R)."""
-    factor: Tensor = torch.linalg.cholesky(blocks + torch.eye(blocks.shape[-1]).to(blocks))
-    return factor
+    return torch.linalg.cholesky(blocks + torch.eye(blocks.shape[-1]).to(blocks))
 
 
 def log_det_half(blocks: Tensor) -> Tensor:

@@ -142,8 +142,7 @@ class LaplaceEnsemble(GaussianModel):
     @property
     def likelihood(self) -> nn.Module:
         """The first member's: BoTorch asks of what kind it is."""
-        found: nn.Module = self.members[0].likelihood
-        return found
+        return self.members[0].likelihood
 
     @property
     def weights(self) -> Tensor:
@@ -168,8 +167,7 @@ class LaplaceEnsemble(GaussianModel):
             which = torch.multinomial(weights, count, replacement=True, generator=generator)
             which = which.T.reshape(*shape, *self.batch_shape, 1, 1)
         if which.numel() == 1:
-            found: Callable[[Tensor], Tensor] = self.members[int(which)].path(shape, generator)
-            return found
+            return self.members[int(which)].path(shape, generator)
         paths = [one.path(shape, generator) for one in self.members]
 
         def values(inputs: Tensor) -> Tensor:

@@ -251,8 +251,7 @@ class GaussianModel(Model, FantasizeMixin):
         if not isinstance(X, Tensor) or X.ndim < 2:
             got = f"shape {tuple(X.shape)}" if isinstance(X, Tensor) else f"a {type(X).__name__}"
             raise DataError("X as a tensor (..., q, d)", got, "Pass X.unsqueeze(-2) for separate points.")
-        inputs: Tensor = self.transform_inputs(X)
-        return inputs
+        return self.transform_inputs(X)
 
     def _chosen(self, indices: Sequence[int]) -> list[int]:
         m = self.num_outputs

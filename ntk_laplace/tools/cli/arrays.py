@@ -99,8 +99,7 @@ def load_sources(path: Path, name: str) -> list[Any]:
         raise DataError(f"{name} to be an array of names or whole numbers, one per example",
                         f"shape {array.shape} and type {array.dtype}",
                         f"Convert it before it is saved: {name} = {name}.astype(str).")
-    labels: list[Any] = array.astype(str).tolist() if array.dtype.kind == "S" else array.tolist()
-    return labels
+    return array.astype(str).tolist() if array.dtype.kind == "S" else array.tolist()
 
 
 def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str | None) -> Inputs:

@@ -27,8 +27,7 @@ def load_network(path: Path, factory: str) -> nn.Module:
     NetworkError
         If the file does not run, has no such function, or the function does not return a module.
     """
-    made: nn.Module = _made(path, factory, "network", nn.Module, {})
-    return made.eval()
+    return _made(path, factory, "network", nn.Module, {}).eval()
 
 
 def load_likelihood(path: Path, factory: str, options: Mapping[str, Any]) -> Likelihood:
@@ -42,8 +41,7 @@ def load_likelihood(path: Path, factory: str, options: Mapping[str, Any]) -> Lik
         If the file does not run, has no such class or function, it does not take the options, or it does not return a
         likelihood.
     """
-    made: Likelihood = _made(path, factory, "likelihood", Likelihood, options)
-    return made
+    return _made(path, factory, "likelihood", Likelihood, options)
 
 
 def run_file(path: Path) -> None:

@@ -354,8 +354,7 @@ def source_labels(frame: pandas.DataFrame, path: Path, name: str, targets: Seque
         raise DataError(f"--group COLUMN, one of {first_few(others)} in {path}", f"--group {name}",
                         "Name the column of the sources, which is no target.")
     _require_present(frame[name], path)
-    labels: list[Any] = frame[name].tolist()
-    return labels
+    return frame[name].tolist()
 
 
 def require_sources(labels: Iterable[Any], path: Path, name: str) -> None:

@@ -325,8 +325,7 @@ class LaplaceEstimator(BaseEstimator):
         """Logarithms of the hyperparameters: prior precisions of each group, then those of the likelihood."""
         check_is_fitted(self)
         values = [parameter.detach().flatten().double() for parameter in _hyperparameters(self.posterior_)]
-        found: Array = torch.cat(values).cpu().numpy()
-        return found
+        return torch.cat(values).cpu().numpy()
 
     @overload
     def log_marginal_likelihood(self, theta: Any = ..., eval_gradient: Literal[False] = ...) -> float: ...

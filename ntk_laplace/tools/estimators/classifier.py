@@ -118,19 +118,16 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
 
     def predict_proba(self, X: Any) -> Array:
         """Class probabilities, averaged over the posterior, (n, classes)."""
-        found: Array = self._probabilities(X).numpy()
-        return found
+        return self._probabilities(X).numpy()
 
     def predict_log_proba(self, X: Any) -> Array:
         """Logarithms of `predict_proba`."""
-        found: Array = self._probabilities(X).log().numpy()
-        return found
+        return self._probabilities(X).log().numpy()
 
     def decision_function(self, X: Any) -> Array:
         """Log odds of the second of two classes, (n,); log probabilities of more, (n, classes)."""
         logs = self._probabilities(X).log()
-        found: Array = (logs[:, 1] - logs[:, 0] if len(self.classes_) == 2 else logs).numpy()
-        return found
+        return (logs[:, 1] - logs[:, 0] if len(self.classes_) == 2 else logs).numpy()
 
     def predict(self, X: Any) -> Any:
         """The most probable label of each input, (n,)."""
