@@ -318,13 +318,10 @@ class _Asked:
 
 def _said(posterior: Posterior, prediction: Any, i: int) -> dict[str, Any]:
     """Class probabilities, or mean and standard deviations."""
-    if _kind(posterior) == "classes":
-        return {"probabilities": rounded(prediction.probs[i])}
-    if _kind(posterior) == "binary":
-        p = prediction.probs[i].reshape(())
-        return {"probabilities": rounded(torch.stack([1 - p, p]))}
-    mean, deviation = prediction.mean[i].reshape(-1), prediction.variance[i].sqrt().reshape(-1)
-    said = {"mean": rounded(mean), "deviation": rounded(deviation)}
+    kind = _kind(posterior)
+    if kind != "values":
+        return _answer(kind, prediction.probs[i])
+    said = _answer(kind, prediction.mean[i]) | {"deviation": rounded(prediction.variance[i].sqrt().reshape(-1))}
     for name in ("epistemic", "aleatoric"):
         part = getattr(prediction, name, None)
         if part is not None:
@@ -336,12 +333,15 @@ def _without(posterior: Posterior, f: Tensor, sign: Tensor) -> dict[str, Any]:
     """The network's prediction at changed outputs f."""
     with torch.no_grad():
         mean = posterior.likelihood.for_new_points().mean(f[None])[0]
-    said: dict[str, Any] = {"f": rounded(f * sign)}
-    if _kind(posterior) == "classes":
-        return said | {"probabilities": rounded(mean)}
-    if _kind(posterior) == "binary":
-        return said | {"probabilities": rounded(torch.cat([1 - mean, mean]))}
-    return said | {"mean": rounded(mean)}
+    return {"f": rounded(f * sign)} | _answer(_kind(posterior), mean)
+
+
+def _answer(kind: str, mean: Tensor) -> dict[str, Any]:
+    """Probabilities of all classes, or the mean of each output, from the mean response to one input."""
+    mean = mean.reshape(-1)
+    if kind == "values":
+        return {"mean": rounded(mean)}
+    return {"probabilities": rounded(mean if kind == "classes" else torch.cat([1 - mean, mean]))}
 
 
 # --- training points
