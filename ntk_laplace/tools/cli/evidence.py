@@ -48,9 +48,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _of_network(options: argparse.Namespace) -> ntkl.EvidenceComparison:
     model = bring(options)
-    return ntkl.compare_evidence(model.network, (model.x, model.y), model.likelihood, model.prior, options.structures,
-                                 options.correction, curvature=options.curvature, dtype=model.dtype,
-                                 settings=model.settings, output=model.output)
+    return ntkl.compare_evidence(*model.given, options.structures, options.correction, **model.options)
 
 
 def _of_estimator(options: argparse.Namespace) -> ntkl.EvidenceComparison:

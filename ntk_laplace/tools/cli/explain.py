@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 
 import ntk_laplace as ntkl
-from ntk_laplace.model.data import take, to_device
+from ntk_laplace.model.data import take
 from ntk_laplace.tools.cli.estimator_file import load_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
 from ntk_laplace.tools.cli.model import bring, require_writable
 from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.tables import require_sources
-from ntk_laplace.tools.cli.weights import check_forward
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
 __all__ = ["run"]
@@ -37,23 +36,21 @@ def run(options: argparse.Namespace) -> None:
 
 def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     model = bring(options)
-    labels = model.files.sources
+    files, labels = model.files, model.files.sources
     if labels is not None:
         require_sources(labels, options.data, options.source)
-    x, y = model.files.inputs(options.inputs, "inputs to explain")
-    check_forward(model.network, to_device(x, next(model.network.parameters()).device), options.output)
+    x, y = files.inputs(options.inputs, "inputs to explain")
+    model.check(x)
     x, y = take(x, slice(options.most)), None if y is None else y[: options.most]
-    posterior = ntkl.laplace(model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
-                             options.curvature, dtype=model.dtype, settings=model.settings, output=model.output)
-    classes = options.classes or model.files.classes
+    posterior = ntkl.laplace(*model.given, options.structure, **model.options)
+    classes = options.classes or files.classes
     if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
         classes = None  # names of responses, which are fewer than the outputs
-    files = model.files
     names = None if files.names is None else files.names[: options.most]
     naming = Naming(classes, options.features or files.features, options.shape, (options.target or ["target"])[0],
                     names, files.training_names)
     sources = None if labels is None else posterior.source_effects(x, labels, y=y)
-    page = explore(posterior, x, model.x, y, options.k, naming, options.title,
+    page = explore(posterior, x, model.data[0], y, options.k, naming, options.title,
                    candidates=options.candidates, sources=sources)
     outputs = naming.classes if posterior.num_outputs > 1 else [naming.target]
     return page, "" if sources is None else in_words(sources, outputs)

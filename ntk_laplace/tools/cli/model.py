@@ -7,12 +7,13 @@ import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.model.data import Inputs
+from ntk_laplace.model.data import Inputs, to_device
 from ntk_laplace.tools.cli.inputs import Files
 from ntk_laplace.tools.cli.likelihood import build_likelihood
 from ntk_laplace.tools.cli.python_files import load_network
@@ -29,28 +30,32 @@ class Model:
     ----------
     network : nn.Module
         The network on its device, in eval mode.
-    x, y : Tensor
+    data : (Tensor, Tensor)
         The training data; several input arrays are a dict.
     likelihood : Likelihood
     prior : GaussianPrior
-    dtype : torch.dtype
-        Dtype of the network and of the linear algebra.
-    settings : Settings
-    output : str, int or None
-        Which returned tensor is the output.
+    options : dict
+        `curvature`, `dtype`, `settings` and `output`, as in `laplace`.
     files : Files
         Reads more data as the training data were read.
     """
 
     network: nn.Module
-    x: Inputs
-    y: Tensor
+    data: tuple[Inputs, Tensor]
     likelihood: ntkl.Likelihood
     prior: ntkl.GaussianPrior
-    dtype: torch.dtype
-    settings: ntkl.Settings
-    output: str | int | None
+    options: dict[str, Any]
     files: Files
+
+    @property
+    def given(self) -> tuple[nn.Module, tuple[Inputs, Tensor], ntkl.Likelihood, ntkl.GaussianPrior]:
+        """The first arguments of `laplace`."""
+        return self.network, self.data, self.likelihood, self.prior
+
+    def check(self, x: Inputs) -> None:
+        """Run the network on two other inputs, to report errors in them clearly (NetworkError)."""
+        device = next(self.network.parameters()).device
+        check_forward(self.network, to_device(x, device), self.options["output"])
 
 
 def bring(options: argparse.Namespace) -> Model:
@@ -70,7 +75,8 @@ def bring(options: argparse.Namespace) -> Model:
     check_forward(network, x, options.output)
     network.to(_device(options.device, dtype))
     prior = ntkl.GaussianPrior(options.precision, groups=options.groups)
-    return Model(network, x, y, likelihood, prior, dtype, settings_of(options), options.output, files)
+    own = {"curvature": options.curvature, "dtype": dtype, "settings": settings_of(options), "output": options.output}
+    return Model(network, (x, y), likelihood, prior, own, files)
 
 
 def settings_of(options: argparse.Namespace) -> ntkl.Settings:

@@ -22,9 +22,7 @@ def run(options: argparse.Namespace) -> None:
     """
     require_writable(options.json, options)
     model = bring(options)
-    found = ntkl.plan(model.network, (model.x, model.y), model.likelihood, model.prior, options.structures,
-                      options.curvature, processes=options.processes, dtype=model.dtype, settings=model.settings,
-                      output=model.output)
+    found = ntkl.plan(*model.given, options.structures, processes=options.processes, **model.options)
     print(found)
     if options.json is not None:
         options.json.write_text(found.to_json() + "\n", encoding="utf-8")

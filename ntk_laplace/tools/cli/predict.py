@@ -11,7 +11,6 @@ import pandas
 from torch import Tensor
 
 import ntk_laplace as ntkl
-from ntk_laplace.model.data import to_device
 from ntk_laplace.posterior.fit import spec_of
 from ntk_laplace.tools.cli.described import describe, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import load_estimator
@@ -19,7 +18,6 @@ from ntk_laplace.tools.cli.model import bring, require_writable
 from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_table
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
-from ntk_laplace.tools.cli.weights import check_forward
 
 __all__ = ["run"]
 
@@ -44,21 +42,19 @@ def run(options: argparse.Namespace) -> None:
         require_writable(path, options)
     model = bring(options)
     x, y = model.files.inputs(options.inputs, "inputs to predict")
+    model.check(x)
     held_out = None
     if options.held_out is not None:
         held_out = model.files.data(options.held_out, "held-out data")
-    device = next(model.network.parameters()).device
-    for inputs in (x, *(held_out[:1] if held_out else ())):
-        check_forward(model.network, to_device(inputs, device), options.output)
+        model.check(held_out[0])
     _require_exact(options)
     _tell("fitting the posterior")
-    posterior = ntkl.laplace(model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
-                             options.curvature, dtype=model.dtype, settings=model.settings, output=model.output)
+    posterior = ntkl.laplace(*model.given, options.structure, **model.options)
     sentences: list[str] = []
     warned: list[str] = []
     if options.retrain:
         _tell("training on")
-        posterior, warned = _retrained(posterior, (model.x, model.y))
+        posterior, warned = _retrained(posterior, model.data)
         sentences.append(_hyperparameters(posterior))
     _tell("calibrating on held-out data" if held_out else "predicting each training point from all others")
     fit, judged = _calibrated(posterior, held_out)
