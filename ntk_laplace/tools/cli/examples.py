@@ -27,9 +27,9 @@ from ntk_laplace.tools.cli.tables import (
     require_64_bits,
     require_columns,
     require_no_dropped,
-    source_labels,
     target_classes,
     without_dropped,
+    without_sources,
 )
 
 __all__ = ["Examples", "array_rows", "example_names", "read_examples", "table_labels"]
@@ -133,10 +133,9 @@ def _table(
     path: Path, target: Sequence[str] | None, task: str | None, group: str | None, dropped: Sequence[str] | None
 ) -> Examples:
     frame = read_table(path, "the data")
-    targets, sources = require_columns(frame, path, target), None
-    if group is not None:
-        sources = np.array(source_labels(frame, path, group, targets), dtype=object)
-        frame = frame.drop(columns=group)
+    targets = require_columns(frame, path, target)
+    frame, labels = without_sources(frame, path, group, targets)
+    sources = None if labels is None else np.array(labels, dtype=object)
     frame = without_dropped(frame, path, dropped, targets)
     names = input_columns(frame, path, targets, None)
     x = pandas.DataFrame(numbers(frame, path, names), columns=names)

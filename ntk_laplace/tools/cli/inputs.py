@@ -25,9 +25,9 @@ from ntk_laplace.tools.cli.tables import (
     read_table,
     require_columns,
     require_no_dropped,
-    source_labels,
     target_classes,
     without_dropped,
+    without_sources,
 )
 
 __all__ = ["Files"]
@@ -103,9 +103,7 @@ class Files:
             self.sources = None if self.group is None else load_sources(path, self.group)
             return load_data(path, self.dtype, self.targets, what, self.group, by_name=True)
         frame = self._frame(path, what)
-        if self.group is not None:
-            self.sources = source_labels(frame, path, self.group, self.columns)
-            frame = frame.drop(columns=self.group)
+        frame, self.sources = without_sources(frame, path, self.group, self.columns)
         columns = require_columns(frame, path, self.columns)
         frame = without_dropped(frame, path, self.dropped, columns)
         self.features = input_columns(frame, path, columns, None)

@@ -24,8 +24,8 @@ from ntk_laplace.errors import DataError, first_line
 from ntk_laplace.tools.cli.python_files import first_few, require_file
 
 __all__ = ["COMPRESSED", "TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table",
-    "require_64_bits", "require_columns", "require_no_dropped", "require_sources", "source_labels",
-    "target_classes", "without_dropped"]
+    "require_64_bits", "require_columns", "require_no_dropped", "require_sources", "target_classes",
+    "without_dropped", "without_sources"]
 
 TABLES = ".csv, .parquet, .feather or .arrow"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
@@ -341,20 +341,24 @@ def require_no_dropped(path: Path, dropped: Sequence[str] | None) -> None:
         raise DataError("a table, for --drop COLUMN", f"{path}", "Leave --drop out.")
 
 
-def source_labels(frame: pandas.DataFrame, path: Path, name: str, targets: Sequence[str] | None) -> list[Any]:
-    """The source of each row.
+def without_sources(
+    frame: pandas.DataFrame, path: Path, name: str | None, targets: Sequence[str] | None
+) -> tuple[pandas.DataFrame, list[Any] | None]:
+    """The table without the column of the sources, and the source of each row; None if no column is named.
 
     Raises
     ------
     DataError
         If the table has no such column, it is one of the targets, or a value is missing.
     """
+    if name is None:
+        return frame, None
     others = [column for column in frame.columns if column not in (targets or ())]
     if name not in others:
         raise DataError(f"--group COLUMN, one of {first_few(others)} in {path}", f"--group {name}",
                         "Name the column of the sources, which is no target.")
     _require_present(frame[name], path)
-    return frame[name].tolist()
+    return frame.drop(columns=name), frame[name].tolist()
 
 
 def require_sources(labels: Iterable[Any], path: Path, name: str) -> None:
