@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ntk_laplace.errors import DataError
 
-__all__ = ["Page"]
+__all__ = ["Page", "document"]
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2127; --soft: #55606c; --paper: #ffffff; --line: #d9dee4;
@@ -52,8 +52,17 @@ footer { margin-top: 3rem; color: var(--soft); font-size: .9rem; }
 
 _LONG = 36  # characters of a cell on one line
 
-# makes the browser block all external resources
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+def document(title: str, style: str, body: str, digest: str = "") -> str:
+    """An HTML document for which the browser blocks all external resources, and all scripts of another digest."""
+    scripts = f"; script-src '{digest}'" if digest else ""
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'{scripts}"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>{body}</body>\n</html>\n"
+    )
 
 
 @dataclass
@@ -168,15 +177,9 @@ class Page:
         lead = f'<p class="lead">{escape(self.lead)}</p>' if self.lead else ""
         footer = f"<footer>{escape(self.footer)}</footer>" if self.footer else ""
         end = "</section>" if self._sections else ""
-        return (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{escape(self.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-            f"<header><h1>{escape(self.title)}</h1>{lead}{contents}</header>\n"
-            + "\n".join(self._body)
-            + f"\n{end}{footer}\n</main>\n</body>\n</html>\n"
-        )
+        header = f"<header><h1>{escape(self.title)}</h1>{lead}{contents}</header>"
+        body = "\n".join([header, *self._body, f"{end}{footer}"])
+        return document(self.title, _STYLE, f"\n<main>\n{body}\n</main>\n")
 
     def write(self, path: Path) -> Path:
         """Write the page to `path`, in UTF-8."""

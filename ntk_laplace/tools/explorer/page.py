@@ -20,6 +20,7 @@ from ntk_laplace.posterior.explain import SourceEffects
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 from ntk_laplace.tools.explorer.gather import Naming, gather
 from ntk_laplace.tools.explorer.sources import HTML, with_sources
+from ntk_laplace.tools.report import document
 
 __all__ = ["ExplorerPage", "explore"]
 
@@ -98,8 +99,6 @@ class ExplorerPage:
         style, *scripts = (_asset(name) for name in ("explorer.css", "explorer.js", "sources.js"))
         script = "".join(scripts)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        # makes the browser block all external resources
-        policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
         # "</" would end the script element, even inside a string, and "<!--<script>" hide its end
         numbers = json.dumps(self.content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
         promises = "".join(f"<li>{escape(words)}</li>" for words in self.content["guarantees"])
@@ -113,14 +112,8 @@ class ExplorerPage:
         summary = f"{escape(self.content['summary'])}, log evidence {evidence} nats"
         body = _BODY.format(title=escape(self.title), summary=summary, guarantees=promises, whose=whose,
                             caution=caution, reranked=reranked, sources=sources)
-        return (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{escape(self.title)}</title>\n<style>{style}</style>\n</head>\n<body>{body}"
-            f'<script type="application/json" id="data">{numbers}</script>\n'
-            f"<script>{script}</script>\n</body>\n</html>\n"
-        )
+        body += f'<script type="application/json" id="data">{numbers}</script>\n<script>{script}</script>\n'
+        return document(self.title, style, body, f"sha256-{digest}")
 
     def write(self, path: str | Path) -> Path:
         """Write the page to `path`, in UTF-8."""
