@@ -14,6 +14,7 @@ from ntk_laplace.model.network import Caller
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Descent, Held
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.random_state import seeded_rng
 
 __all__ = ["cnn", "mlp", "seeded", "train_map"]
 
@@ -22,8 +23,7 @@ _ITERATIONS = 20  # of L-BFGS between two looks
 
 def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Build a float64 network with initial weights from `seed`, without changing torch's random state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded_rng(torch.device("cpu"), seed):
         return build().double()
 
 
