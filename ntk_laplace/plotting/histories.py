@@ -30,11 +30,12 @@ def hyperparameter_history(history: HyperparameterHistory) -> Figure:
 def training_history(history: EvidenceHistory) -> Figure:
     """Plot evidence and loss over the epochs, and the hyperparameters on a log scale below."""
     figure = _history("epoch", history.epochs, history.evidence, history.names, history.values)
-    top = figure.axes[0]
-    top.plot(range(1, len(history.loss) + 1), [-loss for loss in history.loss], color="#b0b0b0", lw=1, zorder=0)
+    top, joint = figure.axes[0], [-loss for loss in history.loss]
+    top.plot(range(1, len(joint) + 1), joint, color="#b0b0b0", lw=1, zorder=0)
     top.plot(history.epochs[history.best], history.evidence[history.best], "o", color=DARK_BLUE, mfc="none", ms=9)
     top.legend(["evidence", "log joint", "best evidence"], fontsize=8)
-    top.set_ylim(*_window(history.evidence, [-loss for loss in history.loss]))
+    lower_quartile = sorted(history.evidence)[len(history.evidence) // 4]  # the first values may be far below
+    top.set_ylim(*_with_margin(lower_quartile, max(*history.evidence, *joint)))
     top.set_ylabel("nats")
     return figure
 
@@ -69,8 +70,7 @@ def _bounds(axes: Axes, history: VariationalHistory) -> None:
         if ends:
             low, high = min(low, ends[len(ends) // 4]), max(high, *filter(math.isfinite, values))
     if math.isfinite(low):
-        margin = 0.15 * (high - low) or 1.0
-        axes.set_ylim(low - margin, high + margin)
+        axes.set_ylim(*_with_margin(low, high))
     axes.set_ylabel("ELBO, nats")
     axes.legend(fontsize=8)
 
@@ -97,8 +97,7 @@ def _history(
     return figure
 
 
-def _window(evidence: list[float], joint: list[float]) -> tuple[float, float]:
-    """Axis limits from a little below the evidence's lower quartile to a little above all values."""
-    low, high = sorted(evidence)[len(evidence) // 4], max(*evidence, *joint)
+def _with_margin(low: float, high: float) -> tuple[float, float]:
+    """Axis limits a little beyond both values."""
     margin = 0.15 * (high - low) or 1.0
     return low - margin, high + margin
