@@ -92,10 +92,10 @@ class NetworkLikelihood(WeightLikelihood):
         passing = max(one, min(self._room, one * n * count))
         what = f"the network's outputs and gradients at {count:,} weights"
         require_memory(held + passing, model.network.device, what, REMEDY, budget)
-        self._spare = max(0, self._room - passing)  # for examples that are kept between passes
+        self._spare = max(0, self._room - passing)  # for inputs that are kept between passes
         self._at_once = [self._network.at_once(inputs, self._room) for inputs in self._batches]
         saved = sum(self._network.saved_bytes(inputs) for inputs in self._batches)
-        self._kept_bytes = count * saved  # by autograd, at all weights
+        self._graph_bytes = count * saved  # at all weights
         fitting = max(1, self._room // (_SECOND * tuning.GRAPH_FACTOR * max(1, saved)))
         self._fitting = min(self._reducer.gather(fitting))
 
@@ -125,16 +125,17 @@ class NetworkLikelihood(WeightLikelihood):
     def rounded(self, theta: Tensor) -> NetworkLikelihood | None:
         """The same through a copy of the network in single precision, for steps that a descent takes before the last.
 
-        None where this is not of use: for a network in it already, for few data, or where its outputs at θ (P,) in
-        single precision are an error, have another type, or differ by more than its rounding can explain.
+        None where this is not of use: for a network in it already, for few data, for inputs that do not fit in memory
+        a second time, or where outputs at θ (P,) in single precision raise an error, have another type, or differ by
+        more than rounding can explain.
         """
         found = self._in_single(theta)
         return found if min(self._reducer.gather(int(found is not None))) else None
 
     def _in_single(self, theta: Tensor) -> NetworkLikelihood | None:
         own, found = self._network.network, copy.copy(self)
-        size = sum(num_bytes(x) for x in self._batches)
-        if own.precision != torch.float64 or size > self._room or self._kept_bytes < tuning.SINGLE_BYTES:
+        rounded = sum(num_bytes(x) for x in self._batches) // 2
+        if own.precision != torch.float64 or rounded > self._spare or self._graph_bytes < tuning.SINGLE_BYTES:
             return None
         if any(tensor.is_complex() for tensor in (*own.module.parameters(), *own.module.buffers())):
             return None
