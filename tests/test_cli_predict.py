@@ -18,7 +18,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics, plotting
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli import predict
-from ntk_laplace.tools.cli.predictions import Judged, in_a_set
+from ntk_laplace.tools.cli.predictions import Judged, as_set
 
 NETWORK = """
 from torch import nn
@@ -169,7 +169,7 @@ def test_classes(held_out: bool, folder: Path, here: Path, capsys: pytest.Captur
     sets = posterior.predict_set(x, 0.8, data=held, never_empty=True)
     assert frame["set"].tolist() == ["{" + ", ".join(one) + "}" for one in sets.labels(names.tolist())]
     assert frame["set_size"].tolist() == sets.size.tolist()
-    found = ["{" + ", ".join(map(in_a_set, ["ant", 3, "a, b", 'x"y'])) + "}"]
+    found = [as_set(["ant", 3, "a, b", 'x"y'])]
     assert found == ['{ant, 3, "a, b", "x\\"y"}']
     assert frame["target"].tolist() == names[y.numpy()].tolist()
     assert frame["covered"].tolist() == sets.contains(y).tolist()

@@ -21,6 +21,7 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.tools import cli
+from ntk_laplace.tools.cli.described import describe
 from ntk_laplace.tools.cli.examples import read_examples
 from ntk_laplace.tools.cli.predictions import score_table
 from ntk_laplace.tools.cli.tables import read_table, target_classes
@@ -436,6 +437,14 @@ def test_fit_of_classes(folder: Path, capsys: pytest.CaptureFixture) -> None:
         assert scores(out)[name][:2] == pytest.approx([density, accuracy], abs=5.1e-5)
     assert list(found["predicted"]) == [["ant", "bee", "cat"][index] for index in p.argmax(1)]
     assert list(joblib.load("out/model.joblib").classes_) == ["ant", "bee", "cat"]
+
+
+def test_names_with_commas_are_quoted_in_sets_of_labels() -> None:
+    frame = pandas.DataFrame({"height": np.arange(20) % 7 + 0.0})
+    names = np.where(frame["height"] > 3, "a, b", "c")
+    model = ntkl.LaplaceClassifier(epochs=2, hidden_layer_sizes=(2,), random_state=3).fit(frame, names)
+    found = describe(model, frame, None, ["kind"], 0.9).columns["set"]
+    assert set(found) <= {'{"a, b"}', "{c}", '{"a, b", c}', '{c, "a, b"}'} and any('"' in one for one in found)
 
 
 @pytest.mark.parametrize(

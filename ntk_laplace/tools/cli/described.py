@@ -16,7 +16,7 @@ from torch import distributions
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
-from ntk_laplace.tools.cli.predictions import NETWORK, score_table
+from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table
 
 __all__ = ["Described", "Model", "describe", "tell_first", "tell_scores"]
 
@@ -86,7 +86,7 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
     names = [str(name) for name in model.classes_]
     columns = {"predicted": model.classes_[p.argmax(1)]}
     if sets is not None:
-        columns["set"] = ["{" + ", ".join(map(str, one)) + "}" for one in sets.labels(names)]
+        columns["set"] = [as_set(one) for one in sets.labels(names)]
     columns |= {f"probability_{name}": p[:, index] for index, name in enumerate(names)}
     if y is None:
         return Described(columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import joined
 from ntk_laplace.posterior.conformal.quantiles import fewest_points
 
-__all__ = ["CALIBRATED", "NETWORK", "POSTERIOR", "Judged", "Predictions", "in_a_set", "score_format", "score_table",
+__all__ = ["CALIBRATED", "NETWORK", "POSTERIOR", "Judged", "Predictions", "as_set", "score_format", "score_table",
     "single_labels"]
 
 NETWORK, POSTERIOR, CALIBRATED = "network alone", "posterior as it is", "calibrated posterior"
@@ -262,7 +262,7 @@ class Predictions:
             columns[f"{name}_sd"] = values[rows, best if values.shape[1] > 1 else 0]
         columns["unfamiliarity"] = self.unfamiliarity
         assert isinstance(self.regions, ntkl.PredictionSets)
-        columns["set"] = ["{" + ", ".join(map(in_a_set, one)) + "}" for one in self.regions.labels(self.names)]
+        columns["set"] = [as_set(one) for one in self.regions.labels(self.names)]
         columns["set_size"] = _array(self.regions.size)
         columns |= {f"probability_{name}": p[:, index] for index, name in enumerate(self.names)}
         hard = None if self.judged is None else self.judged.hard
@@ -354,7 +354,7 @@ def _where(there: NDArray[np.bool_], **columns: Any) -> dict[str, list[Any]]:
     return found
 
 
-def in_a_set(name: object) -> str:
-    """A name among others; one that has what separates them is quoted, as in JSON."""
-    text = str(name)
-    return json.dumps(text, ensure_ascii=False) if set(text) & set(',{}"') else text
+def as_set(names: Iterable[object]) -> str:
+    """Names in braces; one that has what separates them is quoted, as in JSON."""
+    texts = (json.dumps(text, ensure_ascii=False) if set(text) & set(',{}"') else text for text in map(str, names))
+    return "{" + ", ".join(texts) + "}"
