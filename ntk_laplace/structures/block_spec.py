@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -107,40 +107,40 @@ class BlockSpec(StructureSpec):
             source.limit_batch_size(model.jacobian_pass.examples_at_once(x, None if last else columns, fused))
 
     def memory(
-        self, blocks: Sequence[ParameterBlock], model: LinearizedModel, batch: int = 0, chunk: int = 0, written: int = 0
+        self, blocks: Sequence[ParameterBlock], model: LinearizedModel, buffers: Mapping[str, int] | None = None
     ) -> Forecast:
-        """Memory of a fit with these parameter blocks, its evidence and a prediction.
-
-        `batch` are the bytes of a batch of a pass over the data, `chunk` those of a prediction's rows, and `written`
-        those of them that are written out.
-        """
+        """Memory of a fit with these parameter blocks, its evidence and a prediction; bytes of buffers by phase."""
         element, weights = model.jacobian_pass.dtype.itemsize, model.theta.nbytes
-        sums = moments = vectors = largest = 0
-        for block in blocks:
-            g, o, i = block.entries
-            kronecker = block.kind == "kronecker"
-            widths = [] if not kronecker else [i] if block.table else [o, i]
-            ranks = [self._kept(width, g) for width in widths]
-            both = sum(g * width * rank for width, rank in zip(widths, ranks, strict=True))
-            both += block.size**2 if block.kind == "block" else 0
-            sums += both + g * o * (block.table and kronecker)
-            moments += ((self.second_pass + self.squares) * kronecker + (block.kind == "diagonal")) * block.size
-            vectors += both
-            whole = [width for width, rank in zip(widths, ranks, strict=True) if width == rank]
-            largest = max([largest, *whole, block.size * (block.kind == "block")])
-        stored = {"sums": (sums + moments) * element, "eigenvectors": vectors * element}
+        sides = [(block, width, kept) for block in blocks for width, kept in self._sides(block)]
+        eigenvectors = sum(block.entries[0] * width * kept for block, width, kept in sides)
+        # factors and exact blocks have their size; of a table, one number for each token; and diagonals
+        sums = eigenvectors + sum(block.size for block in blocks if block.kind == "diagonal")
+        sums += sum(block.entries[1] for block in blocks if block.kind == "kronecker" and block.table)
+        moments = sum(block.size for block in blocks if block.kind == "kronecker") * (self.second_pass + self.squares)
+        stored = {"sums": (sums + moments) * element, "eigenvectors": eigenvectors * element}
         network = sum(parameter.nbytes for parameter in model.network.module.parameters())  # a copy
         kept = sum(stored.values()) + network
         # gradients of all parameters, with which rows are compared: two, and the largest difference
         tensor = max((parameter.numel() for parameter in model.network.parameters.values()), default=0) * element
-        checked = 2 * weights + tensor
+        compared = 2 * weights + tensor
         # LAPACK and cuSOLVER decompose a matrix beside its copy with as much memory again, twice
-        decomposed = kept + 2 * largest**2 * element
-        phases = [(sums * element + network + checked, batch), (decomposed, chunk),
-                  (kept + self.vectors * weights + checked, chunk + written)]
-        if self.second_pass:
-            phases += [(decomposed, batch), (kept + checked, batch)]
-        return Forecast.of_phases(stored, phases)
+        decomposed = 2 * max((width for _, width, rank in sides if rank == width), default=0) ** 2 * element
+        return Forecast.of_phases(stored, {
+            "first pass": network + sums * element + compared,
+            "eigenvectors": kept + decomposed,
+            "second pass": kept + compared,
+            "prediction": kept + self.vectors * weights + compared,
+        }, buffers)
+
+    def _sides(self, block: ParameterBlock) -> list[tuple[int, int]]:
+        """Order and number of eigenvectors of each matrix that is decomposed: two factors, or an exact block.
+
+        The factor of an embedding's tokens is diagonal.
+        """
+        g, o, i = block.entries
+        if block.kind != "kronecker":
+            return [(block.size, block.size)] if block.kind == "block" else []
+        return [(width, self._kept(width, g)) for width in ([i] if block.table else [o, i])]
 
     def _kept(self, width: int, groups: int) -> int:
         """Vectors that are kept of a factor of this width."""
@@ -149,60 +149,49 @@ class BlockSpec(StructureSpec):
 
     def forecast(self, problem: Problem) -> Forecast:
         """Sums and eigenvectors on every process; each process reads its share of the data, and sums are added."""
-        model, passes, r = problem.model, 1 + self.second_pass, problem.num_columns
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NTKLaplaceWarning)  # the fit says it
-            blocks = find_parameter_blocks(problem.sample, model.prior, self.kind, self.squares)
-        flops = cubes = 0
+            blocks = find_parameter_blocks(problem.sample, problem.model.prior, self.kind, self.squares)
+        found = self.memory(blocks, problem.model, self._buffers(problem, blocks))
+        sent = 2 * sum(found.stored.values()) * (problem.processes - 1) // problem.processes
+        return replace(found, work=self._work(problem, blocks), communication=sent)
+
+    def _work(self, problem: Problem, blocks: Sequence[ParameterBlock]) -> Work:
+        """Products of rows, of all positions, with themselves and with eigenvectors; eigendecompositions."""
+        flops, cubes, r = 0, 0, problem.num_columns
         for block in blocks:
-            g, o, i = block.entries
-            t = _positions(block.rows(problem.sample))
+            (g, o, i), t = block.entries, _positions(block.rows(problem.sample))
+            cubes += g * sum(width * kept**2 for width, kept in self._sides(block))
             if block.kind == "kronecker":
-                o2, i2 = (width * self._kept(width, g) for width in (o, i))
-                o2 = 0 if block.table else o2
+                o2, i2 = 0 if block.table else o * self._kept(o, g), i * self._kept(i, g)
                 flops += g * t * (i2 + r * o2)
                 # rows in the eigenvectors, and their squares, or their sum over positions first
                 flops += self.second_pass * 2 * g * t * (i * i + r * (o2 + o * i))
-                cubes += g * (i * self._kept(i, g) ** 2 + (0 if block.table else o * self._kept(o, g) ** 2))
-            elif block.kind == "block":
-                flops, cubes = flops + r * block.size**2, cubes + block.size**3
             else:
-                flops += 2 * t * block.size
-        work = Work(passes=passes * problem.share, matmul=float(flops * problem.share),
+                flops += r * block.size**2 if block.kind == "block" else 2 * t * block.size
+        return Work(passes=(1 + self.second_pass) * problem.share, matmul=float(flops * problem.share),
                     eigh=cubes if self.second_pass else cubes / 3)
-        shared = [rows for rows in (block.rows(problem.sample) for block in blocks) if _positions(rows) > 1]
-        written = [problem.written_bytes(rows, problem.num_outputs, problem.chunk) for rows in shared]
-        found = self.memory(blocks, model, self._batch_bytes(problem, blocks), problem.chunk_bytes,
-                            max(written, default=0))
-        sent = 2 * sum(found.stored.values()) * (problem.processes - 1) // problem.processes
-        return replace(found, work=work, communication=sent)
 
-    def _batch_bytes(self, problem: Problem, blocks: Sequence[ParameterBlock]) -> int:
-        """Bytes of a batch with its graph and its root S, or of its rows and what is computed of them.
-
-        The latter are the rows of one block that are written out, and those of one block in the eigenvectors, or as the
-        matrices of which factors are products.
-        """
-        r, inputs, written, turned = problem.num_columns, 0, 0, 0
+    def _buffers(self, problem: Problem, blocks: Sequence[ParameterBlock]) -> dict[str, int]:
+        """Bytes of buffers by phase: a batch with the graph of its rows, or its rows and what one block takes."""
+        given, layers = problem.model.jacobian_pass, [(block, block.rows(problem.sample)) for block in blocks]
         fused = self.fused_layers(dict.fromkeys(problem.model.network.names), self.second_pass)
-        count, each = problem.model.jacobian_pass.planned_batch(r, fused)
+        count, each = given.planned_batch(problem.num_columns, fused)
         count = min(count, problem.share)
-        for block in blocks:
-            g, o, i = block.entries
-            rows = block.rows(problem.sample)
-            t = _positions(rows)
-            if isinstance(rows, Lookup):  # rows of its tokens alone, never of the whole vocabulary
-                turned = max(turned, self.second_pass * count * t * r * i * problem.element)
-                continue
-            convolved = t > 1 and len(problem.model.network.shapes[block.weight]) > 2
-            inputs += convolved * g * t * i * problem.element  # its patches are copied
-            if isinstance(rows, SummedRows) or (t > 1 and (self.second_pass or block.kind == "diagonal")):
-                written = max(written, problem.written_bytes(rows, r, count))
-            if isinstance(rows, Factored) and (self.second_pass or (t > 1 and block.kind == "kronecker")):
-                turned = max(turned, count * g * t * (r * o + i) * problem.element)
         # fused layers keep fewer gradients, and the gradients of several uses are joined; inputs are part of the graph
-        kept = min(count * (each - problem.model.jacobian_pass.graph_bytes), problem.weighted_bytes(count))
-        return max(count * each, kept + count * inputs + written + turned)
+        rows = min(count * (each - given.graph_bytes), problem.weighted_bytes(count))
+        rows += count * sum(_patch_bytes(problem, block, own) for block, own in layers)
+
+        def largest(size: Callable[[Problem, int, ParameterBlock, LayerRows], int], examples: int) -> int:
+            return max((size(problem, examples, block, own) for block, own in layers), default=0)
+
+        found = {"first pass": max(count * each, rows + largest(_summed_bytes, count)),
+                 "eigenvectors": problem.chunk_bytes,
+                 "prediction": problem.chunk_bytes + largest(_solved_bytes, problem.chunk)}
+        if self.second_pass:  # whose first batch is there when the eigenvectors are made
+            found["second pass"] = max(count * each, rows + largest(_squared_bytes, count))
+            found["eigenvectors"] = found["second pass"]
+        return found
 
     def fused_layers(self, weights: Mapping[str, FusedLayer | None], moments: bool = False) -> FusedLayers:
         """Layers of these weights, with the fused sums that are sufficient for a pass."""
@@ -223,6 +212,44 @@ class BlockSpec(StructureSpec):
 def _positions(rows: LayerRows) -> int:
     """Positions that share a weight."""
     return rows.b.shape[-2] if isinstance(rows, Factored) else 1
+
+
+# --- bytes of buffers for the rows of one parameter block
+
+
+def _patch_bytes(problem: Problem, block: ParameterBlock, rows: LayerRows) -> int:
+    """Patches of a convolution's inputs, of an example: they are copies."""
+    convolved = _positions(rows) > 1 and len(problem.model.network.shapes[block.weight]) > 2
+    return convolved * block.entries[0] * _positions(rows) * block.entries[2] * problem.element
+
+
+def _outer_bytes(problem: Problem, block: ParameterBlock, rows: LayerRows) -> int:
+    """Output gradients and inputs at all positions, of an example; 0 of rows that are no such products."""
+    g, o, i = block.entries
+    return isinstance(rows, Factored) * g * _positions(rows) * (problem.num_columns * o + i) * problem.element
+
+
+def _summed_bytes(problem: Problem, count: int, block: ParameterBlock, rows: LayerRows) -> int:
+    """First pass: matrices whose products are factors, of several positions; else a panel of rows, written out."""
+    if isinstance(rows, Lookup) or (_positions(rows) == 1 and not isinstance(rows, SummedRows)):
+        return 0
+    if isinstance(rows, SummedRows) or block.kind == "diagonal":
+        return problem.written_bytes(rows, problem.num_columns, count)
+    return count * _outer_bytes(problem, block, rows)
+
+
+def _squared_bytes(problem: Problem, count: int, block: ParameterBlock, rows: LayerRows) -> int:
+    """Second pass: rows in the eigenvectors, and a panel of them, written out, where they are sums over positions."""
+    if isinstance(rows, Lookup):  # of its tokens alone, never of the whole vocabulary
+        return count * _positions(rows) * problem.num_columns * block.entries[2] * problem.element
+    written = isinstance(rows, SummedRows) or _positions(rows) > 1
+    panel = written * problem.written_bytes(rows, problem.num_columns, count)
+    return count * _outer_bytes(problem, block, rows) + panel
+
+
+def _solved_bytes(problem: Problem, count: int, block: ParameterBlock, rows: LayerRows) -> int:
+    """Prediction: a panel of rows, written out, where they are sums over positions."""
+    return (_positions(rows) > 1) * problem.written_bytes(rows, problem.num_outputs, count)
 
 
 def _block(summary: Summary, precision: Tensor) -> DenseParameterBlock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from torch import Tensor
@@ -209,11 +209,13 @@ class Forecast:
     least: int | None = None
 
     @classmethod
-    def of_phases(cls, stored: Mapping[str, int], phases: Iterable[tuple[int, int]]) -> Forecast:
-        """With the largest of several phases, each of bytes that grow with the problem and of buffers."""
-        pairs, kept = list(phases), sum(stored.values())
-        fixed = max(kept, *(size for size, _ in pairs))
-        return cls(stored, fixed - kept, max(0, *(size + buffers - fixed for size, buffers in pairs)))
+    def of_phases(
+        cls, stored: Mapping[str, int], sizes: Mapping[str, int], buffers: Mapping[str, int] | None = None
+    ) -> Forecast:
+        """With the largest of several phases, by name: bytes that grow with the problem, and those of buffers."""
+        kept, phases = sum(stored.values()), [(size, (buffers or {}).get(name, 0)) for name, size in sizes.items()]
+        fixed = max(kept, *sizes.values())
+        return cls(stored, fixed - kept, max(0, *(size + more - fixed for size, more in phases)))
 
     @property
     def bytes(self) -> int:

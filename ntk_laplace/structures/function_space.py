@@ -94,9 +94,9 @@ class FunctionSpace(StructureSpec):
         tiles = 3 * min(size, tile_rows(problem.sample.f)) ** 2 * e
         written = min(problem.buffer(tuning.TILE_BYTES), size * problem.num_parameters * e)
         tiles += 3 * problem.shares_positions * written
-        # rows are held twice while the batches are joined, before there is a B; then its tiles; then predictions
         whole, predicted = sum(stored.values()), 4 * seen // 3 + problem.row_bytes(problem.chunk)
-        found = Forecast.of_phases(stored, [(2 * rows, problem.batch_bytes), (whole, tiles), (whole, predicted)])
+        found = Forecast.of_phases(stored, {"pass": 2 * rows, "B": whole, "prediction": whole},  # joined batches: twice
+                                   {"pass": problem.batch_bytes, "B": tiles, "prediction": predicted})
         sent = 0 if share == 1 else size * size // 2 * e + rows
         work = Work(passes=problem.share, matmul=problem.pair_flops * n**2 / share, cholesky=size**3 / 3 / share)
         return replace(found, work=work, communication=sent)
