@@ -151,6 +151,54 @@ def test_the_peak_of_a_fit_and_predictions(structure: Any, make: Any, monkeypatc
     assert row.memory == pytest.approx(live.peak, rel=0.2)
 
 
+def live_and_planned(likelihood: ntkl.Likelihood, structure: Any, outputs: int, y: Tensor) -> tuple[int, int]:
+    """Bytes of the tensors that are alive in a fit, its evidence and predictions of its inputs, and the plan's."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+    x, prior = torch.randn(len(y), 5, dtype=torch.float64), ntkl.GaussianPrior(300.0)
+    (row,) = ntkl.plan(network, (x, y), likelihood, prior, [structure], settings=QUIET).rows
+    with LiveBytes() as live, torch.no_grad():
+        posterior = ntkl.laplace(network, (x, y), likelihood, prior, structure, settings=QUIET)
+        posterior.log_marginal_likelihood()
+        posterior.predict(x)
+    assert row.memory is not None
+    return live.peak, row.memory
+
+
+@pytest.mark.parametrize("structure", [*EXACT, *SUMMED], ids=str)
+@pytest.mark.parametrize(("classes", "n"), [(3, 40), (3, 700), (60, 60)])
+def test_predictions_of_classes_take_what_was_forecast(structure: Any, classes: int, n: int) -> None:
+    """Where samples of f are most of the peak: for small problems it is small."""
+    live, planned = live_and_planned(ntkl.Categorical(), structure, classes, torch.arange(n) % classes)
+    assert planned == pytest.approx(live, rel=0.2)
+    assert n > 40 or planned < 6 * MIB
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "n"),
+    [(ntkl.Gaussian(0.1), 70, 80), (ntkl.Bernoulli(), 1, 400), (ntkl.Bernoulli(), 8, 600), (ntkl.Poisson(), 2, 100),
+     (ntkl.HeteroscedasticGaussian(), 2, 300), (ntkl.Tempered(ntkl.Categorical(), 2.0), 3, 100)],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value))
+def test_predictions_of_every_likelihood_take_what_was_forecast(likelihood: Any, outputs: int, n: int) -> None:
+    """Of covariances in closed form, averages, or mixtures, which keep the samples of all inputs."""
+    columns = likelihood.num_responses(outputs)
+    y = torch.arange(n * columns).view(n, columns) % 2 + 0.0
+    y = torch.arange(n) % 3 if isinstance(likelihood, ntkl.Tempered) else y
+    live, planned = live_and_planned(likelihood, "diag", outputs, y)
+    assert planned == pytest.approx(live, rel=0.2)
+
+
+def test_predictions_at_positions_are_averaged_position_by_position() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)).double()
+    data = torch.randn(40, 1, 4, 4, dtype=torch.float64), torch.randint(0, 3, (40, 4, 4))
+    likelihood = ntkl.Everywhere(ntkl.Categorical(), (4, 4))
+    (row,) = ntkl.plan(network, data, likelihood, structures=["diag"], settings=QUIET).rows
+    with LiveBytes() as live, torch.no_grad():
+        ntkl.laplace(network, data, likelihood, structure="diag", settings=QUIET).predict(data[0])
+    assert row.memory == pytest.approx(live.peak, rel=0.2)
+
+
 def attention() -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
     return nn.Sequential(nn.Unflatten(1, (5, 4)), nn.Linear(4, 16), layer, nn.Flatten(), nn.Linear(80, 6))

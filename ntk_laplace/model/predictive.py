@@ -16,11 +16,16 @@ from ntk_laplace.model.likelihoods.responses import Response, no_join
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["METHODS", "Predictive", "joined", "normal_points", "predictive", "predictive_from_samples"]
+__all__ = [
+    "METHODS", "SAMPLES", "Predictive", "joined", "normal_points", "predictive", "predictive_from_samples",
+    "response_bytes",
+]
+
+SAMPLES = 1000  # points of f of a prediction, by default
 
 
 def predictive(
-    likelihood: Likelihood, mean: Tensor, covariance: Tensor, method: str = "glm", samples: int = 1000,
+    likelihood: Likelihood, mean: Tensor, covariance: Tensor, method: str = "glm", samples: int = SAMPLES,
     generator: Generator | None = None, scalar: bool = False,
 ) -> Response:
     """Distribution of the response at n inputs, for f ~ N(mean, covariance) at each.
@@ -73,7 +78,7 @@ class Predictive:
     """
 
     def __init__(
-        self, likelihood: Likelihood, method: str = "glm", samples: int = 1000, generator: Generator | None = None,
+        self, likelihood: Likelihood, method: str = "glm", samples: int = SAMPLES, generator: Generator | None = None,
         scalar: bool = False,
     ) -> None:
         require_choice(method, ("glm", *METHODS), f"a method among {sorted([*METHODS, 'glm'])} for moments of f",
@@ -103,6 +108,39 @@ class Predictive:
             self.likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), self.scalar)
             for m, w in zip(mean.split(rows), root.split(rows), strict=True)
         ])
+
+
+def response_bytes(
+    likelihood: Likelihood, inputs: int, chunk: int, outputs: int, element: int, samples: int = SAMPLES
+) -> int:
+    """Bytes at the peak of `Predictive` by method "glm", from the moments of f of chunks of inputs, and of its results.
+
+    In closed form: seven tensors of covariances (n, C, C), of f, of the noise, of the response and its factor, while
+    chunks are joined. Else the points z (S, C) and roots (m, C, C) of a chunk; and f of all inputs at the points, twice
+    while parts are joined, if the response keeps it; if it does not, four tensors of f of as many inputs as are
+    averaged together, and with several outputs two of one number for each point and input.
+
+    Parameters
+    ----------
+    likelihood : Likelihood
+    inputs, chunk : int
+        Inputs of a prediction, and how many of them are predicted together.
+    outputs : int
+        C.
+    element : int
+        Bytes of a number.
+    samples : int
+        S.
+    """
+    own, points = likelihood.at_position().counted_once(), samples * outputs
+    if type(own).integrate is not Likelihood.integrate:
+        return 7 * inputs * outputs**2 * element
+    if own.keeps_samples(outputs):
+        averaged = 2 * inputs * points
+    else:
+        each = 4 * points + 2 * samples * (outputs > 1)
+        averaged = min(chunk, max(1, tuning.AVERAGED_OUTPUTS // points)) * each
+    return (points + chunk * outputs**2 + averaged) * element
 
 
 def joined(parts: Sequence[Response]) -> Response:

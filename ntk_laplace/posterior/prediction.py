@@ -13,7 +13,7 @@ from ntk_laplace.model.calibration import CalibratedPredictive
 from ntk_laplace.model.data import InputData, Inputs
 from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.network import linearized, varying
-from ntk_laplace.model.predictive import Predictive, joined, predictive_from_samples
+from ntk_laplace.model.predictive import SAMPLES, Predictive, joined, predictive_from_samples
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.draws import WeightDraws
 from ntk_laplace.posterior.latent import LatentVerbs
@@ -29,7 +29,7 @@ class PredictionVerbs(LatentVerbs):
     """Responses at new inputs."""
 
     def predict(
-        self, x: InputData, method: str = "glm", samples: int = 1000, *, mean: str = "map",
+        self, x: InputData, method: str = "glm", samples: int = SAMPLES, *, mean: str = "map",
         likelihood: Likelihood | None = None, generator: torch.Generator | None = None, batch_size: int | None = None,
         calibrated: bool = True,
     ) -> Response:

@@ -130,6 +130,7 @@ class BlockSpec(StructureSpec):
             "eigenvectors": kept + decomposed,
             "second pass": kept + compared,
             "prediction": kept + self.vectors * weights + compared,
+            "responses": kept + self.vectors * weights,
         }, buffers)
 
     def _sides(self, block: ParameterBlock) -> list[tuple[int, int]]:
@@ -187,7 +188,8 @@ class BlockSpec(StructureSpec):
 
         found = {"first pass": max(count * each, rows + largest(_summed_bytes, count)),
                  "eigenvectors": problem.chunk_bytes,
-                 "prediction": problem.chunk_bytes + largest(_solved_bytes, problem.chunk)}
+                 "prediction": problem.chunk_bytes + largest(_solved_bytes, problem.chunk),
+                 "responses": problem.response_bytes}
         if self.second_pass:  # whose first batch is there when the eigenvectors are made
             found["second pass"] = max(count * each, rows + largest(_squared_bytes, count))
             found["eigenvectors"] = found["second pass"]

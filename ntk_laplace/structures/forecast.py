@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian import Jacobian, LayerRows
 from ntk_laplace.jacobian.blocks import Factored
+from ntk_laplace.model.predictive import SAMPLES, response_bytes
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import available_memory, buffer_bytes, require_memory
 from ntk_laplace.structures.model import LinearizedModel
@@ -76,6 +77,11 @@ class Problem:
         return self.model.jacobian_pass.dtype.itemsize
 
     @property
+    def vector_bytes(self) -> int:
+        """Bytes of P numbers."""
+        return self.num_parameters * self.element
+
+    @property
     def share(self) -> int:
         """Examples that one process reads."""
         return -(-self.num_examples // self.processes)
@@ -124,11 +130,24 @@ class Problem:
         return min(count * one, max(one, self.buffer(tuning.WRITTEN_BYTES)))
 
     @property
+    def predicted(self) -> int:
+        """Inputs of the prediction that is counted: as many as there are examples, at most those read together."""
+        return min(self.num_examples, tuning.PREDICTED_EXAMPLES)
+
+    @property
     def chunk(self) -> int:
-        """Examples of a chunk of a prediction."""
-        fitting = self.buffer(tuning.CHUNK_BYTES) // max(1, self.row_bytes(2) - self.row_bytes(1))
-        most = min(self.model.jacobian_pass.planned_batch()[0], tuning.PREDICTED_EXAMPLES)
-        return min(most, max(fitting, tuning.FEWEST_CHUNK_EXAMPLES))
+        """Inputs of the largest chunk of a prediction.
+
+        The first has as many as fit with dense rows, all later ones as many as fit with their own; and with the
+        covariances of outputs.
+        """
+        c, positions = self.num_outputs, self.model.likelihood.num_positions(self.num_outputs)
+        width = c if positions == 1 else max(tuning.POSITION_BLOCK, c // positions)
+        room, dense = self.buffer(tuning.CHUNK_BYTES), self.vector_bytes * c
+        most = min(self.model.jacobian_pass.planned_batch()[0], max(1, room // (3 * c * width * self.element)))
+        first = _even(self.predicted, min(most, max(tuning.FEWEST_CHUNK_EXAMPLES, room // dense)))
+        row = max(1, self.row_bytes(2) - self.row_bytes(1))
+        return max(first, _even(self.predicted - first, min(most, max(1, room // row))))
 
     @property
     def chunk_bytes(self) -> int:
@@ -138,10 +157,27 @@ class Problem:
         return self.chunk * (row + turned + self.model.jacobian_pass.graph_bytes)
 
     @property
+    def response_bytes(self) -> int:
+        """Bytes of a prediction's responses, beside the rows of a chunk; of many positions, of f at weight samples."""
+        likelihood, c, e = self.model.likelihood, self.num_outputs, self.element
+        positions = likelihood.num_positions(c)
+        if positions > 1 and c > tuning.POSITION_OUTPUTS:
+            draws = min(SAMPLES * self.num_parameters * e, tuning.WEIGHT_SAMPLE_BYTES)
+            together = min(self.predicted, max(1, tuning.SAMPLED_OUTPUTS // (SAMPLES * c)))
+            return 2 * draws + together * SAMPLES * (5 * c + 2 * positions) * e
+        inputs, chunk = self.predicted * positions, self.chunk * positions
+        return self.row_bytes(self.chunk) + response_bytes(likelihood, inputs, chunk, c // positions, e)
+
+    @property
     def batch_bytes(self) -> int:
         """Bytes of a batch of rows of J with its graph."""
         count, each = self.model.jacobian_pass.planned_batch()
         return min(self.share, count) * each
+
+
+def _even(count: int, most: int) -> int:
+    """Size of even parts of so many, of which none has more than `most`."""
+    return -(-count // max(1, -(-count // most)))
 
 
 def _linear(rows: Jacobian, n: int) -> int:

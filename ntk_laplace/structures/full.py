@@ -39,14 +39,15 @@ class FullWeightSpace(SummedSpec):
         p = problem.num_parameters
         dense = p * problem.num_outputs * problem.element  # rows of one example
         batch = min(problem.share * dense, max(dense, tuning.FULL_ROWS_BYTES))
-        seen = min(problem.share * dense, max(dense, tuning.COVARIANCE_BYTES))
+        seen = min(problem.chunk * dense, max(dense, tuning.COVARIANCE_BYTES))
         rows = problem.num_rows / problem.processes
         work = Work(passes=problem.share, matmul=rows * p * p, cholesky=p**3 / 3)
-        # JᵀΛJ and a batch's rows with their copy, before the factor is allocated; then a prediction's solves
-        matrix = p * p * problem.element
-        buffers = max(2 * batch - matrix, 2 * seen)
+        matrix, stored = p * p * problem.element, _matrices(p, problem.element).stored
+        found = Forecast.of_phases(
+            stored, {"pass": matrix, "prediction": 2 * matrix, "responses": 2 * matrix},  # no factor during the pass
+            {"pass": 2 * batch, "prediction": 2 * seen, "responses": problem.response_bytes})
         sent = 2 * matrix * (problem.processes - 1) // problem.processes
-        return replace(_matrices(p, problem.element), buffers=buffers, work=work, communication=sent)
+        return replace(found, work=work, communication=sent)
 
     def zeros(self, model: LinearizedModel) -> Sums:
         """JᵀΛJ of no points."""

@@ -95,8 +95,9 @@ class FunctionSpace(StructureSpec):
         written = min(problem.buffer(tuning.TILE_BYTES), size * problem.num_parameters * e)
         tiles += 3 * problem.shares_positions * written
         whole, predicted = sum(stored.values()), 4 * seen // 3 + problem.row_bytes(problem.chunk)
-        found = Forecast.of_phases(stored, {"pass": 2 * rows, "B": whole, "prediction": whole},  # joined batches: twice
-                                   {"pass": problem.batch_bytes, "B": tiles, "prediction": predicted})
+        found = Forecast.of_phases(
+            stored, {"pass": 2 * rows, "B": whole, "prediction": whole, "responses": whole},  # joined batches: twice
+            {"pass": problem.batch_bytes, "B": tiles, "prediction": predicted, "responses": problem.response_bytes})
         sent = 0 if share == 1 else size * size // 2 * e + rows
         work = Work(passes=problem.share, matmul=problem.pair_flops * n**2 / share, cholesky=size**3 / 3 / share)
         return replace(found, work=work, communication=sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -58,9 +59,11 @@ def forecast_by_output(problem: Problem) -> Forecast:
     r = min(n, inputs)
     each, rows = 8 * c * r * r, problem.row_bytes(n)
     stored = {"covariances by output": each, "M": 8 * n * n, "rows of J": rows, "Λ": 16 * n * c}
-    temporary = max(2 * 8 * n * n, rows)
-    buffers = 2 * tuning.OUTPUTS_BYTES + problem.batch_bytes
     work = Work(passes=n, matmul=float(2 * c * n * r * (2 * r + n)), cholesky=c * r**3 + n**3 / 3)
+    temporary = max(2 * 8 * n * n, rows)
+    whole = sum(stored.values()) + temporary
     # gradients of the evidence and predictions take the marginal covariances beside the conditional ones
-    return Forecast(stored, temporary + each, buffers, work, least=sum(stored.values()) + temporary,
-                    note="one matrix per output")
+    found = Forecast.of_phases(
+        stored, {"evidence": whole + each, "responses": whole},
+        {"evidence": 2 * tuning.OUTPUTS_BYTES + problem.batch_bytes, "responses": problem.response_bytes})
+    return replace(found, work=work, least=whole, note="one matrix per output")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.function_space import prior_variances
 from ntk_laplace.curvature.leading_rows import leading_count
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, Outer
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
@@ -24,11 +24,13 @@ __all__ = [
     "STEPS",
     "WEIGHTED_EXAMPLES",
     "Growth",
+    "covariance_bytes",
     "draw_bytes",
     "expected_logs",
     "expected_products",
     "expected_rows",
     "forecast_of_rows",
+    "product_bytes",
     "rows_limit",
     "tolerance",
 ]
@@ -38,7 +40,6 @@ STEPS, _LATER_STEPS = 6, 3  # products with one of the first probes and of the o
 LANCZOS_VECTORS = 15  # of one of these probes, at the peak
 _DRAW_TENSORS = 11  # of the size of all draws, in the conjugate gradients for them and a product
 _OUTPUT_TENSORS = 3  # of all outputs of all examples for the draws, in a product
-_LAYER_TENSORS = 2  # of all examples and some vectors, in a product with a layer's rows
 WEIGHTED_EXAMPLES = 2048  # whose rows are weighted together, at most
 
 
@@ -217,15 +218,36 @@ def forecast_of_rows(
     algebra = problem.pair_flops / problem.num_columns**2 * sum(r * r for r in ranks)
     work = Work(passes=share * (1 if kept else passes), products=share * tried,
                 matmul=algebra + 4.0 * p * tried * ranks[-1], cholesky=sum(r**3 for r in ranks) / 3)
+    whole = sum(stored.values())
     # rows are put in order beside the factorization before; of all blocks there are directions, and what they leave
     choosing = (rank + before) * single + triangle(before) + 3 * blocks
-    basis = min(tuning.LANCZOS_PROBES, max(found, default=0)) * LANCZOS_VECTORS * p * e
-    batch = problem.weighted_bytes(min(share, WEIGHTED_EXAMPLES))
-    temporary = problem.root_bytes + batch + max(choosing, basis)
-    drawn = problem.root_bytes + draw_bytes(problem, kept, rank)
+    lanczos = min(tuning.LANCZOS_PROBES, max(found, default=0)) * LANCZOS_VECTORS * problem.vector_bytes
+    rows_of_batch = problem.root_bytes + problem.weighted_bytes(min(share, WEIGHTED_EXAMPLES))
+    forecast = Forecast.of_phases(
+        stored, {"rows": whole + choosing + rows_of_batch, "probes": whole + lanczos + rows_of_batch,
+                 "draws": whole, "responses": whole},
+        {"draws": problem.root_bytes + draw_bytes(problem, kept, rank), "responses": problem.response_bytes})
     sent = (2 * tried * p * e + rank * single + 2 * blocks) * (problem.processes - 1) // problem.processes
     note = f"{rank:,} leading rows, rows {'kept' if kept else 'streamed'}"
-    return Forecast(stored, temporary, max(0, drawn - temporary), work, sent, note, least)
+    return replace(forecast, work=work, communication=sent, note=note, least=least)
+
+
+def layer_bytes(problem: Problem, vectors: int, tensors: int, panels: int, rows: int = 0) -> int:
+    """Bytes of a product of a layer's rows with vectors: tensors of a batch's examples, or of more `rows`, and columns.
+
+    Rows of several positions are written out, in `panels`.
+    """
+    widths = [block.b.shape[4] for block in problem.sample.blocks if isinstance(block, Outer)]
+    columns = max((width * min(vectors, max(1, tuning.PRODUCT_COLUMNS // width)) for width in widths), default=0)
+    own = max(tensors * min(problem.share, WEIGHTED_EXAMPLES), rows) * columns * problem.element
+    return own + panels * problem.shares_positions * problem.buffer(tuning.WRITTEN_BYTES)
+
+
+def product_bytes(problem: Problem, vectors: int) -> int:
+    """Bytes of products of JᵀΛJ with so many vectors: those that share a product twice, outputs, and a layer."""
+    together = min(product_vectors(problem.vector_bytes), vectors)
+    outputs = min(problem.share, WEIGHTED_EXAMPLES) * problem.num_columns * problem.element
+    return together * (2 * problem.vector_bytes + outputs) + layer_bytes(problem, together, 4, 1)
 
 
 def draw_bytes(problem: Problem, kept: bool, rows: int = 0) -> int:
@@ -233,10 +255,17 @@ def draw_bytes(problem: Problem, kept: bool, rows: int = 0) -> int:
 
     `kept` says whether rows of J are; a low rank of leading rows has `rows` of them.
     """
-    vector, e, share = problem.num_parameters * problem.element, problem.element, problem.share
-    some = min(tuning.REMAINDER_DRAWS, max(1, tuning.COVARIANCE_BYTES // vector))
-    some = min(some, product_vectors(vector)) if kept else some
-    layer = max(_LAYER_TENSORS * min(share, WEIGHTED_EXAMPLES), rows) * tuning.PRODUCT_COLUMNS * e
-    layer += 2 * problem.shares_positions * problem.buffer(tuning.WRITTEN_BYTES)
-    outputs = _OUTPUT_TENSORS * some * share * problem.num_outputs * e
-    return _DRAW_TENSORS * some * vector + layer + outputs + problem.chunk_bytes
+    some = min(tuning.REMAINDER_DRAWS, max(1, tuning.COVARIANCE_BYTES // problem.vector_bytes))
+    some = min(some, product_vectors(problem.vector_bytes)) if kept else some
+    outputs = _OUTPUT_TENSORS * problem.share * problem.num_outputs * problem.element
+    layer = layer_bytes(problem, some, 2, 2, rows)
+    return some * (_DRAW_TENSORS * problem.vector_bytes + outputs) + layer + problem.chunk_bytes
+
+
+def covariance_bytes(problem: Problem, rank: int) -> int:
+    """Bytes of V by a low rank, of a chunk of a prediction or of the measured points: products of rows with it.
+
+    There are three tensors of them: the result, the sum over layers, and one layer's.
+    """
+    inputs = max(problem.chunk, min(problem.num_examples, tuning.MEASURED_POINTS))
+    return problem.chunk_bytes + 3 * inputs * problem.num_outputs * rank * problem.element

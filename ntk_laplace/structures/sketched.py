@@ -7,7 +7,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -40,13 +40,15 @@ from ntk_laplace.structures.data_passes import (
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
-from ntk_laplace.structures.products import CurvatureProducts, product_vectors
+from ntk_laplace.structures.products import CurvatureProducts
 from ntk_laplace.structures.sketch_forecast import (
     LANCZOS_VECTORS,
     STEPS,
     WEIGHTED_EXAMPLES,
+    covariance_bytes,
     draw_bytes,
     expected_products,
+    product_bytes,
 )
 from ntk_laplace.structures.streamed import StreamedStructure
 from ntk_laplace.structures.structure import (
@@ -59,8 +61,6 @@ from ntk_laplace.structures.structure import (
 __all__ = ["SketchSpec", "SketchedStructure"]
 
 _LOG = logging.getLogger("ntk_laplace")
-_LAYER_PRODUCTS = 4  # tensors of all examples and some vectors in a product with a layer's rows
-_AVERAGES = 10  # tensors of outputs while a predictive is averaged
 
 
 class SketchSpec(StructureSpec):
@@ -116,39 +116,33 @@ class SketchSpec(StructureSpec):
 
         A sketch takes a product per vector and ten r²P flops of algebra; streamed, every pass computes the rows anew.
         """
-        model, p, e = problem.model, problem.num_parameters, problem.element
-        most = min(self.most_rank(model), p, problem.num_rows)
-        ranks, further, probes = self.expected(problem, most)
+        model, p, share, vector = problem.model, problem.num_parameters, problem.share, problem.vector_bytes
+        ranks, further, probes = self.expected(problem, min(self.most_rank(model), p, problem.num_rows))
         last = [*ranks, *further][-1]
         rank, tried = min(last, self.rank or last), sum(map(expected_products, probes))
-        rows, weighted = problem.row_bytes(problem.share), problem.weighted_bytes(problem.share)
-        kept = 2 * rows <= memory_of(model)
-        stored = {"sketch": rank * p * e, "rows of J": rows if kept else 0}
+        kept = 2 * problem.row_bytes(share) <= memory_of(model)
+        stored = {"sketch": rank * vector, "rows of J": kept * problem.row_bytes(share)}
+        whole = sum(stored.values())
+        # a sketch in place of the one before, if there is one
+        made = self.copies - kept * self.images - 1.0
+        made = (1 + kept) * self.images if len(ranks) == 1 and not self.exact else made
+        lanczos = min(tuning.LANCZOS_PROBES, max(probes, default=0)) * LANCZOS_VECTORS * vector
+        products = problem.root_bytes + problem.weighted_bytes(min(share, WEIGHTED_EXAMPLES))
+        products += product_bytes(problem, max(rank, *probes, 1))
+        sizes = {"sketch": whole + int(made * rank * vector) + products, "probes": whole + lanczos + products}
+        # directions of V, and draws of what an exact structure's sketch leaves and their images, are kept
+        drawn = (rank + self.exact * 2 * tuning.REMAINDER_DRAWS) * vector
+        buffers = {"prediction": drawn + covariance_bytes(problem, rank), "responses": drawn + problem.response_bytes}
+        if self.exact:  # the draws, beside the evidence's sketch and test vectors
+            buffers["draws"] = (rank + ranks[-1]) * vector + problem.root_bytes + draw_bytes(problem, kept)
+        found = Forecast.of_phases(stored, sizes | dict.fromkeys(buffers, whole), buffers)
         passes = len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in probes) * STEPS
-        work = Work(passes=problem.share * (1 if kept else passes), products=problem.share * (sum(ranks) + tried),
+        work = Work(passes=share * (1 if kept else passes), products=share * (sum(ranks) + tried),
                     matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * tried)
-        # SᵀJ of one batch, and products with it
-        batch = min(weighted, problem.weighted_bytes(WEIGHTED_EXAMPLES))
-        together = min(product_vectors(p * e), max(rank, *probes, 1))
-        pushed = together * (2 * p + min(problem.share, WEIGHTED_EXAMPLES) * problem.num_columns) * e
-        pushed += _LAYER_PRODUCTS * min(problem.share, WEIGHTED_EXAMPLES) * tuning.PRODUCT_COLUMNS * e
-        pushed += problem.shares_positions * problem.buffer(tuning.WRITTEN_BYTES)
-        # vectors of Lanczos, while the sketch is kept
-        basis = min(tuning.LANCZOS_PROBES, max(probes, default=0)) * LANCZOS_VECTORS * p * e
-        growth = int((self.copies - (self.images if kept else 0.0)) * rank * p * e) - stored["sketch"]
-        if len(ranks) == 1 and not self.exact:  # no sketch before
-            growth = int((2.0 if kept else 1.0) * self.images * rank * p * e)
-        at_once = max(growth, basis)
-        temporary = at_once + problem.root_bytes + batch + pushed
-        sent = 2 * (sum(ranks) + sum(further) + tried) * p * e * (problem.processes - 1) // problem.processes
+        sent = 2 * (sum(ranks) + sum(further) + tried) * vector * (problem.processes - 1) // problem.processes
         note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
-        # draws of what the sketch leaves, beside the evidence's sketch and test vectors
-        drawn = (rank + ranks[-1]) * p * e + problem.root_bytes + draw_bytes(problem, kept)
-        vectors = self.exact * (rank + 2 * tuning.REMAINDER_DRAWS) * p * e  # test vectors and draws that are kept
-        averaged = _AVERAGES * tuning.AVERAGED_OUTPUTS * e
-        more = max(0, self.exact * drawn - temporary, vectors + averaged - temporary)
         least = self.sketch_bytes(model, min(self.rank or 1, p))
-        return Forecast(stored, temporary, more, work, sent, note, least)
+        return replace(found, work=work, communication=sent, note=note, least=least)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> SketchedStructure:
         """From the sketch of a checkpoint."""

@@ -276,6 +276,10 @@ class Likelihood(nn.Module):
         """Average the response over equally likely samples of f (S, n, C) ([T20] 3.14, 3.15)."""
         return MixtureResponse(self, f, scalar)
 
+    def keeps_samples(self, num_outputs: int) -> bool:
+        """Whether what `average` returns keeps the samples of f, as a mixture does."""
+        return type(self).average is Likelihood.average
+
     def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
         """Response for f ~ N(mean, covariance) in closed form; None if there is no closed form."""
         return None

@@ -100,11 +100,15 @@ class Bernoulli(PerOutput):
 
     def average(self, f: Tensor, scalar: bool = False) -> Response:
         """Average over samples of f (S, n, C): a Bernoulli for one output, a joint mixture for several."""
-        if f.shape[-1] > 1:  # outputs are dependent through the uncertainty of f
+        if self.keeps_samples(f.shape[-1]):  # outputs are dependent through the uncertainty of f
             return MixtureResponse(self, f, scalar)
         log_yes, log_no = (logsigmoid(s * f).logsumexp(0) - math.log(f.shape[0]) for s in (1, -1))
         epistemic = self.mean(f).var(0, correction=0)
         return BernoulliResponse(self, log_yes - log_no, epistemic, self.response_variance(f).mean(0), scalar)
+
+    def keeps_samples(self, num_outputs: int) -> bool:
+        """Of several outputs."""
+        return num_outputs > 1
 
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """By quadrature, output by output: log p is a sum over outputs."""
