@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +17,11 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from live_bytes import LiveBytes
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.reduction import Reducer
 from ntk_laplace.structures import structure_names
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.tools.cli import main
+from processes import on_processes
 from unregistered import Eigen
 
 MIB, QUIET = 2**20, ntkl.Settings(progress=False)
@@ -131,24 +136,60 @@ def narrow() -> nn.Module:
 SMALL_BUFFERS = {"WORKING_SET_BYTES": 2 * MIB, "GRADIENT_BYTES": MIB, "WRITTEN_BYTES": MIB, "CHUNK_BYTES": MIB // 4,
                  "PRODUCT_BYTES": 4 * MIB, "PRODUCT_COLUMNS": 512, "AVERAGED_OUTPUTS": 2**14,
                  "FULL_ROWS_BYTES": 4 * MIB, "COVARIANCE_BYTES": 4 * MIB}
-PEAKS = [*((name, make) for name in SUMMED for make in (wide, shared)), ("full", narrow),
+PEAKS = [*((name, make) for name in SUMMED for make in (wide, shared)), ("full", narrow), ("gp", narrow), ("gp", wide),
          (ntkl.Iterative(rank=64), narrow), (ntkl.Nystrom(rank=64), narrow)]
+SHARES = [("gp", narrow), ("gp", wide), ("kfac", shared), ("ekfac", wide), (ntkl.Nystrom(rank=64), narrow)]
+
+
+@contextmanager
+def small_buffers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in SMALL_BUFFERS.items():
+            patch.setattr(tuning, name, size)
+        yield
+
+
+def six_classes(make: Any) -> tuple[nn.Module, tuple[Tensor, Tensor], ntkl.GaussianPrior]:
+    torch.manual_seed(0)
+    data = torch.randn(200, 20, dtype=torch.float64), torch.arange(200) % 6
+    return make().double(), data, ntkl.GaussianPrior(300.0)
+
+
+def planned(structure: Any, make: Any, processes: int = 1) -> ntkl.StructurePlan:
+    network, data, prior = six_classes(make)
+    with small_buffers():
+        return ntkl.plan(network, data, ntkl.Categorical(), prior, [structure], processes=processes,
+                         settings=QUIET).rows[0]
+
+
+def live(structure: Any, make: Any, settings: ntkl.Settings = QUIET) -> int:
+    """Most bytes of the tensors that are alive in a fit, its evidence and predictions."""
+    network, data, prior = six_classes(make)
+    with small_buffers(), LiveBytes() as found, torch.no_grad():
+        posterior = ntkl.laplace(network, data, ntkl.Categorical(), prior, structure, settings=settings)
+        posterior.log_marginal_likelihood()
+        posterior.predict(data[0])
+    return found.peak
 
 
 @pytest.mark.parametrize(("structure", "make"), PEAKS, ids=[f"{one}-{make.__name__}" for one, make in PEAKS])
-def test_the_peak_of_a_fit_and_predictions(structure: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_of_a_fit_and_predictions(structure: Any, make: Any) -> None:
     """Within 20 % of the tensors that are alive."""
-    for name, size in SMALL_BUFFERS.items():
-        monkeypatch.setattr(tuning, name, size)
-    torch.manual_seed(0)
-    network, x, y = make().double(), torch.randn(200, 20, dtype=torch.float64), torch.arange(200) % 6
-    prior = ntkl.GaussianPrior(300.0)
-    (row,) = ntkl.plan(network, (x, y), ntkl.Categorical(), prior, [structure], settings=QUIET).rows
-    with LiveBytes() as live, torch.no_grad():
-        posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), prior, structure, settings=QUIET)
-        posterior.log_marginal_likelihood()
-        posterior.predict(x)
-    assert row.memory == pytest.approx(live.peak, rel=0.2)
+    assert planned(structure, make).memory == pytest.approx(live(structure, make), rel=0.2)
+
+
+def live_shares(reducer: Reducer) -> list[int]:
+    """Of this process."""
+    return [live(structure, make, replace(QUIET, reducer=reducer)) for structure, make in SHARES]
+
+
+@pytest.mark.slow
+def test_the_peak_of_each_of_two_processes(tmp_path: Path) -> None:
+    """Within 20 %; of function space, whose B and solves are shared, it is less than in one process."""
+    found = on_processes(2, live_shares, tmp_path)
+    for (structure, make), *peaks in zip(SHARES, *found, strict=True):
+        assert [planned(structure, make, 2).shared_memory] * 2 == pytest.approx(peaks, rel=0.2), (structure, make)
+    assert max(peaks[0] for peaks in found) < 0.8 * live(*SHARES[0])
 
 
 def live_and_planned(likelihood: ntkl.Likelihood, structure: Any, outputs: int, y: Tensor) -> tuple[int, int]:
@@ -157,21 +198,21 @@ def live_and_planned(likelihood: ntkl.Likelihood, structure: Any, outputs: int, 
     network = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
     x, prior = torch.randn(len(y), 5, dtype=torch.float64), ntkl.GaussianPrior(300.0)
     (row,) = ntkl.plan(network, (x, y), likelihood, prior, [structure], settings=QUIET).rows
-    with LiveBytes() as live, torch.no_grad():
+    with LiveBytes() as found, torch.no_grad():
         posterior = ntkl.laplace(network, (x, y), likelihood, prior, structure, settings=QUIET)
         posterior.log_marginal_likelihood()
         posterior.predict(x)
     assert row.memory is not None
-    return live.peak, row.memory
+    return found.peak, row.memory
 
 
 @pytest.mark.parametrize("structure", [*EXACT, *SUMMED], ids=str)
 @pytest.mark.parametrize(("classes", "n"), [(3, 40), (3, 700), (60, 60)])
 def test_predictions_of_classes_take_what_was_forecast(structure: Any, classes: int, n: int) -> None:
     """Where samples of f are most of the peak: for small problems it is small."""
-    live, planned = live_and_planned(ntkl.Categorical(), structure, classes, torch.arange(n) % classes)
-    assert planned == pytest.approx(live, rel=0.2)
-    assert n > 40 or planned < 6 * MIB
+    found, forecast = live_and_planned(ntkl.Categorical(), structure, classes, torch.arange(n) % classes)
+    assert forecast == pytest.approx(found, rel=0.2)
+    assert n > 40 or forecast < 6 * MIB
 
 
 @pytest.mark.parametrize(
@@ -184,8 +225,8 @@ def test_predictions_of_every_likelihood_take_what_was_forecast(likelihood: Any,
     columns = likelihood.num_responses(outputs)
     y = torch.arange(n * columns).view(n, columns) % 2 + 0.0
     y = torch.arange(n) % 3 if isinstance(likelihood, ntkl.Tempered) else y
-    live, planned = live_and_planned(likelihood, "diag", outputs, y)
-    assert planned == pytest.approx(live, rel=0.2)
+    found, forecast = live_and_planned(likelihood, "diag", outputs, y)
+    assert forecast == pytest.approx(found, rel=0.2)
 
 
 def test_predictions_at_positions_are_averaged_position_by_position() -> None:
@@ -194,9 +235,9 @@ def test_predictions_at_positions_are_averaged_position_by_position() -> None:
     data = torch.randn(40, 1, 4, 4, dtype=torch.float64), torch.randint(0, 3, (40, 4, 4))
     likelihood = ntkl.Everywhere(ntkl.Categorical(), (4, 4))
     (row,) = ntkl.plan(network, data, likelihood, structures=["diag"], settings=QUIET).rows
-    with LiveBytes() as live, torch.no_grad():
+    with LiveBytes() as found, torch.no_grad():
         ntkl.laplace(network, data, likelihood, structure="diag", settings=QUIET).predict(data[0])
-    assert row.memory == pytest.approx(live.peak, rel=0.2)
+    assert row.memory == pytest.approx(found.peak, rel=0.2)
 
 
 def attention() -> nn.Module:
@@ -428,7 +469,7 @@ def test_shares_of_processes() -> None:
     gp = shared["gp"]
     assert gp.memory is not None and gp.shared_memory is not None
     # B is dealt to the processes; rows and S are on all of them
-    assert gp.memory - gp.shared_memory == pytest.approx(0.75 * gp.stored["B"], rel=1e-2)
+    assert sum(gp.stored.values()) - 0.75 * gp.stored["B"] < gp.shared_memory < gp.memory - 0.7 * gp.stored["B"]
     assert "each of 4" in str(shared) and "each of" not in str(alone)
 
 

@@ -24,7 +24,7 @@ from ntk_laplace.runtime.reduction import Reducer, collective_property
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["DistributedFunctionSpacePrecision"]
+__all__ = ["DistributedFunctionSpacePrecision", "dealt_examples"]
 
 
 class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
@@ -58,7 +58,7 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
     def _block_rows(self, variances: Variances) -> BlockRows:
         """L with B = L Lᵀ in block rows."""
         n, k = self.weighted.num_examples, self.weighted.num_cotangents
-        each = _examples(n, k, self.reducer.world_size, self.rows.f.device)
+        each = dealt_examples(n, k, self.reducer.world_size, self.rows.f.device)
         matrix = BlockRows([*range(0, n * k, each * k), n * k], self.reducer, self.rows.f)
         for i in matrix.own:
             start, stop = (bound // k for bound in matrix.bounds[i : i + 2])
@@ -204,8 +204,8 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         return torch.cat(found) if found else function(slice(0, 0))
 
 
-def _examples(n: int, k: int, ranks: int, device: torch.device) -> int:
-    """Examples of a block row: many enough for efficient products, few enough for equal work."""
+def dealt_examples(n: int, k: int, ranks: int, device: torch.device) -> int:
+    """Examples of a block row, of n with k rows each: many enough for efficient products, few enough for equal work."""
     rows = tuning.DEALT_ROWS if device.type == "cpu" else tuning.DEALT_ROWS_DEVICE
     fewest = min(tuning.FEWEST_DEALT_ROWS, rows)
     return max(1, fewest // k, min(rows // k, -(-n // (8 * ranks))))

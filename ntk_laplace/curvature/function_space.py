@@ -230,6 +230,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         for part in panels(n, len(self.factor) * k * rows.dtype.itemsize, tuning.COVARIANCE_BYTES):
             half = self.factor.solve_lower_(self.cross(rows.subset(part))).view(len(self.factor), -1, k)
             less_(blocks[part], half.permute(1, 2, 0))  # (m, K, N R)
+            del half  # before the next is computed
         return blocks
 
     def covariance(self, rows: Jacobian) -> Tensor:

@@ -78,7 +78,10 @@ class ProcessGroupReducer(Reducer):
         torch.save(value, packed)
         with _lost_processes():
             dist.all_gather_object(found, packed.getvalue(), group=self.group)
-        return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=False) for one in found]
+        del packed
+        found.reverse()  # each is freed when it is read
+        return [torch.load(io.BytesIO(found.pop()), map_location="cpu", weights_only=False)
+                for _ in range(self.world_size)]
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Callable[[], None]:
         """Begin to overwrite a contiguous tensor by that of the rank `source`; the result waits for the end."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.runtime import tuning
 
-__all__ = ["LowerTriangle", "more_digits", "require_definite", "require_full_precision"]
+__all__ = ["LowerTriangle", "more_digits", "panel_rows", "require_definite", "require_full_precision"]
 
 
 class LowerTriangle:
@@ -223,11 +223,15 @@ class LowerTriangle:
             yield start, self.trailing(start).solve_lower_(panel)
 
 
+def panel_rows(device: torch.device) -> int:
+    """Rows of a panel, at most."""
+    return tuning.PANEL_ROWS if device.type == "cpu" else tuning.PANEL_DEVICE_ROWS
+
+
 def _rows(n: int, unit: int, device: torch.device) -> list[slice]:
     """Rows of the panels of n rows, with a multiple of `unit` each."""
-    rows = tuning.PANEL_ROWS if device.type == "cpu" else tuning.PANEL_DEVICE_ROWS
     unit = max(1, unit)  # no rows at all, where there is nothing to learn of the outputs
-    return _cut(n, max(1, rows // unit) * unit)
+    return _cut(n, max(1, panel_rows(device) // unit) * unit)
 
 
 def _cut(n: int, height: int) -> list[slice]:

@@ -263,7 +263,8 @@ class Accumulation:
         """Use rank 0's eigenvectors."""
         reducer = model.settings.reducer
         if reducer.world_size > 1:
-            self.eigenbases = [eigenbasis.shared(reducer) for eigenbasis in self.eigenbases]
+            for number, eigenbasis in enumerate(self.eigenbases):  # in place: one of them is there twice at a time
+                self.eigenbases[number] = eigenbasis.shared(reducer)
 
     def _complete(self, model: LinearizedModel) -> None:
         """Add zero diagonal blocks for parameters that no example reaches: their precision is the prior's."""

@@ -80,8 +80,8 @@ def collected_jacobian(model: LinearizedModel, batches: Source, rows: Jacobian) 
     if reducer.world_size == 1:
         return rows
     numbers = reducer.concat(batches.numbers(reducer)[0])
-    parts = [part.to(rows.dtype, rows.f.device) for part in reducer.gather(rows)]
-    return Jacobian.concatenate(parts).subset(numbers.argsort().to(rows.f.device))
+    whole = Jacobian.concatenate([part.to(rows.dtype, rows.f.device) for part in reducer.gather(rows)])
+    return whole.subset(numbers.argsort().to(rows.f.device))
 
 
 def collected_points(

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import DistributedFunctionSpacePrecision, FunctionSpacePrecision, PosteriorPrecision
+from ntk_laplace.curvature.distributed_function_space import dealt_examples
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.contractions import tile_rows
 from ntk_laplace.model.data import Joined, Missing, RowBuffer, Source
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.lower_triangle import LowerTriangle
+from ntk_laplace.runtime.lower_triangle import LowerTriangle, panel_rows
 from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures.data_passes import collected_jacobian, collected_points, read_batches, selected
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
@@ -83,21 +84,30 @@ class FunctionSpace(StructureSpec):
         """The lower triangle of B, shared by all processes; rows of J and SᵀJ of all points and S, on each of them."""
         if problem.processes == 1 and by_output(problem.model, problem.sample):
             return forecast_by_output(problem)
-        n, size, e = problem.num_examples, problem.num_rows, problem.element
-        model, share = problem.model, problem.processes
-        matrix = LowerTriangle.predicted_bytes(size, problem.num_columns, model.jacobian_pass.dtype,
-                                               model.network.device) // share
+        n, size, e, share = problem.num_examples, problem.num_rows, problem.element, problem.processes
+        device, r, tile = problem.model.network.device, problem.num_columns, tile_rows(problem.sample.f)
+        if share == 1:
+            matrix = LowerTriangle.predicted_bytes(size, r, problem.model.jacobian_pass.dtype, device)
+            # a tile has at most a quarter of the rows; a factorization copies a diagonal block, and solves one below it
+            height = width = min(size, tile, max(tuning.FEWEST_TILE_ROWS, -(-size // 4)))
+            panel = min(size, panel_rows(device))
+            copied, sent_rows = panel * (panel + min(panel, size - panel)) * e, 0
+        else:
+            height, width = min(size, dealt_examples(n, r, share, device) * r), min(size, tile)
+            matrix = (size + height) * size // 2 // share * e
+            copied = sent_rows = 2 * height * size * e  # one is used while the next arrives, also in solves
         rows = problem.row_bytes(n)
         stored = {"B": matrix, "rows of J": rows, "rows of SᵀJ": problem.weighted_bytes(n), "S": problem.root_bytes}
-        seen = size * problem.num_outputs * e  # cross-covariances of one test point
-        seen = min(problem.chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
-        tiles = 3 * min(size, tile_rows(problem.sample.f)) ** 2 * e
-        written = min(problem.buffer(tuning.TILE_BYTES), size * problem.num_parameters * e)
-        tiles += 3 * problem.shares_positions * written
-        whole, predicted = sum(stored.values()), 4 * seen // 3 + problem.row_bytes(problem.chunk)
-        found = Forecast.of_phases(
-            stored, {"pass": 2 * rows, "B": whole, "prediction": whole, "responses": whole},  # joined batches: twice
-            {"pass": problem.batch_bytes, "B": tiles, "prediction": predicted, "responses": problem.response_bytes})
+        # own rows twice while batches are joined; then those of all, in the order of processes and of the data
+        sizes = {"pass": 2 * rows // share, "rows of all": (share > 1) * (2 * rows + rows // share)}
+        sizes |= dict.fromkeys(("B", "prediction", "responses"), sum(stored.values()))
+        written = problem.shares_positions * min(problem.buffer(tuning.TILE_BYTES), size * problem.num_parameters * e)
+        one = size * problem.num_outputs * e  # cross-covariances of one input
+        seen = min(-(-problem.chunk // share) * one, max(one, tuning.COVARIANCE_BYTES, (share > 1) * matrix // 8))
+        found = Forecast.of_phases(stored, sizes, {
+            "pass": problem.batch_bytes, "B": max(2 * height * width * e + 3 * written, copied),
+            "prediction": problem.row_bytes(problem.chunk) + 4 * seen // 3 + sent_rows,
+            "responses": problem.response_bytes})
         sent = 0 if share == 1 else size * size // 2 * e + rows
         work = Work(passes=problem.share, matmul=problem.pair_flops * n**2 / share, cholesky=size**3 / 3 / share)
         return replace(found, work=work, communication=sent)
