@@ -138,15 +138,11 @@ class BlockSpec(StructureSpec):
 
         The factor of an embedding's tokens is diagonal.
         """
-        g, o, i = block.entries
+        (g, o, i), rank = block.entries, self.factor_rank
         if block.kind != "kronecker":
             return [(block.size, block.size)] if block.kind == "block" else []
-        return [(width, self._kept(width, g)) for width in ([i] if block.table else [o, i])]
-
-    def _kept(self, width: int, groups: int) -> int:
-        """Vectors that are kept of a factor of this width."""
-        rank = self.factor_rank
-        return num_tests(width, rank) if rank and is_sketched(width, groups, rank) else width
+        return [(width, num_tests(width, rank) if rank and is_sketched(width, g, rank) else width)
+                for width in ([i] if block.table else [o, i])]
 
     def forecast(self, problem: Problem) -> Forecast:
         """Sums and eigenvectors on every process; each process reads its share of the data, and sums are added."""
@@ -161,10 +157,11 @@ class BlockSpec(StructureSpec):
         """Products of rows, of all positions, with themselves and with eigenvectors; eigendecompositions."""
         flops, cubes, r = 0, 0, problem.num_columns
         for block in blocks:
-            (g, o, i), t = block.entries, _positions(block.rows(problem.sample))
-            cubes += g * sum(width * kept**2 for width, kept in self._sides(block))
+            (g, o, i), t, sides = block.entries, _positions(block.rows(problem.sample)), self._sides(block)
+            cubes += g * sum(width * kept**2 for width, kept in sides)
             if block.kind == "kronecker":
-                o2, i2 = 0 if block.table else o * self._kept(o, g), i * self._kept(i, g)
+                *left, i2 = (width * kept for width, kept in sides)
+                o2 = sum(left)  # none of a table
                 flops += g * t * (i2 + r * o2)
                 # rows in the eigenvectors, and their squares, or their sum over positions first
                 flops += self.second_pass * 2 * g * t * (i * i + r * (o2 + o * i))

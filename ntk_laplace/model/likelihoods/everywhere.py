@@ -311,6 +311,10 @@ class Everywhere(Likelihood):
         """Average each position's response over samples of f (S, n, L C)."""
         return self.together(self.likelihood.average(self._flat(f)))
 
+    def keeps_samples(self, num_outputs: int) -> bool:
+        """As the likelihood of one position."""
+        return self.likelihood.keeps_samples(self._per_position(num_outputs))
+
     def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
         """Each position's response in closed form, if there is one."""
         found = self.likelihood.integrate(self._flat(mean), self._blocks(covariance))

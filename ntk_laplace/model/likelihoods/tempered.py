@@ -150,6 +150,7 @@ class Tempered(Likelihood):
     response_variance = _forwarded("response_variance")
     additive_noise = _forwarded("additive_noise")
     average = _forwarded("average")
+    keeps_samples = _forwarded("keeps_samples")
     integrate = _forwarded("integrate")
     linearize = _forwarded("linearize")
     probit = _forwarded("probit")

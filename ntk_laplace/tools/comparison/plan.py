@@ -43,7 +43,8 @@ class StructurePlan:
     structure : str
         With its non-default options.
     memory : int or None
-        Peak bytes of a fit, its evidence and predictions; None if the structure does not say.
+        Peak bytes of a fit, its evidence and predictions of as many inputs as there are examples, at most 512 at a
+        time; None if the structure does not say.
     stored : mapping of str to int
         What the posterior keeps of them, by what it is.
     fits : bool or None
