@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -77,8 +77,7 @@ class ChangedObjectives:
         self._fitted, self._likelihood, self._weights, self._remaining = fitted, likelihood, weights, remaining
         self._rounded_likelihood, self._present = rounded, (torch.empty(0), likelihood.weighted(weights))
         self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
-        solve = fitted.solver.solve
-        self._inverse = inverse or (lambda vectors: solve(vectors.to(like)))
+        self._inverse = partial(_solved, fitted) if inverse is None else inverse
         self._room = room(fitted.settings)
         with torch.no_grad():
             self._precision, self._mean = prior.flat_precision().to(like), prior.flat_mean().to(like)
@@ -172,6 +171,10 @@ class ChangedObjectives:
         """The optimum of each change."""
         with torch.no_grad():
             return minimize(self, start, self._eps, self._room, rounded=self.rounded)
+
+
+def _solved(fitted: FittedModel, vectors: Tensor) -> Tensor:
+    return fitted.solver.solve(vectors.to(fitted.theta))
 
 
 def room(settings: Settings) -> int:
