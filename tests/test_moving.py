@@ -344,6 +344,8 @@ def test_products_are_with_the_exact_hessian():
     objective = ChangedObjectives(fitted, NetworkLikelihood.of(fitted, None, 2), weights, 0.1 * vectors[0])
     local = objective.local(thetas, torch.arange(2))
     products, (values, gradients) = local.products(vectors), objective.values_and_gradients(thetas, torch.arange(2))
+    turned = objective.values_and_gradients(thetas.flip(0), torch.tensor([1, 0]))  # the data of other rows
+    assert torch.equal(turned[0].flip(0), values) and relative_error(turned[1].flip(0), gradients) < 1e-14
     for i in range(2):
         value = functools.partial(truth.value, x=x, y=y, weights=weights[i])
         assert relative_error(values[i], value(thetas[i]) - 0.1 * vectors[0] @ thetas[i]) < 1e-12
