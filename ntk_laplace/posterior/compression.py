@@ -57,7 +57,7 @@ class CompressionVerbs(Fitted):
             raise UnsupportedError("an exact structure to compress", f"structure={self.structure!r}",
                                    'Fit with structure="iterative", "gp" or "full".')
         with torch.no_grad():
-            root, reducer = fitted.points.root(fitted.curvature_type, fitted.likelihood), fitted.settings.reducer
+            root, reducer = fitted.root(), fitted.settings.reducer
             first, last = (fitted.num_examples * edge // reducer.world_size
                            for edge in (reducer.rank, reducer.rank + 1))
 

@@ -81,7 +81,7 @@ def converged(
                 descent.anneal(tuning.ANNEALING_STEPS, tuning.MINIBATCH)
     finally:
         descent.settle()
-    hidden = descent.rounding / (fitted.likelihood.weight * fitted.points.total(fitted.likelihood))
+    hidden = descent.rounding / fitted.total
     if decrement > max(tolerance, hidden):  # no step can gain what rounding hides
         _report(descent, decrement, tolerance, remedy)
     return fitted

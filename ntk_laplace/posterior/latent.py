@@ -118,7 +118,7 @@ class LatentVerbs(Fitted):
         """Joint prior of f at `x` under the linearized network: mean f + J(μ0-θ*), covariance K = J P0⁻¹ Jᵀ."""
         rows, model = self.jacobian(x), self._fitted.model
         with torch.no_grad():
-            back = model.prior.flat_mean().to(model.theta) - model.theta
+            back = -self._fitted.from_prior_mean
         # lazy, as in `latent`: K is singular with more outputs than parameters
         covariance = DenseLinearOperator(gram(rows, None, prior_variances(model.prior, self.network.shapes)))
         return MultitaskMultivariateNormal(rows.f + rows.jvp(self.network.unflatten(back)), covariance)

@@ -191,8 +191,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs, OtherDataVerbs):
         Tensor, ()
             In nats.
         """
-        count = self.likelihood.weight * self._fitted.points.total(self.likelihood)
-        return self._penalized(effective, 0.5 * math.log(count))
+        return self._penalized(effective, 0.5 * math.log(self._fitted.total))
 
     def aic(self, effective: bool = False) -> Tensor:
         """Akaike's information criterion as a log score, Σ log p(y_n given f_n) - P; the textbook AIC is -2 times it.

@@ -102,7 +102,7 @@ def evidence_bound(
     device = fitted.network.device
     parts = [part.sort().values.to(device) for part in order.tensor_split(count)]
     with torch.no_grad():
-        root = fitted.points.root(fitted.curvature_type, fitted.likelihood)
+        root = fitted.root()
     if outputs == "one":
         root = _principal(root)
     columns = [slice(None)] if outputs == "all" else [slice(r, r + 1) for r in range(root.shape[-1])]

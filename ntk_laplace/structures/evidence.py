@@ -213,7 +213,7 @@ def _correction(fitted: FittedModel, step: NewtonStep) -> Tensor:
     prior, theta = fitted.prior, fitted.theta
     precision = prior.flat_precision().to(theta)
     residual = fitted.points.residual(fitted.likelihood)
-    slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
+    slope = (step.z * precision * fitted.from_prior_mean).sum() - (step.pushed * residual).sum()
     curve = (precision * step.z.square()).sum() + _curve(fitted, step)
     found = slope - 0.5 * curve
     # identity: z is fixed, so that only the first derivatives are exact

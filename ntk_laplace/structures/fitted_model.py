@@ -229,6 +229,20 @@ class FittedModel:
         """Rows of J at some training points, ascending, in batches."""
         return self.structure.rows_at(self.model, index)
 
+    @property
+    def from_prior_mean(self) -> Tensor:
+        """θ - μ0, (P,)."""
+        return self.model.from_prior_mean
+
+    @property
+    def total(self) -> float:
+        """Number of examples in the log likelihood, each as often as it counts."""
+        return self.likelihood.weight * self.points.total(self.likelihood)
+
+    def root(self) -> Tensor:
+        """S_n of the training points, (N, C, R), times the square roots of the example weights."""
+        return self.points.root(self.curvature_type, self.likelihood)
+
     def residual(self) -> Tensor:
         """r_n, (N, C), times the example weights, without a graph."""
         with torch.no_grad():

@@ -192,15 +192,21 @@ class LinearizedModel:
         """θ - θ*, (P,), of the linearized model: zero without a displacement."""
         return torch.zeros_like(self.theta) if self.displacement is None else self.displacement
 
+    @property
+    def from_prior_mean(self) -> Tensor:
+        """θ - μ0, (P,)."""
+        theta = self.theta
+        return theta - self.prior.flat_mean().to(theta)
+
     def outputs(self, rows: Jacobian) -> Tensor:
         """Outputs of the linearized model at rows of J, (n, C): f + J(θ - θ*), or f without a displacement."""
         return rows.f if self.displacement is None else rows.f + rows.jvp(self.network.unflatten(self.displacement))
 
     def joint_gradient(self, backprojected: Tensor) -> Tensor:
         """g = P0 (θ-μ0) - Jᵀr, (P,), the gradient of the negative log joint; `backprojected` is Jᵀr."""
-        theta, prior = self.theta, self.prior
         with torch.no_grad():
-            return prior.flat_precision().to(theta) * (theta - prior.flat_mean().to(theta)) - backprojected
+            distance = self.from_prior_mean
+            return self.prior.flat_precision().to(distance) * distance - backprojected
 
     def at_weights(self, theta: Tensor) -> LinearizedModel:
         """The model with a copy of the network at other weights (P,)."""

@@ -199,11 +199,10 @@ class Run:
                 warn(f"the network stays at the weights of the best evidence: {error}")
                 fitted = fit()
         posterior = Posterior(fitted, reason)
-        count = posterior.likelihood.weight * fitted.points.total(posterior.likelihood)
-        _tell_fall(before, float(posterior.log_marginal_likelihood().detach()), count)
+        _tell_fall(before, float(posterior.log_marginal_likelihood().detach()), fitted.total)
         found = None
         if fitted.exact:
-            _tell_slope(posterior, self.ascent.which, count)
+            _tell_slope(posterior, self.ascent.which, fitted.total)
             found = posterior.fit_predictive(predictive, strict=False)
         else:
             warn("no predictive is fitted, because leave-one-out needs an exact posterior; call "

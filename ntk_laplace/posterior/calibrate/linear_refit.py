@@ -42,14 +42,13 @@ class LinearLeaveOneOut:
     samples: tuple[int | None, ...] = None, None
 
     def __init__(self, fitted: FittedModel) -> None:
-        points, likelihood, model = fitted.points, fitted.likelihood, fitted.model
+        points, likelihood = fitted.points, fitted.likelihood
         with torch.no_grad():
-            root = points.root(model.curvature_type, likelihood)
+            root = fitted.root()
             observed = likelihood.observed(points.targets)
             error = points.targets.reshape(points.f.shape).to(points.f) - points.f
             error = error if observed is None else error.masked_fill(~observed.reshape(error.shape), 0.0)
-            from_prior = fitted.theta - model.prior.flat_mean().to(fitted.theta)
-            self._z = ((error + fitted.jvp(from_prior)).unsqueeze(1) @ root).squeeze(1)  # (N, R)
+            self._z = ((error + fitted.jvp(fitted.from_prior_mean)).unsqueeze(1) @ root).squeeze(1)  # (N, R)
             self._values, self._vectors = _decomposed(fitted, root)  # k (r,), U (N, R, r)
             kept = torch.ones_like(error) if observed is None else observed.reshape(error.shape).to(error)
             present = points.observed_counts(likelihood)

@@ -70,7 +70,7 @@ class WithoutEach:
             across.append(fitted.precision.cross_covariance(test.weighted(chosen)))
         moved = test.f.new_empty(n, points.num_examples, c)
         widened = torch.empty_like(moved)
-        root = points.root(fitted.curvature_type, fitted.likelihood)
+        root = fitted.root()
         for here, rows in placed(fitted.rows_at(torch.arange(points.num_examples))):
             out = removal_terms(fitted.precision.removal_blocks(rows, root[here]), root[here], True)
             weighted = rows.weighted(torch.cat([out.amplified(self._residual[here]), out.spread()], -1))

@@ -64,7 +64,7 @@ class SlicedPath(Path[Outputs]):
         rows, self._known = all_rows(fitted), points.f.detach()
         self._theta, self._shapes, self._rows = model.theta, model.network.shapes, rows
         with torch.no_grad():
-            away = rows.jvp(model.network.unflatten(model.prior.flat_mean().to(model.theta) - model.theta))
+            away = rows.jvp(model.network.unflatten(-fitted.from_prior_mean))
         n, c = self._known.shape
         if model.network.num_parameters <= n * c:
             with torch.no_grad():

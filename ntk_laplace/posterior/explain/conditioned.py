@@ -121,7 +121,7 @@ def _group(fitted: FittedModel, group: Tensor, product: _Products) -> tuple[With
         precision = fitted.subset(stays.nonzero().squeeze(1)).precision
         rows, points, shapes = rows_of(fitted, group), fitted.points.subset(group), fitted.network.shapes
         residual = fitted.residual()[group]
-        root = fitted.points.root(fitted.curvature_type, fitted.likelihood)[group]
+        root = fitted.root()[group]
         step, left = _solved(lambda v: product(v, stays), rows.vjp(residual, shapes), precision.solve)
         moved = rows.jvp(shapes.named(step))  # d
         kernel = precision.covariance(rows)
@@ -159,7 +159,7 @@ class _Products:
         self._fitted, self._prior = fitted, fitted.prior.flat_precision().detach().to(fitted.theta)
         self._kept: list[Jacobian] | None = None
         with torch.no_grad():
-            self._root = fitted.points.root(fitted.curvature_type, fitted.likelihood)
+            self._root = fitted.root()
 
     def __call__(self, vector: Tensor, stays: Tensor) -> Tensor:
         shapes = self._fitted.network.shapes

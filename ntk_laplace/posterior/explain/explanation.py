@@ -226,7 +226,7 @@ class _Decomposing:
         self._fitted, self._space, self._residual = fitted, fitted.function_space, fitted.residual()
         space = self._space
         with torch.no_grad():
-            self._centered = fitted.theta - fitted.prior.flat_mean().to(fitted.theta)
+            self._centered = fitted.from_prior_mean
             self._removals = SingleRemovals(fitted)
             self._squares = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)
             self._leverage = leverages(space.inverse_blocks)[:, -1]

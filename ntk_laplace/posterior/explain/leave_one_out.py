@@ -278,7 +278,7 @@ def _streamed(fitted: FittedModel, index: Tensor) -> Without:
     points, parts = fitted.points.subset(index), []
     residual = fitted.residual()[index]
     with torch.no_grad():
-        root = fitted.points.root(fitted.curvature_type, fitted.likelihood)[index]
+        root = fitted.root()[index]
         for here, rows in placed(fitted.rows_at(index)):
             moments = fitted.precision.removal_blocks(rows, root[here])
             out = removal_terms(moments, root[here], fitted.structure.spec.exact)

@@ -169,8 +169,7 @@ def _rank(fitted: FittedModel, test: Jacobian, quantity: Quantity, k: int) -> Ra
         leverage, total = passing.leverage, passing.backprojected
     with torch.no_grad():
         network, prior = fitted.network, fitted.prior
-        centered = fitted.theta - prior.flat_mean().to(fitted.theta)
-        pushed = test.jvp(network.unflatten(centered))
+        pushed = test.jvp(network.unflatten(fitted.from_prior_mean))
         contributed = test.jvp(network.unflatten(total / prior.flat_precision().to(total)))  # J P0⁻¹ Jᵀr
     case = "full" if fitted.exact else "other root" if fitted.structure.spec.exact else "other"
     guarantees = (_SUMS, _GUARANTEES[case])

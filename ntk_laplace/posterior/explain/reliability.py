@@ -164,7 +164,7 @@ def newton_decrement(fitted: FittedModel) -> float:
     with torch.inference_mode(False), torch.no_grad():
         gradient = fitted.joint_gradient()
         decrement = 0.5 * float(gradient @ fitted.precision.solve(gradient))
-    return decrement / (fitted.likelihood.weight * fitted.points.total(fitted.likelihood))
+    return decrement / fitted.total
 
 
 def _linear(fitted: FittedModel) -> bool:

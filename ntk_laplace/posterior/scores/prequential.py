@@ -62,7 +62,7 @@ class PrequentialEvidence:
         residual = fitted.residual()
         with torch.no_grad():
             log_prob = points.log_prob(fitted.likelihood)
-            distance = fitted.jvp(fitted.theta - fitted.prior.flat_mean().to(fitted.theta))  # d = J(θ* - μ0)
+            distance = fitted.jvp(fitted.from_prior_mean)  # d = J(θ* - μ0)
         own = space.rows.weighted(residual.unsqueeze(-1))
         return cls(log_prob, gram(space.weighted, None, space.variances).view(n, k, n, k),
                    cross_gram(space.weighted, own, space.variances).view(n, k, n), gram(own, None, space.variances),
