@@ -147,7 +147,7 @@ class Banana:
         gradients = torch.stack([-400 * a * (b - a**2) - 2 * (1 - a), 200 * (b - a**2)], 1)
         return 100.0 * (b - a**2) ** 2 + (1.0 - a) ** 2, gradients
 
-    def precondition(self, vectors: Tensor) -> Tensor:
+    def precondition(self, vectors: Tensor, rounded: bool = False) -> Tensor:
         return vectors / 10.0
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:

@@ -60,20 +60,19 @@ class Deflated:
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """For vectors (m, P)."""
-        vectors = vectors.to(self._vectors)
         return self._solve(vectors) + (vectors @ self._vectors.T * self._weights) @ self._vectors
 
 
 class WrittenOut:
     """(H + s D⁻²)⁻¹ of a positive definite matrix H that is known in all entries, with a diagonal D.
 
-    Where its condition allows it, products with vectors in single precision are computed there, in half of the time.
+    Where its condition allows it, products may be rounded to single precision, in half of the time.
 
     Parameters
     ----------
     inverse : Tensor, (P, P)
     single : Tensor, (P, P)
-        For vectors in single precision.
+        The same for products that are rounded.
     """
 
     def __init__(self, inverse: Tensor, single: Tensor) -> None:
@@ -98,7 +97,7 @@ class WrittenOut:
         inverse = scale.unsqueeze(1) * torch.cholesky_inverse(torch.linalg.cholesky(turned)) * scale
         return cls(inverse, inverse.float() if float(turned.norm()) <= _SINGLE * shift else inverse)
 
-    def __call__(self, vectors: Tensor) -> Tensor:
+    def __call__(self, vectors: Tensor, rounded: bool = False) -> Tensor:
         """For vectors (m, P)."""
-        inverse = self._single if vectors.dtype == torch.float32 else self._inverse
+        inverse = self._single if rounded else self._inverse
         return (vectors.to(inverse) @ inverse).to(vectors)

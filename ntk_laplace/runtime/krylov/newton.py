@@ -21,6 +21,8 @@ from ntk_laplace.runtime.krylov.quasi_newton import Descending, Inverses, descen
 
 __all__ = ["Local", "Minima", "Objectives", "minimize"]
 
+_LEFT = 1e-6  # share of gᵀKg to which products in single precision solve for a step
+
 
 class Local(Protocol):
     """Derivatives of some of the objectives at points (S, P)."""
@@ -96,12 +98,13 @@ def minimize(
     Minima
     """
     at, values, taken, inverses = descend(objectives, start, eps, room, rounded)
-    inverses.bound()
+    inverses.sharpen()
     going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
-    converged = torch.zeros_like(going, dtype=torch.bool)
+    converged, left = torch.zeros_like(going, dtype=torch.bool), 0.0 if rounded is None else _LEFT
+    again = torch.zeros_like(converged)
     for _ in range(steps):
         local = objectives.local(at[going], going)
-        found = _directions(local, objectives, inverses, radius[going], eps * (1.0 + values[going].abs()))
+        found = _directions(local, objectives, inverses, radius[going], eps * (1.0 + values[going].abs()), left)
         del local  # with its graphs
         size = _searched(objectives, at[going], found, going, values, eps)
         taking = (size > 0).unsqueeze(1)  # a direction that is refused may be NaN
@@ -110,7 +113,10 @@ def minimize(
         taken[going] += 1
         converged[going] = found.flat & found.positive & ~found.ends & ~found.broken
         inverses.forget(found.broken)
-        going = going[inverses.keep(found.broken | (~found.flat & (size > 0)))]
+        # a flat step of single precision is made once more, with the gradient at its end
+        more = found.broken | torch.where(found.flat, ~found.solved & ~again[going], size > 0)
+        again[going] = found.flat
+        going = going[inverses.keep(more)]
         if len(going) == 0:
             break
     return Minima(at, values, converged, torch.zeros_like(converged).index_fill(0, going, True), taken)
@@ -121,7 +127,8 @@ class _Directions:
     """Directions (S, P) of a step, their slopes and lengths in the norm of M, the inverse of the preconditioner, (S,).
 
     `flat` says that a step gains less than rounding, `positive` that no curvature along the search was negative, `ends`
-    that the trust region ended it, `broken` that an inverse that is not positive definite did.
+    that the trust region ended it, `broken` that an inverse that is not positive definite did, `solved` that the system
+    of equations is solved to what rounding allows.
     """
 
     direction: Tensor
@@ -131,6 +138,7 @@ class _Directions:
     positive: Tensor
     ends: Tensor
     broken: Tensor
+    solved: Tensor
     radius: Tensor
 
     def next_radius(self, size: Tensor) -> Tensor:
@@ -164,26 +172,27 @@ def _searched(
 
 
 def _directions(
-    local: Local, objectives: Objectives, inverses: Inverses, radius: Tensor, rounding: Tensor
+    local: Local, objectives: Objectives, inverses: Inverses, radius: Tensor, rounding: Tensor, left: float
 ) -> _Directions:
     """Inexact Newton directions by Steihaug's conjugate gradients, preconditioned by `inverses`.
 
     The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀKg in nats, both in the norm of K, so that
-    convergence is quadratic; or to where what is left gains less than rounding. K is that of the objectives: where
-    they have kinks, the quasi-Newton steps make any gradient small in the norm of their own inverse. The inverse may
-    be rounded to single precision: a direction is made conjugate to the last one by the change of the residual.
+    convergence is quadratic; or to where what is left gains less than rounding; or to the share √`left`, where products
+    are rounded. K is that of the objectives: where they have kinks, the quasi-Newton steps make any gradient small in
+    the norm of their own inverse.
     """
-    gradient, rounded = local.gradients, inverses.dtype
+    gradient = local.gradients
     residual, direction = gradient.clone(), torch.zeros_like(gradient)
-    raised = objectives.precondition(residual.to(rounded)).to(residual)
+    raised = objectives.precondition(residual)
     z = inverses.times(residual, raised)
-    size, left = (residual * z).sum(1).clamp_min(0.0), (residual * raised).sum(1)
+    size, whole = (residual * z).sum(1).clamp_min(0.0), (residual * raised).sum(1)
     radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
-    goal = torch.maximum(left * left.clamp(max=0.01), 1e-8 * rounding)
+    last = 1e-8 * rounding
+    goal, now = torch.maximum(whole * whole.clamp(left, 0.01), last), whole
     search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
     flags = torch.zeros_like(size, dtype=torch.bool)
-    broken = (left > goal) & (size <= 0)
-    going, negative, ends, used = (left > goal) & (size > 0), flags, flags, 0
+    broken = (now > goal) & (size <= 0)
+    going, negative, ends, used = (now > goal) & (size > 0), flags, flags, 0
     while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
         product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
         curvature, long = (search * product).sum(1), (search * image).sum(1)
@@ -193,16 +202,16 @@ def _directions(
         most = (-along + (along.square() + long * (radius.square() - own).clamp_min(0.0)).sqrt()) / long
         negative, ends = negative | (going & ~bends), ends | (going & (step >= most))
         step = torch.where(going, torch.minimum(step, most), 0.0).unsqueeze(1)
-        change = step * product
-        direction, residual, seen = direction + step * search, residual + change, seen + step * image
-        raised = objectives.precondition(residual.to(rounded)).to(residual)
+        direction, residual, seen = direction + step * search, residual + step * product, seen + step * image
+        raised = objectives.precondition(residual)
         z = inverses.times(residual, raised)
         before, size = size, torch.where(going, (residual * z).sum(1), size)
-        going = going & ~ends & ((residual * raised).sum(1) > goal)
+        now = (residual * raised).sum(1)
+        going = going & ~ends & (now > goal)
         broken, going = broken | (going & (size <= 0)), going & (size > 0)
-        ratio = torch.where(going, (change * z).sum(1) / before, 0.0).unsqueeze(1)
+        ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
         search, image = -z + ratio * search, -residual + ratio * image
     slope = (gradient * direction).sum(1)
     length = (direction * seen).sum(1).clamp_min(0.0).sqrt()
-    return _Directions(direction, slope, length, -slope <= 16.0 * rounding, ~negative, ends, broken,
+    return _Directions(direction, slope, length, -slope <= 16.0 * rounding, ~negative, ends, broken, now <= last,
                        radius)

@@ -10,7 +10,7 @@ and a pair of a step s = Qᵀσ and a change y of the gradient updates T as BFGS
 those with the eigenvalues furthest from 1 stay, beside the direction of the present gradient.
 
 Where Q does not fit in a cache, its products wait for memory, and take much of the time of a descent. Then Q is in
-single precision, and so are products with K. Rounding changes the steps, and no optimum.
+single precision until the descent ends, and so are products with K. Rounding changes the steps, and no optimum.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ __all__ = ["Descending", "Inverses", "descend", "falls", "remembered"]
 # share of gᵀKg outside the span from which g adds to it, in double and in single precision: its root divides the errors
 # of Q so far. With these Q stays orthonormal to 1e-7 and to .05 (1e-4 in the median) over 128 vectors of what-ifs
 _OUTSIDE, _OUTSIDE_SINGLE = 1e-3, 0.03
-# bounds of the eigenvalues of T after a descent in single precision: H is positive definite, and its products are right
-# to a few percent
-_LEAST, _MOST = 0.05, 1e3
+# least eigenvalue of T after a descent in single precision: with it H is positive definite
+_LEAST = 0.05
 # descents in single precision: the share of the rounding of values down to which gradients tell gains, the rise of a
 # gain that ends them below that rounding, and the share of descents that go on for the others in double precision
 _ROUGHLY, _RISES, _FEW = 1e-4, 4.0, 0.1
@@ -43,8 +42,8 @@ class Descending(Protocol):
     def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(S,), infinite where they are not defined, and (S, P)."""
 
-    def precondition(self, vectors: Tensor) -> Tensor:
-        """K v for vectors (m, P), K positive definite and the same for all; of vectors in single precision, rounded."""
+    def precondition(self, vectors: Tensor, rounded: bool = False) -> Tensor:
+        """K v for vectors (m, P), K positive definite and the same for all; `rounded` allows single precision."""
 
 
 def falls(reached: Tensor, before: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -100,10 +99,10 @@ def _descend(
     size, least = torch.ones_like(values), torch.full_like(values, torch.inf)
     if inverses is None:
         most, dtype = remembered(len(start), start.shape[1], start.dtype, room)
-        raised = objectives.precondition(gradients.to(dtype)).to(gradients)
+        raised = objectives.precondition(gradients, dtype != gradients.dtype)
         direction, inverses = -raised, Inverses(gradients, raised, most, dtype)
     else:
-        raised = objectives.precondition(gradients.to(inverses.dtype)).to(gradients)
+        raised = objectives.precondition(gradients, inverses.dtype != gradients.dtype)
         direction = inverses.directions(torch.zeros_like(size), gradients, raised)
     for _ in range(tuning.QUASI_NEWTON_STEPS):
         gain, rounding = -(gradients * direction).sum(1), 16.0 * eps * (1.0 + values.abs())
@@ -127,7 +126,7 @@ def _descend(
             torch.where(one, new, old)
             for one, new, old in ((own, at + step, at), (good, found, values), (own, there, gradients)))
         if bool(good.any()):
-            raised = objectives.precondition(gradients.to(inverses.dtype)).to(gradients)
+            raised = objectives.precondition(gradients, inverses.dtype != gradients.dtype)
             direction = inverses.directions(torch.where(good, size, 0.0), gradients, raised)
         size = torch.where(good, 1.0, shorter)
         steps[rows] += good
@@ -153,7 +152,7 @@ class Inverses:
     most : int
         Vectors of each row.
     dtype : torch.dtype
-        Of Q.
+        Of Q; until `sharpen`, if it is single.
 
     Attributes
     ----------
@@ -231,21 +230,28 @@ class Inverses:
         self._counts[row] = count
         return _spanned(self._ahead[row, :count], self._basis[row, :count])
 
-    def bound(self) -> None:
-        """Bound the eigenvalues of T where the rounding of Q would make H lose its sign, or be lost in its product."""
-        if self._basis.dtype == self._reduced.dtype:
+    def sharpen(self) -> None:
+        """Give Q the precision of T, and T no eigenvalue that the errors of Q could make negative in H.
+
+        Products with H are those of one symmetric matrix then, as conjugate gradients need them.
+        """
+        if self.dtype == self._reduced.dtype:
             return
-        reduced = self._reduced[:, : self._used, : self._used]
-        eye = torch.eye(self._used, dtype=reduced.dtype, device=reduced.device)
-        both = [torch.linalg.cholesky_ex(one)[1] for one in (reduced - _LEAST * eye, _MOST * eye - reduced)]
-        for row in (both[0] + both[1]).nonzero().squeeze(1).tolist():
-            values, vectors = symmetric_eigen(reduced[row])
-            reduced[row] = vectors * values.clamp(_LEAST, _MOST) @ vectors.T
+        self.dtype = self._reduced.dtype
+        self._basis = self._basis[:, : self._used].to(self.dtype)
+        self._raise(torch.arange(len(self.rows), device=self.rows.device), _LEAST)
 
     def forget(self, which: Tensor) -> None:
-        """Make H the preconditioner again for some of the first rows, a mask."""
-        eye = torch.eye(self._reduced.shape[1], dtype=self._reduced.dtype, device=self._reduced.device)
-        self._reduced[which.nonzero().squeeze(1)] = eye
+        """Forget curvatures above that of K for some of the first rows, a mask: then H is positive definite."""
+        self._raise(which.nonzero().squeeze(1), 1.0)
+
+    def _raise(self, rows: Tensor, least: float) -> None:
+        """Raise the eigenvalues of T of some rows to a bound, where they are less."""
+        reduced = self._reduced[:, : self._used, : self._used]
+        eye = torch.eye(self._used, dtype=reduced.dtype, device=reduced.device)
+        for row in rows[torch.linalg.cholesky_ex(reduced[rows] - least * eye)[1] != 0].tolist():
+            values, vectors = symmetric_eigen(reduced[row])
+            reduced[row] = vectors * values.clamp_min(least) @ vectors.T
 
     def times(self, vectors: Tensor, raised: Tensor) -> Tensor:
         """H v, (S, P), of the first rows, from v and K v."""

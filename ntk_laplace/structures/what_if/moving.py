@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class ChangedObjectives:
         self._fitted, self._likelihood, self._weights, self._remaining = fitted, likelihood, weights, remaining
         self._rounded_likelihood, self._present = rounded, (torch.empty(0), likelihood.weighted(weights))
         self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
-        self._inverse = partial(_solved, fitted) if inverse is None else inverse
+        self._inverse = fitted.solver.solve if inverse is None else inverse
         self._room = room(fitted.settings)
         with torch.no_grad():
             self._precision, self._mean = prior.flat_precision().to(like), prior.flat_mean().to(like)
@@ -106,9 +106,9 @@ class ChangedObjectives:
         """Number of weights whose graphs fit in memory together, at least 1."""
         return self._likelihood.at_once()
 
-    def precondition(self, vectors: Tensor) -> Tensor:
-        """An approximate inverse Hessian times vectors (m, P)."""
-        return self._inverse(vectors)
+    def precondition(self, vectors: Tensor, rounded: bool = False) -> Tensor:
+        """An approximate inverse Hessian times vectors (m, P), `rounded` to single precision if it is written out."""
+        return self._inverse(vectors, rounded) if isinstance(self._inverse, WrittenOut) else self._inverse(vectors)
 
     def preconditioned(self, at: Tensor, counts: Tensor) -> ChangedObjectives:
         """The same, preconditioned by the exact Hessian of F at θ (P,), for example weights (N,).
@@ -173,10 +173,6 @@ class ChangedObjectives:
             return minimize(self, start, self._eps, self._room, rounded=self.rounded)
 
 
-def _solved(fitted: FittedModel, vectors: Tensor) -> Tensor:
-    return fitted.solver.solve(vectors.to(fitted.theta))
-
-
 def room(settings: Settings) -> int:
     """Bytes for what descents remember of their steps, or of the Hessian at their start."""
     budget = settings.memory_budget
@@ -201,7 +197,8 @@ def require_room(model: LinearizedModel, count: int, held: int) -> int:
     one = theta.nbytes
     each = min(count, tuning.GROUPS, max(1, left // (tuning.FEWEST_VECTORS * one)))
     most, dtype = remembered(each, len(theta), theta.dtype, left)
-    learnt = each * most * (len(theta) * dtype.itemsize + most * theta.element_size())
+    wide = 12 if dtype == torch.float32 else dtype.itemsize  # bytes of an entry, in single and then in double precision
+    learnt = each * most * (len(theta) * wide + most * theta.element_size())
     vectors = _MATRICES * model.network.num_parameters if is_written_out(model, count) else 3 * tuning.DEFLATION
     known = one * min(vectors, 3 * (left // (2 * one)))
     require_memory(held + (count + 12 * each) * one + learnt + known, model.network.device,
