@@ -88,7 +88,9 @@ class NetworkLikelihood(WeightLikelihood):
         largest = max(self._batches, key=num_examples)
         one = tuning.GRAPH_FACTOR * self._network.saved_bytes(take(largest, slice(0, 1)))
         n, c = points.num_examples, points.num_outputs
-        held = 4 * self._dtype.itemsize * count * (model.network.num_parameters + n * c)
+        rounded = sum(num_bytes(x) for x in self._batches) // 2
+        self._rounded_fit = rounded <= self._room // 8
+        held = 4 * self._dtype.itemsize * count * (model.network.num_parameters + n * c) + rounded * self._rounded_fit
         passing = max(one, min(self._room, one * n * count))
         what = f"the network's outputs and gradients at {count:,} weights"
         require_memory(held + passing, model.network.device, what, REMEDY, budget)
@@ -134,8 +136,8 @@ class NetworkLikelihood(WeightLikelihood):
 
     def _in_single(self, theta: Tensor) -> NetworkLikelihood | None:
         own, found = self._network.network, copy.copy(self)
-        rounded = sum(num_bytes(x) for x in self._batches) // 2
-        if own.precision != torch.float64 or rounded > self._spare or self._graph_bytes < tuning.SINGLE_BYTES:
+        small = self._graph_bytes < tuning.SINGLE_BYTES
+        if own.precision != torch.float64 or small or not self._rounded_fit:
             return None
         if any(tensor.is_complex() for tensor in (*own.module.parameters(), *own.module.buffers())):
             return None
