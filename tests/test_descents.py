@@ -122,6 +122,22 @@ def test_descents_end_at_minima(room):
     assert relative_error(values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
 
 
+class Rising(Quadratics):
+    """Gradients that lead the first problem up, and values that do not tell, as rounding may make them."""
+
+    def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        values, gradients = super().values_and_gradients(at, rows)
+        return torch.where(rows == 0, -1e6, values), torch.where(rows.unsqueeze(1) == 0, -gradients, gradients)
+
+
+def test_descents_that_rounding_leads_up_begin_again():
+    own = Quadratics()
+    want = torch.linalg.solve(own.matrices, own.right)
+    at, values, *_ = descend(own, torch.full((3, SIZE), 2.0).double(), 1e-16, 10**6, Rising())
+    assert relative_error(at, want) < 1e-6
+    assert relative_error(values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
+
+
 class Curved(Quadratics):
     """With second derivatives, times a number for each problem."""
 

@@ -32,8 +32,9 @@ _OUTSIDE, _OUTSIDE_SINGLE = 1e-3, 0.03
 # least eigenvalue of T after a descent in single precision: with it H is positive definite
 _LEAST = 0.05
 # descents in single precision: the share of the rounding of values down to which gradients tell gains, the rise of a
-# gain that ends them below that rounding, and the share of descents that go on for the others in double precision
-_ROUGHLY, _RISES, _FEW = 1e-4, 4.0, 0.1
+# gain that ends them below that rounding, the steps there at most, and the share of descents that go on for the others
+# in double precision
+_ROUGHLY, _RISES, _BELOW, _FEW = 1e-4, 4.0, 50, 0.1
 
 
 class Descending(Protocol):
@@ -79,7 +80,13 @@ def descend(
     """
     if rounded is None:
         return _descend(objectives, start, eps, room, None, False)
+    rows = torch.arange(len(start), device=start.device)
+    before, _ = objectives.values_and_gradients(start, rows)
     at, _, steps, inverses = _descend(rounded, start, torch.finfo(torch.float32).eps, room, None, True)
+    after, _ = objectives.values_and_gradients(at, rows)
+    lost = ~(after <= before)  # gradients that are rounding alone, as where the Hessian is nearly singular
+    at = torch.where(lost.unsqueeze(1), start, at)
+    inverses.begin(lost)
     at, values, more, inverses = _descend(objectives, at, eps, room, inverses, False)
     return at, values, steps + more, inverses
 
@@ -96,7 +103,7 @@ def _descend(
     ends, steps, reached = start.clone(), torch.zeros_like(rows), start.new_empty(len(start))
     at = start[rows]
     values, gradients = objectives.values_and_gradients(at, rows)
-    size, least = torch.ones_like(values), torch.full_like(values, torch.inf)
+    size, least, below = torch.ones_like(values), torch.full_like(values, torch.inf), torch.zeros_like(rows)
     if inverses is None:
         most, dtype = remembered(len(start), start.shape[1], start.dtype, room)
         raised = objectives.precondition(gradients, dtype != gradients.dtype)
@@ -108,14 +115,14 @@ def _descend(
         gain, rounding = -(gradients * direction).sum(1), 16.0 * eps * (1.0 + values.abs())
         going = size * gain > rounding
         if roughly:
-            least = torch.where(going, torch.inf, torch.minimum(least, gain))
-            going = going | ((gain > _ROUGHLY * rounding) & (gain <= _RISES * least))
+            least, below = torch.where(going, torch.inf, torch.minimum(least, gain)), torch.where(going, 0, below + 1)
+            going = going | ((gain > _ROUGHLY * rounding) & (gain <= _RISES * least) & (below <= _BELOW))
             going = going & (len(rows) > _FEW * len(start))
         if not bool(going.all()):
             ends[rows], reached[rows] = at, values
             order = inverses.keep(going)
-            rows, at, values, gradients, raised, direction, size, gain, least = (
-                one[order] for one in (rows, at, values, gradients, raised, direction, size, gain, least))
+            rows, at, values, gradients, raised, direction, size, gain, least, below = (
+                one[order] for one in (rows, at, values, gradients, raised, direction, size, gain, least, below))
         if len(rows) == 0:
             break
         step = size.unsqueeze(1) * direction
@@ -229,6 +236,13 @@ class Inverses:
         self._ahead[row] = -self._reduced[row] @ self._along[row]
         self._counts[row] = count
         return _spanned(self._ahead[row, :count], self._basis[row, :count])
+
+    def begin(self, which: Tensor) -> None:
+        """Forget all steps of some of the rows, a mask in the order of their numbers."""
+        places = which[self.rows].nonzero().squeeze(1)
+        self._basis[places, : self._used], self._along[places], self._ahead[places] = 0.0, 0.0, 0.0
+        self._reduced[places] = torch.eye(self._most, dtype=self._reduced.dtype, device=self._reduced.device)
+        self._counts[places] = 0
 
     def sharpen(self) -> None:
         """Give Q the precision of T, and T no eigenvalue that the errors of Q could make negative in H.
