@@ -21,8 +21,6 @@ from ntk_laplace.runtime.krylov.quasi_newton import Descending, Inverses, descen
 
 __all__ = ["Local", "Minima", "Objectives", "minimize"]
 
-_LEFT = 1e-6  # share of gᵀKg to which products in single precision solve for a step
-
 
 class Local(Protocol):
     """Derivatives of some of the objectives at points (S, P)."""
@@ -100,11 +98,10 @@ def minimize(
     at, values, taken, inverses = descend(objectives, start, eps, room, rounded)
     inverses.sharpen()
     going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
-    converged, left = torch.zeros_like(going, dtype=torch.bool), 0.0 if rounded is None else _LEFT
-    again = torch.zeros_like(converged)
+    converged = torch.zeros_like(going, dtype=torch.bool)
     for _ in range(steps):
         local = objectives.local(at[going], going)
-        found = _directions(local, objectives, inverses, radius[going], eps * (1.0 + values[going].abs()), left)
+        found = _directions(local, objectives, inverses, radius[going], eps * (1.0 + values[going].abs()))
         del local  # with its graphs
         size = _searched(objectives, at[going], found, going, values, eps)
         taking = (size > 0).unsqueeze(1)  # a direction that is refused may be NaN
@@ -113,10 +110,7 @@ def minimize(
         taken[going] += 1
         converged[going] = found.flat & found.positive & ~found.ends & ~found.broken
         inverses.forget(found.broken)
-        # a flat step of single precision is made once more, with the gradient at its end
-        more = found.broken | torch.where(found.flat, ~found.solved & ~again[going], size > 0)
-        again[going] = found.flat
-        going = going[inverses.keep(more)]
+        going = going[inverses.keep(found.broken | (~found.flat & (size > 0)))]
         if len(going) == 0:
             break
     return Minima(at, values, converged, torch.zeros_like(converged).index_fill(0, going, True), taken)
@@ -127,8 +121,7 @@ class _Directions:
     """Directions (S, P) of a step, their slopes and lengths in the norm of M, the inverse of the preconditioner, (S,).
 
     `flat` says that a step gains less than rounding, `positive` that no curvature along the search was negative, `ends`
-    that the trust region ended it, `broken` that an inverse that is not positive definite did, `solved` that the system
-    of equations is solved to what rounding allows.
+    that the trust region ended it, `broken` that an inverse that is not positive definite did.
     """
 
     direction: Tensor
@@ -138,7 +131,6 @@ class _Directions:
     positive: Tensor
     ends: Tensor
     broken: Tensor
-    solved: Tensor
     radius: Tensor
 
     def next_radius(self, size: Tensor) -> Tensor:
@@ -172,27 +164,25 @@ def _searched(
 
 
 def _directions(
-    local: Local, objectives: Objectives, inverses: Inverses, radius: Tensor, rounding: Tensor, left: float
+    local: Local, objectives: Objectives, inverses: Inverses, radius: Tensor, rounding: Tensor
 ) -> _Directions:
     """Inexact Newton directions by Steihaug's conjugate gradients, preconditioned by `inverses`.
 
     The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀKg in nats, both in the norm of K, so that
-    convergence is quadratic; or to where what is left gains less than rounding; or to the share √`left`, where products
-    are rounded. K is that of the objectives: where they have kinks, the quasi-Newton steps make any gradient small in
-    the norm of their own inverse.
+    convergence is quadratic; or to where what is left gains less than rounding. K is that of the objectives: where
+    they have kinks, the quasi-Newton steps make any gradient small in the norm of their own inverse.
     """
     gradient = local.gradients
     residual, direction = gradient.clone(), torch.zeros_like(gradient)
     raised = objectives.precondition(residual)
     z = inverses.times(residual, raised)
-    size, whole = (residual * z).sum(1).clamp_min(0.0), (residual * raised).sum(1)
+    size, left = (residual * z).sum(1).clamp_min(0.0), (residual * raised).sum(1)
     radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
-    last = 1e-8 * rounding
-    goal, now = torch.maximum(whole * whole.clamp(left, 0.01), last), whole
+    goal = torch.maximum(left * left.clamp(max=0.01), 1e-8 * rounding)
     search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
     flags = torch.zeros_like(size, dtype=torch.bool)
-    broken = (now > goal) & (size <= 0)
-    going, negative, ends, used = (now > goal) & (size > 0), flags, flags, 0
+    broken = (left > goal) & (size <= 0)
+    going, negative, ends, used = (left > goal) & (size > 0), flags, flags, 0
     while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
         product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
         curvature, long = (search * product).sum(1), (search * image).sum(1)
@@ -206,12 +196,11 @@ def _directions(
         raised = objectives.precondition(residual)
         z = inverses.times(residual, raised)
         before, size = size, torch.where(going, (residual * z).sum(1), size)
-        now = (residual * raised).sum(1)
-        going = going & ~ends & (now > goal)
+        going = going & ~ends & ((residual * raised).sum(1) > goal)
         broken, going = broken | (going & (size <= 0)), going & (size > 0)
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
         search, image = -z + ratio * search, -residual + ratio * image
     slope = (gradient * direction).sum(1)
     length = (direction * seen).sum(1).clamp_min(0.0).sqrt()
-    return _Directions(direction, slope, length, -slope <= 16.0 * rounding, ~negative, ends, broken, now <= last,
+    return _Directions(direction, slope, length, -slope <= 16.0 * rounding, ~negative, ends, broken,
                        radius)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -95,8 +94,7 @@ class ChangedObjectives:
             self._present = rows, self._likelihood.weighted(self._weights[rows])
         return self._present[1]
 
-    @cached_property
-    def rounded(self) -> ChangedObjectives | None:
+    def _rounded(self) -> ChangedObjectives | None:
         """The same in single precision, if that is of use."""
         rounded = self._rounded_likelihood
         return None if rounded is None else ChangedObjectives(self._fitted, rounded, self._weights, self._remaining,
@@ -160,9 +158,7 @@ class ChangedObjectives:
                                  self._rounded_likelihood)
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
-        """Gradients, (S, P), and products with the Hessians, in single precision if that is of use."""
-        if self.rounded is not None:
-            return replace(self.rounded.local(at, rows), gradients=self.values_and_gradients(at, rows)[1])
+        """Gradients, (S, P), and products with the Hessians."""
         found = self._of(rows).curvature(at)
         gradients = self._precision * (at - self._mean) - self._remaining - found.gradients
         return LocalCurvature(gradients, lambda vectors: self._precision * vectors - found.products(vectors))
@@ -170,7 +166,7 @@ class ChangedObjectives:
     def minimize(self, start: Tensor) -> Minima:
         """The optimum of each change."""
         with torch.no_grad():
-            return minimize(self, start, self._eps, self._room, rounded=self.rounded)
+            return minimize(self, start, self._eps, self._room, rounded=self._rounded())
 
 
 def room(settings: Settings) -> int:
