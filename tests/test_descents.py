@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, WrittenOut, minimize, newton
 from ntk_laplace.runtime.krylov.quasi_newton import Inverses, descend
-from ntk_laplace.structures.weight_likelihood import NetworkLikelihood
 from reference import relative_error
 from refusals import inputs, labels, network, refused
 
@@ -122,22 +121,6 @@ def test_descents_end_at_minima(room):
     assert relative_error(values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
 
 
-class Rising(Quadratics):
-    """Gradients that lead the first problem up, and values that do not tell, as rounding may make them."""
-
-    def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        values, gradients = super().values_and_gradients(at, rows)
-        return torch.where(rows == 0, -1e6, values), torch.where(rows.unsqueeze(1) == 0, -gradients, gradients)
-
-
-def test_descents_that_rounding_leads_up_begin_again():
-    own = Quadratics()
-    want = torch.linalg.solve(own.matrices, own.right)
-    at, values, *_ = descend(own, torch.full((3, SIZE), 2.0).double(), 1e-16, 10**6, Rising())
-    assert relative_error(at, want) < 1e-6
-    assert relative_error(values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
-
-
 class Curved(Quadratics):
     """With second derivatives, times a number for each problem."""
 
@@ -236,35 +219,6 @@ def test_the_minima_do_not_depend_on_the_precision_of_vectors(structure: str, mo
         monkeypatch.undo()
         assert bool(found.converged.all()) and not torch.equal(found.thetas, want.thetas)
         assert relative_error(found.thetas, want.thetas) < 1e-9
-
-
-class Doubled(nn.Module):
-    """Needs double precision, returns it, or has other outputs without it."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.inner, self.kind = network(), kind
-        self.once = torch.ones(1).double() if kind == "returns it" else torch.ones(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "needs it" and x.dtype != torch.float64:
-            raise RuntimeError("double precision alone")
-        found = self.inner(x) * self.once
-        return found + (x.dtype != torch.float64) if self.kind == "differs" else found
-
-
-@pytest.mark.parametrize("kind", ["needs it", "returns it", "differs"])
-def test_a_network_that_needs_double_precision_keeps_it(kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tuning, "SINGLE_BYTES", 0)
-    posterior, x, y = case("classes")
-    module = Doubled(kind)
-    module.inner.load_state_dict(posterior.network.module.state_dict())
-    fitted = ntkl.laplace(module, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(3.0)).fitted
-    likelihood = NetworkLikelihood.of(fitted, None, 2)
-    assert likelihood.rounded(fitted.theta) is None
-    assert NetworkLikelihood.of(posterior.fitted, None, 2).rounded(fitted.theta) is not None
-    found = ntkl.Posterior(fitted).what_ifs([[0], [1, 4]])
-    assert relative_error(found.thetas, posterior.what_ifs([[0], [1, 4]]).thetas) < 1e-9
 
 
 def test_what_descents_remember_fits_into_the_budget():

@@ -168,14 +168,6 @@ class Network(CheckedOutputs):
         moved.device = next(iter(moved._parameters.values())).device
         return moved
 
-    def rounded(self, dtype: torch.dtype) -> Network:
-        """A copy with parameters, buffers and inputs in another floating type."""
-        moved = copy.deepcopy(self)
-        moved.module.to(dtype)
-        moved.dtype = moved.precision = dtype
-        moved.input_dtype = InputDtype(dtype, frozenset({dtype}))
-        return moved
-
     def batches(self, data: Any, batch_size: int | None = None) -> Batches:
         """Data as batches for this network: on its device, in its type of inputs, with its key of targets."""
         return Batches(data, batch_size, self.device, self.input_dtype, self.targets)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,12 +73,6 @@ class ManyWeights:
             if self.batched:
                 return torch.func.vmap(one)(thetas, *tensors)
             return torch.stack([one(*each) for each in zip(thetas, *tensors, strict=True)])
-
-    def rounded(self, dtype: torch.dtype) -> ManyWeights:
-        """The same, of a copy of the network in another floating type."""
-        other = copy.copy(self)
-        other.network = self.network.rounded(dtype)
-        return other
 
     def passes(self, thetas: Tensor, x: Inputs, room: int) -> Iterator[tuple[slice, slice, Tensor]]:
         """Some of the weights, some of the examples, and the outputs (S, n, C) of a pass, whose graph fits in bytes."""

@@ -74,7 +74,7 @@ class Minima:
 
 def minimize(
     objectives: Objectives, start: Tensor, eps: float, room: int = tuning.DESCENT_BYTES,
-    steps: int = tuning.NEWTON_STEPS, rounded: Descending | None = None,
+    steps: int = tuning.NEWTON_STEPS,
 ) -> Minima:
     """Minima of several objectives, each from its own start.
 
@@ -88,14 +88,12 @@ def minimize(
         Bytes for what quasi-Newton steps remember.
     steps : int
         Newton steps, at most.
-    rounded : Descending, optional
-        The same objectives in single precision, with which the descents begin.
 
     Returns
     -------
     Minima
     """
-    at, values, taken, inverses = descend(objectives, start, eps, room, rounded)
+    at, values, taken, inverses = descend(objectives, start, eps, room)
     inverses.sharpen()
     going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
     converged = torch.zeros_like(going, dtype=torch.bool)

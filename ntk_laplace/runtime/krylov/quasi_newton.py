@@ -31,10 +31,6 @@ __all__ = ["Descending", "Inverses", "descend", "falls", "remembered"]
 _OUTSIDE, _OUTSIDE_SINGLE = 1e-3, 0.03
 # least eigenvalue of T after a descent in single precision: with it H is positive definite
 _LEAST = 0.05
-# descents in single precision: the share of the rounding of values down to which gradients tell gains, the rise of a
-# gain that ends them below that rounding, the steps there at most, and the share of descents that go on for the others
-# in double precision
-_ROUGHLY, _RISES, _BELOW, _FEW = 1e-4, 4.0, 50, 0.1
 
 
 class Descending(Protocol):
@@ -53,9 +49,7 @@ def falls(reached: Tensor, before: Tensor, gain: Tensor, eps: float) -> Tensor:
     return torch.isfinite(reached) & (reached <= before - 1e-4 * gain + slack)
 
 
-def descend(
-    objectives: Descending, start: Tensor, eps: float, room: int, rounded: Descending | None = None
-) -> tuple[Tensor, Tensor, Tensor, Inverses]:
+def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tuple[Tensor, Tensor, Tensor, Inverses]:
     """Go down from each start until a step, shortened where the objective did not fall, gains less than rounding.
 
     Parameters
@@ -66,8 +60,6 @@ def descend(
         Relative rounding of the objectives.
     room : int
         Bytes for vectors that are remembered; a few are in any case.
-    rounded : Descending, optional
-        The same objectives in single precision. The descents go as far as its gradients lead, first.
 
     Returns
     -------
@@ -78,51 +70,22 @@ def descend(
     inverses : Inverses
         At the ends.
     """
-    if rounded is None:
-        return _descend(objectives, start, eps, room, None, False)
     rows = torch.arange(len(start), device=start.device)
-    before, _ = objectives.values_and_gradients(start, rows)
-    at, _, steps, inverses = _descend(rounded, start, torch.finfo(torch.float32).eps, room, None, True)
-    after, _ = objectives.values_and_gradients(at, rows)
-    lost = ~(after <= before)  # gradients that are rounding alone, as where the Hessian is nearly singular
-    at = torch.where(lost.unsqueeze(1), start, at)
-    inverses.begin(lost)
-    at, values, more, inverses = _descend(objectives, at, eps, room, inverses, False)
-    return at, values, steps + more, inverses
-
-
-def _descend(
-    objectives: Descending, start: Tensor, eps: float, room: int, inverses: Inverses | None, roughly: bool
-) -> tuple[Tensor, Tensor, Tensor, Inverses]:
-    """The same, with the inverses of an earlier descent.
-
-    `roughly` goes on below the rounding of the objectives, as long as gradients still tell gains, and stops where few
-    descents are left, which others would wait for.
-    """
-    rows = torch.arange(len(start), device=start.device) if inverses is None else inverses.rows.clone()
-    ends, steps, reached = start.clone(), torch.zeros_like(rows), start.new_empty(len(start))
-    at = start[rows]
-    values, gradients = objectives.values_and_gradients(at, rows)
-    size, least, below = torch.ones_like(values), torch.full_like(values, torch.inf), torch.zeros_like(rows)
-    if inverses is None:
-        most, dtype = remembered(len(start), start.shape[1], start.dtype, room)
-        raised = objectives.precondition(gradients, dtype != gradients.dtype)
-        direction, inverses = -raised, Inverses(gradients, raised, most, dtype)
-    else:
-        raised = objectives.precondition(gradients, inverses.dtype != gradients.dtype)
-        direction = inverses.directions(torch.zeros_like(size), gradients, raised)
+    ends, steps = start.clone(), torch.zeros_like(rows)
+    at, (values, gradients) = start, objectives.values_and_gradients(start, rows)
+    reached, size = values.clone(), torch.ones_like(values)
+    most, dtype = remembered(len(start), start.shape[1], start.dtype, room)
+    rounded = dtype != start.dtype
+    raised = objectives.precondition(gradients, rounded)
+    direction, inverses = -raised, Inverses(gradients, raised, most, dtype)
     for _ in range(tuning.QUASI_NEWTON_STEPS):
-        gain, rounding = -(gradients * direction).sum(1), 16.0 * eps * (1.0 + values.abs())
-        going = size * gain > rounding
-        if roughly:
-            least, below = torch.where(going, torch.inf, torch.minimum(least, gain)), torch.where(going, 0, below + 1)
-            going = going | ((gain > _ROUGHLY * rounding) & (gain <= _RISES * least) & (below <= _BELOW))
-            going = going & (len(rows) > _FEW * len(start))
+        gain = -(gradients * direction).sum(1)
+        going = size * gain > 16.0 * eps * (1.0 + values.abs())
         if not bool(going.all()):
             ends[rows], reached[rows] = at, values
             order = inverses.keep(going)
-            rows, at, values, gradients, raised, direction, size, gain, least, below = (
-                one[order] for one in (rows, at, values, gradients, raised, direction, size, gain, least, below))
+            rows, at, values, gradients, raised, direction, size, gain = (
+                one[order] for one in (rows, at, values, gradients, raised, direction, size, gain))
         if len(rows) == 0:
             break
         step = size.unsqueeze(1) * direction
@@ -133,7 +96,7 @@ def _descend(
             torch.where(one, new, old)
             for one, new, old in ((own, at + step, at), (good, found, values), (own, there, gradients)))
         if bool(good.any()):
-            raised = objectives.precondition(gradients, inverses.dtype != gradients.dtype)
+            raised = objectives.precondition(gradients, rounded)
             direction = inverses.directions(torch.where(good, size, 0.0), gradients, raised)
         size = torch.where(good, 1.0, shorter)
         steps[rows] += good
@@ -236,13 +199,6 @@ class Inverses:
         self._ahead[row] = -self._reduced[row] @ self._along[row]
         self._counts[row] = count
         return _spanned(self._ahead[row, :count], self._basis[row, :count])
-
-    def begin(self, which: Tensor) -> None:
-        """Forget all steps of some of the rows, a mask in the order of their numbers."""
-        places = which[self.rows].nonzero().squeeze(1)
-        self._basis[places, : self._used], self._along[places], self._ahead[places] = 0.0, 0.0, 0.0
-        self._reduced[places] = torch.eye(self._most, dtype=self._reduced.dtype, device=self._reduced.device)
-        self._counts[places] = 0
 
     def sharpen(self) -> None:
         """Give Q the precision of T, and T no eigenvalue that the errors of Q could make negative in H.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceError, UnsupportedError
-from ntk_laplace.model.data import InputData, Inputs, Source, num_bytes, num_examples, take, to_device
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.data import InputData, Inputs, Source, num_bytes, num_examples, take
 from ntk_laplace.model.network import ManyWeights, twice_differentiable
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
@@ -35,7 +34,6 @@ __all__ = ["NetworkLikelihood"]
 
 _SECOND = 2  # bytes of a gradient's graph, relative to those of the outputs' graph
 _DISAGREEMENT = 0.2  # relative gap of a product and a difference of gradients; kinks and float32 make a few percent
-_COMPARED, _ROUNDED = 64, 1e-3  # examples, and relative gap, of outputs in both precisions
 # where they are compared: distances from the weights, over their root mean square. At an optimum of ReLU units inputs
 # may lie on a kink, where no difference of gradients is a derivative; a wrong product is wrong everywhere
 _PLACES = (0.0, 0.01, 0.03)
@@ -88,16 +86,13 @@ class NetworkLikelihood(WeightLikelihood):
         largest = max(self._batches, key=num_examples)
         one = tuning.GRAPH_FACTOR * self._network.saved_bytes(take(largest, slice(0, 1)))
         n, c = points.num_examples, points.num_outputs
-        rounded = sum(num_bytes(x) for x in self._batches) // 2
-        self._rounded_fit = rounded <= self._room // 8
-        held = 4 * self._dtype.itemsize * count * (model.network.num_parameters + n * c) + rounded * self._rounded_fit
+        held = 4 * self._dtype.itemsize * count * (model.network.num_parameters + n * c)
         passing = max(one, min(self._room, one * n * count))
         what = f"the network's outputs and gradients at {count:,} weights"
         require_memory(held + passing, model.network.device, what, REMEDY, budget)
         self._spare = max(0, self._room - passing)  # for inputs that are kept between passes
         self._at_once = [self._network.at_once(inputs, self._room) for inputs in self._batches]
         saved = sum(self._network.saved_bytes(inputs) for inputs in self._batches)
-        self._graph_bytes = count * saved  # at all weights
         fitting = max(1, self._room // (_SECOND * tuning.GRAPH_FACTOR * max(1, saved)))
         self._fitting = min(self._reducer.gather(fitting))
 
@@ -123,35 +118,6 @@ class NetworkLikelihood(WeightLikelihood):
 
     def weighted(self, weights: Tensor) -> WeightedLikelihood:
         return _WeightedNetwork(self, weights[:, self._numbers])
-
-    def rounded(self, theta: Tensor) -> NetworkLikelihood | None:
-        """The same through a copy of the network in single precision, for steps that a descent takes before the last.
-
-        None where this is not of use: for a network in it already, for few data, for inputs that do not fit in memory
-        a second time, or where outputs at θ (P,) in single precision raise an error, have another type, or differ by
-        more than rounding can explain.
-        """
-        found = self._in_single(theta)
-        return found if min(self._reducer.gather(int(found is not None))) else None
-
-    def _in_single(self, theta: Tensor) -> NetworkLikelihood | None:
-        own, found = self._network.network, copy.copy(self)
-        small = self._graph_bytes < tuning.SINGLE_BYTES
-        if own.precision != torch.float64 or small or not self._rounded_fit:
-            return None
-        if any(tensor.is_complex() for tensor in (*own.module.parameters(), *own.module.buffers())):
-            return None
-        few = take(self._batches[0], slice(0, _COMPARED))
-        try:
-            found._network, found._dtype = self._network.rounded(torch.float32), torch.float32
-            found._batches = [to_device(x, own.device, torch.float32) for x in self._batches]
-            with torch.no_grad():
-                f = self._network(theta[None], few)
-                rough = found._network(theta[None], to_device(few, own.device, torch.float32))
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, NTKLaplaceError):
-            return None
-        close = float((f - rough).abs().max()) <= _ROUNDED * float(f.abs().max())
-        return found if close and rough.dtype == torch.float32 else None
 
     def require_second_derivatives(self, theta: Tensor) -> None:
         """Compare a product with the Hessian with a difference of gradients, at θ (P,) or else near it.

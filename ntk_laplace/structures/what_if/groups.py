@@ -72,16 +72,14 @@ class Groups:
         source = training_inputs(fitted.model, fitted.structure) if moving else None
         each = require_room(model, count, weights.nbytes)
         likelihood: NetworkLikelihood | LinearizedLikelihood
-        rounded = None
         if source is not None:
             likelihood = NetworkLikelihood(model, points, source, each)
             likelihood.require_second_derivatives(model.theta)
-            rounded = likelihood.rounded(model.theta)
         else:
             likelihood = LinearizedLikelihood(fitted, each)
         start = (model.theta if moving else fitted.theta).expand(count, -1)
         assert model.training_gradient is not None
-        objective = ChangedObjectives(fitted, likelihood, weights, model.training_gradient.value, rounded=rounded)
+        objective = ChangedObjectives(fitted, likelihood, weights, model.training_gradient.value)
         if moving:  # of the linearized model the fit is the Hessian
             objective = objective.preconditioned(model.theta, fitted.structure.points_to_change.counts)
         found = _minima(model, each, objective, weights, start, "what-ifs")

@@ -64,17 +64,15 @@ class ChangedObjectives:
         g0.
     inverse : callable, optional
         An approximate inverse Hessian times vectors (m, P); by default that of the fit's posterior precision.
-    rounded : WeightLikelihood, optional
-        The same likelihood in single precision.
     """
 
     def __init__(
         self, fitted: FittedModel, likelihood: WeightLikelihood, weights: Tensor, remaining: Tensor,
-        inverse: Callable[[Tensor], Tensor] | None = None, rounded: WeightLikelihood | None = None,
+        inverse: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         prior, like = fitted.prior, fitted.theta
         self._fitted, self._likelihood, self._weights, self._remaining = fitted, likelihood, weights, remaining
-        self._rounded_likelihood, self._present = rounded, (torch.empty(0), likelihood.weighted(weights))
+        self._present = torch.empty(0), likelihood.weighted(weights)
         self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
         self._inverse = fitted.solver.solve if inverse is None else inverse
         self._room = room(fitted.settings)
@@ -93,12 +91,6 @@ class ChangedObjectives:
         if self._present[0] is not rows:
             self._present = rows, self._likelihood.weighted(self._weights[rows])
         return self._present[1]
-
-    def _rounded(self) -> ChangedObjectives | None:
-        """The same in single precision, if that is of use."""
-        rounded = self._rounded_likelihood
-        return None if rounded is None else ChangedObjectives(self._fitted, rounded, self._weights, self._remaining,
-                                                              self._inverse)
 
     def at_once(self) -> int:
         """Number of weights whose graphs fit in memory together, at least 1."""
@@ -154,8 +146,7 @@ class ChangedObjectives:
         return self._with(weights, self._inverse)
 
     def _with(self, weights: Tensor, inverse: Callable[[Tensor], Tensor]) -> ChangedObjectives:
-        return ChangedObjectives(self._fitted, self._likelihood, weights, self._remaining, inverse,
-                                 self._rounded_likelihood)
+        return ChangedObjectives(self._fitted, self._likelihood, weights, self._remaining, inverse)
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
         """Gradients, (S, P), and products with the Hessians."""
@@ -166,7 +157,7 @@ class ChangedObjectives:
     def minimize(self, start: Tensor) -> Minima:
         """The optimum of each change."""
         with torch.no_grad():
-            return minimize(self, start, self._eps, self._room, rounded=self._rounded())
+            return minimize(self, start, self._eps, self._room)
 
 
 def room(settings: Settings) -> int:
@@ -276,8 +267,7 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)
     likelihood.require_second_derivatives(model.theta)
     assert model.training_gradient is not None
-    objective = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient.value,
-                                  rounded=likelihood.rounded(model.theta))
+    objective = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient.value)
     before = torch.zeros_like(points.counts)  # added points do not count yet
     unchanged = fitted.structure.points_to_change.counts
     before[: len(unchanged)] = unchanged
