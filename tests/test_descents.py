@@ -218,7 +218,7 @@ def test_the_minima_do_not_depend_on_the_precision_of_vectors(structure: str, mo
         found = posterior.what_ifs(groups)
         monkeypatch.undo()
         assert bool(found.converged.all()) and not torch.equal(found.thetas, want.thetas)
-        assert relative_error(found.thetas, want.thetas) < 1e-9
+        assert relative_error(found.thetas, want.thetas) < 1e-7
 
 
 def test_what_descents_remember_fits_into_the_budget():

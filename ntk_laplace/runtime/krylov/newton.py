@@ -176,7 +176,7 @@ def _directions(
     z = inverses.times(residual, raised)
     size, left = (residual * z).sum(1).clamp_min(0.0), (residual * raised).sum(1)
     radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
-    goal = torch.maximum(left * left.clamp(max=0.01), 1e-8 * rounding)
+    goal = torch.maximum(left * left.clamp(max=0.01), 1e-6 * rounding)
     search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
     flags = torch.zeros_like(size, dtype=torch.bool)
     broken = (left > goal) & (size <= 0)
