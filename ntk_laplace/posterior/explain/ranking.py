@@ -221,7 +221,7 @@ class _Passing:
         fitted = self.fitted
         residual = fitted.residual()
         with torch.no_grad():
-            root = fitted.points.root(fitted.curvature_type, fitted.likelihood)
+            root = fitted.root()
             for here, rows in placed(fitted.rows_at(torch.arange(fitted.num_examples))):
                 weights = self._weights(rows, residual[here], root[here], here)
                 self.backprojected += rows.vjp(residual[here].to(rows.f), fitted.network.shapes)

@@ -25,9 +25,8 @@ from ntk_laplace.runtime.linalg import symmetric_eigen
 
 __all__ = ["Descending", "Inverses", "descend", "falls", "remembered"]
 
-
 # share of gᵀKg outside the span from which g adds to it, in double and in single precision: its root divides the errors
-# of Q so far. With these Q stays orthonormal to 1e-7 and to .05 (1e-4 in the median) over 128 vectors of what-ifs
+# of Q so far. With these Q stays orthonormal to 1e-6 and to .1 (1e-4 in the median) over 128 vectors of what-ifs
 _OUTSIDE, _OUTSIDE_SINGLE = 1e-3, 0.03
 # least eigenvalue of T after a descent in single precision: with it H is positive definite
 _LEAST = 0.05
@@ -240,7 +239,7 @@ def remembered(count: int, size: int, dtype: torch.dtype, room: int) -> tuple[in
     dtype : torch.dtype
         Of the objectives.
     room : int
-        Bytes for the vectors of all; a few are kept in any case.
+        Bytes for the vectors of all during the descent; a few are kept in any case.
     """
     for own in (dtype, torch.float32):
         one = count * size * own.itemsize

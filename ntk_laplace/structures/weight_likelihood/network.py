@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -157,14 +157,20 @@ class NetworkLikelihood(WeightLikelihood):
         return self._fitting
 
     def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        return self._summed(thetas, lambda _, part, x: _Examples(None, part, x, False))
+
+    def _summed(
+        self, thetas: Tensor, examples: Callable[[slice, slice, Inputs], _Examples]
+    ) -> tuple[Tensor, Tensor]:
+        """Values and gradients of all passes, each of some examples."""
         total, gradients = thetas.new_zeros(len(thetas)), torch.zeros_like(thetas)
         for some, part, x in self._passes(thetas):
-            own = thetas[some].detach().requires_grad_()
+            theta, own = thetas[some].detach().requires_grad_(), examples(some, part, x)
             with torch.enable_grad():
-                f = self._network(own, x)
-            values, residual = self._share.values_and_residuals(f.to(self._dtype), part)
+                f = self._network(theta, own.x, own.apart)
+            values, residual = self._share.values_and_residuals(f.to(self._dtype), own.points, own.weights)
             total[some] += values
-            gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
+            gradients[some] += torch.autograd.grad(f, theta, residual.to(f))[0]
         self._reducer.sum_(total, gradients)
         return total, gradients
 
@@ -189,10 +195,10 @@ class NetworkLikelihood(WeightLikelihood):
 class _Examples:
     """Some of the examples for some rows: their weights (S, n), their points, and the network's inputs.
 
-    `apart` says whether each row has examples of its own.
+    Without weights those of the data count. `apart` says whether each row has examples of its own.
     """
 
-    weights: Tensor
+    weights: Tensor | None
     points: slice | ChosenPoints
     x: Inputs
     apart: bool
@@ -210,16 +216,7 @@ class _WeightedNetwork(WeightedLikelihood):
         self._left = of._spare
 
     def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
-        of, total, gradients = self._of, thetas.new_zeros(len(thetas)), torch.zeros_like(thetas)
-        for some, part, x in of._passes(thetas):
-            theta, own = thetas[some].detach().requires_grad_(), self._examples(some, part, x)
-            with torch.enable_grad():
-                f = of._network(theta, own.x, own.apart)
-            values, residual = of._share.values_and_residuals(f.to(of._dtype), own.points, own.weights)
-            total[some] += values
-            gradients[some] += torch.autograd.grad(f, theta, residual.to(f))[0]
-        of._reducer.sum_(total, gradients)
-        return total, gradients
+        return self._of._summed(thetas, self._examples)
 
     def curvature(self, thetas: Tensor) -> LocalCurvature:
         """Gradients and exact Hessians, by two backward passes.
@@ -256,6 +253,7 @@ class _WeightedNetwork(WeightedLikelihood):
             theta, own = thetas[some].detach().requires_grad_(), self._examples(some, part, x)
             with torch.enable_grad(), twice_differentiable(of._network.network.module):
                 f = of._network(theta, own.x, own.apart).to(of._dtype)
+                assert own.weights is not None
                 value = of._share.log_prob(f, own.points, own.weights).sum()
                 yield GradientGraph(some, theta, differentiated(value, theta, None))
 

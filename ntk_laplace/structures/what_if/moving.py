@@ -72,7 +72,7 @@ class ChangedObjectives:
     ) -> None:
         prior, like = fitted.prior, fitted.theta
         self._fitted, self._likelihood, self._weights, self._remaining = fitted, likelihood, weights, remaining
-        self._present = torch.empty(0), likelihood.weighted(weights)
+        self._present: tuple[Tensor, WeightedLikelihood] | None = None
         self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
         self._inverse = fitted.solver.solve if inverse is None else inverse
         self._room = room(fitted.settings)
@@ -88,7 +88,7 @@ class ChangedObjectives:
 
     def _of(self, rows: Tensor) -> WeightedLikelihood:
         """The likelihood with the weights of these rows; what it has read of the data is kept while they stay."""
-        if self._present[0] is not rows:
+        if self._present is None or self._present[0] is not rows:
             self._present = rows, self._likelihood.weighted(self._weights[rows])
         return self._present[1]
 
@@ -117,7 +117,7 @@ class ChangedObjectives:
             inverse = WrittenOut.of(hessian, self._precision.rsqrt(), shift)
         if inverse is None:
             inverse = self._fitted.once("deflated", lambda: self._corrected(at, counts))
-        return self._with(self._weights, inverse)
+        return ChangedObjectives(self._fitted, self._likelihood, self._weights, self._remaining, inverse)
 
     def _corrected(self, at: Tensor, counts: Tensor) -> Deflated:
         noise = torch.randn(at.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(at)
@@ -143,10 +143,7 @@ class ChangedObjectives:
 
     def changed(self, weights: Tensor) -> ChangedObjectives:
         """For other example weights, (G, N)."""
-        return self._with(weights, self._inverse)
-
-    def _with(self, weights: Tensor, inverse: Callable[[Tensor], Tensor]) -> ChangedObjectives:
-        return ChangedObjectives(self._fitted, self._likelihood, weights, self._remaining, inverse)
+        return ChangedObjectives(self._fitted, self._likelihood, weights, self._remaining, self._inverse)
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
         """Gradients, (S, P), and products with the Hessians."""
@@ -184,8 +181,8 @@ def require_room(model: LinearizedModel, count: int, held: int) -> int:
     one = theta.nbytes
     each = min(count, tuning.GROUPS, max(1, left // (tuning.FEWEST_VECTORS * one)))
     most, dtype = remembered(each, len(theta), theta.dtype, left)
-    wide = 12 if dtype == torch.float32 else dtype.itemsize  # bytes of an entry, in single and then in double precision
-    learnt = each * most * (len(theta) * wide + most * theta.element_size())
+    entry = dtype.itemsize + (dtype != theta.dtype) * theta.element_size()  # after the descent in the type of θ too
+    learnt = each * most * (len(theta) * entry + most * theta.element_size())
     vectors = _MATRICES * model.network.num_parameters if is_written_out(model, count) else 3 * tuning.DEFLATION
     known = one * min(vectors, 3 * (left // (2 * one)))
     require_memory(held + (count + 12 * each) * one + learnt + known, model.network.device,
