@@ -75,7 +75,7 @@ class GroupRemoval:
         self._rows = rows_of(fitted, members)
         self._residual = fitted.residual()[members]
         with torch.no_grad():
-            self._root = fitted.points.root(fitted.curvature_type, fitted.likelihood)[members]
+            self._root = fitted.root()[members]
 
     def effects(self, test: Jacobian, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, with the structure's V.
