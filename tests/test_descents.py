@@ -31,7 +31,7 @@ def test_directions_are_those_of_bfgs_updates(most):
     generator, inverse, rows = torch.Generator().manual_seed(4), definite(0), torch.arange(3)
     root, want, counts = torch.linalg.cholesky(inverse), inverse.expand(3, -1, -1).clone(), [1, 1, 1]
     gradients = torch.randn(3, SIZE, generator=generator).double()
-    found, own = -gradients @ inverse, Inverses(gradients, gradients @ inverse, min(most, SIZE), torch.float64)
+    found, own = -gradients @ inverse, Inverses(gradients, gradients @ inverse, rows, min(most, SIZE), torch.float64)
     for turn in range(7):
         sizes = torch.rand(len(rows), generator=generator).double()
         drawn = torch.randn(len(rows), SIZE, generator=generator).double()
@@ -63,7 +63,7 @@ def test_directions_are_those_of_bfgs_updates(most):
 def test_the_basis_stays_orthonormal_where_gradients_hardly_leave_their_span(dtype, tolerance):
     """Rounding is not taken for a direction, whose errors each vector after it would multiply."""
     drawn = torch.randn(21, 40, generator=torch.Generator().manual_seed(0)).double()
-    own = Inverses(drawn[:1], drawn[:1], 40, dtype)
+    own = Inverses(drawn[:1], drawn[:1], torch.arange(1), 40, dtype)
     for last, new in itertools.pairwise(drawn):
         gradient = last + 1e-3 * new
         own.directions(torch.ones(1).double(), gradient[None], gradient[None])
@@ -76,7 +76,8 @@ def test_vectors_in_single_precision_make_the_same_inverses_up_to_rounding():
     generator, inverse, size = torch.Generator().manual_seed(4), definite(0), 40
     inverse = torch.block_diag(*[inverse] * 6)[:size, :size]
     gradients = torch.randn(3, size, generator=generator).double()
-    both = [Inverses(gradients, gradients @ inverse, 40, dtype) for dtype in (torch.float64, torch.float32)]
+    both = [Inverses(gradients, gradients @ inverse, torch.arange(3), 40, dtype)
+            for dtype in (torch.float64, torch.float32)]
     for _ in range(12):
         gradients = torch.randn(3, size, generator=generator).double()
         exact, single = (own.directions(torch.ones(3).double(), gradients, gradients @ inverse) for own in both)
@@ -98,6 +99,8 @@ def test_vectors_in_single_precision_make_the_same_inverses_up_to_rounding():
 class Quadratics:
     """½ xᵀA x - b x with matrices of their own; the first is not defined beyond 100."""
 
+    precision = torch.ones(SIZE).double()
+
     def __init__(self) -> None:
         self.matrices = torch.stack([definite(1), definite(2), definite(3)])
         self.right = torch.ones(3, SIZE).double()
@@ -110,15 +113,28 @@ class Quadratics:
     def precondition(self, vectors: Tensor, rounded: bool = False) -> Tensor:
         return 5.0 * vectors
 
+    def changes(self, at: Tensor, directions: Tensor) -> Tensor:
+        return directions.norm(dim=1)
+
 
 @pytest.mark.parametrize("room", [0, 10**6])
 def test_descents_end_at_minima(room):
     own = Quadratics()
     want = torch.linalg.solve(own.matrices, own.right)
     start = torch.stack([30.0 * torch.ones(SIZE).double(), want[1], -torch.ones(SIZE).double()])
-    at, values, steps, _ = descend(own, start, 1e-16, room)
-    assert relative_error(at, want) < 1e-6 and steps[1] <= 1 < steps[0]
+    at = start.clone()
+    values, steps, soft, _ = descend(own, at, torch.arange(3), 1e-16, room, 5)
+    assert relative_error(at, want) < 1e-6 and steps[1] <= 1 < steps[0] and not bool(soft.any())
     assert relative_error(values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
+
+
+def test_descents_of_some_leave_the_others():
+    own = Quadratics()
+    want, at = torch.linalg.solve(own.matrices, own.right), torch.ones(3, SIZE).double()
+    values, steps, _, inverses = descend(own, at, torch.tensor([2, 0]), 1e-16, 10**6, 5)
+    assert relative_error(at[[0, 2]], want[[0, 2]]) < 1e-6 and torch.equal(at[1], torch.ones(SIZE).double())
+    assert steps[1] == 0 and values.isinf().tolist() == [False, True, False]
+    assert sorted(inverses.rows.tolist()) == [0, 2]
 
 
 class Curved(Quadratics):
@@ -133,6 +149,42 @@ class Curved(Quadratics):
         factors = self.factors[rows].unsqueeze(1)
         return SimpleNamespace(gradients=self.values_and_gradients(at, rows)[1],
                                products=lambda v: factors * torch.einsum("sij,sj->si", self.matrices[rows], v))
+
+
+class Ring:
+    """(|x|² - 1)² - s·x: a valley that goes round, down by a small slope s. The outcome is |x|, or x itself."""
+
+    precision = torch.ones(2).double()
+
+    def __init__(self, slope: float, round_: bool) -> None:
+        self.slope, self.round = slope * torch.tensor([1.0, 0.0]).double(), round_
+
+    def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        away = at.square().sum(1) - 1.0
+        return away.square() - at @ self.slope, 4.0 * away.unsqueeze(1) * at - self.slope
+
+    def precondition(self, vectors: Tensor, rounded: bool = False) -> Tensor:
+        return vectors / 8.0
+
+    def local(self, at: Tensor, rows: Tensor) -> SimpleNamespace:
+        away = 4.0 * (at.square().sum(1, keepdim=True) - 1.0)
+        return SimpleNamespace(gradients=self.values_and_gradients(at, rows)[1],
+                               products=lambda v: away * v + 8.0 * (at * v).sum(1, keepdim=True) * at)
+
+    def changes(self, at: Tensor, directions: Tensor) -> Tensor:
+        return (at * directions).sum(1) if self.round else directions.norm(dim=1)
+
+
+@pytest.mark.parametrize("slope", [1e-6, 1e-8])
+def test_descents_end_on_the_ground_of_a_valley(slope: float):
+    """Where the outcome stays along it. Where it does not, they go on to the valley's end."""
+    start = torch.tensor([[0.3, 2.0], [-1.5, 0.2], [2.0, 1e-3]]).double()
+    found = minimize(Ring(slope, True), start, 1e-16)
+    assert bool(found.converged.all()) and bool((found.steps < 40).all())
+    assert (found.at.norm(dim=1) - 1.0).abs().max() < slope + 1e-7
+    assert bool((found.at[:2, 0] < 0.9).all())  # the end is (1, 0)
+    found = minimize(Ring(1e-4, False), start[:2], 1e-16)
+    assert bool(found.converged.all()) and relative_error(found.at, torch.eye(2).double()[[0, 0]]) < 1e-3
 
 
 class Nowhere(Curved):
@@ -202,7 +254,7 @@ def test_an_inverse_that_is_not_positive_definite_is_forgotten(monkeypatch: pyte
     """Conjugate gradients end early with it, and their short direction is no sign of a minimum."""
     own = Curved()
     want = torch.linalg.solve(own.matrices, own.right)
-    monkeypatch.setattr(newton, "descend", lambda own, start, eps, *more: descend(own, start, 1e-3, *more))
+    monkeypatch.setattr(newton, "descend", lambda own, at, rows, eps, *more: descend(own, at, rows, 1e-3, *more))
     monkeypatch.setattr(Inverses, "sharpen", lambda self: self._reduced.neg_())
     found = minimize(own, torch.full((3, SIZE), 2.0).double(), 1e-16)
     assert bool(found.converged.all()) and relative_error(found.at, want) < 1e-9

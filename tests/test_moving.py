@@ -7,7 +7,9 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -352,3 +354,33 @@ def test_products_are_with_the_exact_hessian():
         gradient = truth.gradient(thetas[i], x, y, weights[i]) - 0.1 * vectors[0]
         assert relative_error(local.gradients[i], gradient) < 1e-12 > relative_error(gradients[i], gradient)
         assert relative_error(products[i], hessian(value)(thetas[i]) @ vectors[i]) < 1e-12
+
+
+def test_layers_that_may_be_rotated_against_each_other_converge():
+    """A minimum is a whole orbit of weights; the outputs are those of training from the same ones."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y, chosen = torch.randn(40, 5).double(), torch.randint(3, (40,)), list(module.parameters())
+
+    def train(weights: Tensor) -> Tensor:
+        """Outputs where L-BFGS ends, which the module has then."""
+        def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
+            nn.utils.vector_to_parameters(torch.from_numpy(theta), chosen)
+            loss = weights @ nn.functional.cross_entropy(module(x), y, reduction="none")
+            loss = loss + 0.25 * sum(p.square().sum() for p in chosen)
+            return loss.item(), nn.utils.parameters_to_vector(torch.autograd.grad(loss, chosen)).numpy()
+
+        start = nn.utils.parameters_to_vector(chosen).detach().numpy()
+        options = {"ftol": 0.0, "gtol": 1e-8, "maxiter": 5000, "maxfun": 5000, "maxcor": 50}
+        objective(scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", options=options).x)
+        return module(x).detach()
+
+    train(torch.ones(40).double())
+    trained, groups = copy.deepcopy(module.state_dict()), [[3], [8, 11], list(range(10))]
+    posterior = ntkl.laplace(module, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.5))
+    found = posterior.what_ifs(groups)
+    assert bool(found.converged.all()) and bool((found.steps < 200).all())
+    for group, f in zip(groups, found.outputs(x), strict=True):
+        module.load_state_dict(trained)
+        want = train(torch.ones(40).double().index_fill(0, torch.tensor(group), 0.0))
+        assert relative_error(f, want) < 1e-6

@@ -142,6 +142,8 @@ def test_the_mean_over_the_folds_counts_points_as_the_fit_does() -> None:
 class Banana:
     """Rosenbrock's function from several starts, with its Hessian, which is not positive everywhere."""
 
+    precision = torch.ones(2).double()
+
     def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         a, b = at.T
         gradients = torch.stack([-400 * a * (b - a**2) - 2 * (1 - a), 200 * (b - a**2)], 1)
@@ -149,6 +151,9 @@ class Banana:
 
     def precondition(self, vectors: Tensor, rounded: bool = False) -> Tensor:
         return vectors / 10.0
+
+    def changes(self, at: Tensor, directions: Tensor) -> Tensor:
+        return directions.norm(dim=1)
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
         (a, b), (_, gradients) = at.T, self.values_and_gradients(at, rows)

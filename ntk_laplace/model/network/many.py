@@ -71,7 +71,8 @@ class ManyWeights:
 
         with self.network.arithmetic():
             if self.batched:
-                return torch.func.vmap(one)(thetas, *tensors)
+                with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the others, and takes one value at a time
+                    return torch.func.vmap(one)(thetas, *tensors)
             return torch.stack([one(*each) for each in zip(thetas, *tensors, strict=True)])
 
     def passes(self, thetas: Tensor, x: Inputs, room: int) -> Iterator[tuple[slice, slice, Tensor]]:

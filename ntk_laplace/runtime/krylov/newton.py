@@ -5,12 +5,16 @@ the direction of a Newton step takes many products. A direction is that of conju
 the quasi-Newton steps have shown of the Hessian, ended where the residual is small beside the gradient, or at the end
 of a trust region, to which it goes where the curvature is not positive (Steihaug, 1983). A line search halves it until
 the objective falls.
+
+Where weights may be rotated against each other, a minimum is not isolated, and a small part of the objective, such as
+its linear term, may go on falling along the valley. Shifted Newton steps go to the valley's ground; a descent that
+changes nothing else there has converged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -40,6 +44,9 @@ class Objectives(Descending, Protocol):
     def local(self, at: Tensor, rows: Tensor) -> Local:
         """Derivatives."""
 
+    def changes(self, at: Tensor, directions: Tensor) -> Tensor:
+        """How much the outcome changes along directions (S, P), in roots of the objectives' unit, (S,)."""
+
 
 @dataclass(frozen=True)
 class Minima:
@@ -51,7 +58,7 @@ class Minima:
     values : Tensor, (S,)
     converged : Tensor of bool, (S,)
         Whether a Newton step gains less than the rounding of the objective, at positive curvature along the step, and
-        not because the trust region ended it.
+        not because the trust region ended it; or leads along a valley, where the outcome does not change.
     falling : Tensor of bool, (S,)
         Whether the steps ended at their limit. A descent that is neither falling nor converged found no step that
         lowers the objective.
@@ -93,25 +100,60 @@ def minimize(
     -------
     Minima
     """
-    at, values, taken, inverses = descend(objectives, start, eps, room)
+    flags = torch.zeros(len(start), dtype=torch.bool, device=start.device)
+    found = Minima(start.clone(), start.new_full(flags.shape, torch.inf), flags, flags.clone(), flags.long())
+    left = torch.arange(len(start), device=start.device)
+    for patience in (*tuning.VALLEY_STEPS, -1):  # where a valley was none, or goes down steeper further on
+        left = _go_down(objectives, found, left, eps, room, steps, patience)
+        if len(left) == 0:
+            break
+    return found
+
+
+def _go_down(
+    objectives: Objectives, found: Minima, rows: Tensor, eps: float, room: int, steps: int, patience: int
+) -> Tensor:
+    """Replace what is found for some of the rows; the numbers of those that have not converged in a valley, (m,)."""
+    at, converged = found.at, found.converged
+    values, taken, soft, inverses = descend(objectives, at, rows, eps, room, patience)
     inverses.sharpen()
     going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
-    converged = torch.zeros_like(going, dtype=torch.bool)
+    trials = torch.zeros_like(taken)
     for _ in range(steps):
-        local = objectives.local(at[going], going)
-        found = _directions(local, objectives, inverses, radius[going], eps * (1.0 + values[going].abs()))
+        local, rounding = objectives.local(at[going], going), eps * (1.0 + values[going].abs())
+        shift = (tuning.VALLEY_SHIFT * soft[going]).unsqueeze(1) * objectives.precision
+        step = _directions(local, objectives, inverses, radius[going], rounding, shift)
         del local  # with its graphs
-        size = _searched(objectives, at[going], found, going, values, eps)
-        taking = (size > 0).unsqueeze(1)  # a direction that is refused may be NaN
-        at[going] += torch.where(taking, size.unsqueeze(1) * found.direction, 0.0)
-        radius[going] = found.next_radius(size)
+        along = ~step.flat & (step.bend.abs() <= tuning.VALLEY) & (patience > 0)
+        ground = soft[going] & along & _leads_nowhere(objectives, at[going], step, rounding)
+        along &= ~soft[going]
+        soft[going] |= along
+        step = replace(step, flat=step.flat | ground | along)
+        size = _searched(objectives, at[going], step, going, values, eps)
+        taking = ((size > 0) & ~ground & ~along).unsqueeze(1)  # a direction that is refused may be NaN
+        at[going] += torch.where(taking, size.unsqueeze(1) * step.direction, 0.0)
+        radius[going] = step.next_radius(size)
         taken[going] += 1
-        converged[going] = found.flat & found.positive & ~found.ends & ~found.broken
-        inverses.forget(found.broken)
-        going = going[inverses.keep(found.broken | (~found.flat & (size > 0)))]
+        converged[going] = step.flat & step.positive & ~step.ends & ~step.broken & ~along
+        inverses.forget(step.broken)
+        trials[going] += soft[going]
+        more = step.broken | along | (~step.flat & (size > 0))
+        going = going[inverses.keep(more & (trials[going] < tuning.VALLEY_TRIALS))]
         if len(going) == 0:
             break
-    return Minima(at, values, converged, torch.zeros_like(converged).index_fill(0, going, True), taken)
+    found.values[rows] = values[rows]
+    found.falling[going] = True
+    found.steps.add_(taken)
+    return (soft & ~converged).nonzero().squeeze(1)
+
+
+def _leads_nowhere(objectives: Objectives, at: Tensor, step: _Directions, rounding: Tensor) -> Tensor:
+    """Whether steps go along the ground of a valley, where the objective hardly bends and the outcome stays, (S,)."""
+    ground = step.positive & ~step.ends & ~step.broken
+    some = ground.nonzero().squeeze(1)
+    if len(some):
+        ground[some] = objectives.changes(at[some], step.direction[some]).square() <= 16.0 * rounding[some]
+    return ground
 
 
 @dataclass(frozen=True)
@@ -119,12 +161,14 @@ class _Directions:
     """Directions (S, P) of a step, their slopes and lengths in the norm of M, the inverse of the preconditioner, (S,).
 
     `flat` says that a step gains less than rounding, `positive` that no curvature along the search was negative, `ends`
-    that the trust region ended it, `broken` that an inverse that is not positive definite did.
+    that the trust region ended it, `broken` that an inverse that is not positive definite did. `bend` is the curvature
+    along a direction, relative to the precision.
     """
 
     direction: Tensor
     slope: Tensor
     length: Tensor
+    bend: Tensor
     flat: Tensor
     positive: Tensor
     ends: Tensor
@@ -162,9 +206,11 @@ def _searched(
 
 
 def _directions(
-    local: Local, objectives: Objectives, inverses: Inverses, radius: Tensor, rounding: Tensor
+    local: Local, objectives: Objectives, inverses: Inverses, radius: Tensor, rounding: Tensor, shift: Tensor
 ) -> _Directions:
     """Inexact Newton directions by Steihaug's conjugate gradients, preconditioned by `inverses`.
+
+    A diagonal `shift` (S, P) is added to the Hessian.
 
     The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀKg in nats, both in the norm of K, so that
     convergence is quadratic; or to where what is left gains less than rounding. K is that of the objectives: where
@@ -183,6 +229,7 @@ def _directions(
     going, negative, ends, used = (left > goal) & (size > 0), flags, flags, 0
     while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
         product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
+        product = product + shift * search
         curvature, long = (search * product).sum(1), (search * image).sum(1)
         bends = curvature > tuning.LEAST_CURVATURE * long
         step = torch.where(bends, size / torch.where(bends, curvature, 1.0), torch.inf)
@@ -200,5 +247,7 @@ def _directions(
         search, image = -z + ratio * search, -residual + ratio * image
     slope = (gradient * direction).sum(1)
     length = (direction * seen).sum(1).clamp_min(0.0).sqrt()
-    return _Directions(direction, slope, length, -slope <= 16.0 * rounding, ~negative, ends, broken,
+    square = (objectives.precision * direction.square()).sum(1)
+    bend = ((residual * direction).sum(1) - slope - (shift * direction.square()).sum(1)) / square
+    return _Directions(direction, slope, length, bend, -slope <= 16.0 * rounding, ~negative, ends, broken,
                        radius)

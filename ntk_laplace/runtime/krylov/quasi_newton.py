@@ -9,6 +9,9 @@ and a pair of a step s = Qᵀσ and a change y of the gradient updates T as BFGS
 2001). A step takes one vector of memory, and two products with Q. Where memory ends, Q is turned to eigenvectors of T:
 those with the eigenvalues furthest from 1 stay, beside the direction of the present gradient.
 
+Minima need not be isolated: where layers meet without an activation, and in attention, weights may be rotated against
+each other. A descent may end where its steps begin to go along such a valley.
+
 Where Q does not fit in a cache, its products wait for memory, and take much of the time of a descent. Then Q is in
 single precision until the descent ends, and so are products with K. Rounding changes the steps, and no optimum.
 """
@@ -35,6 +38,10 @@ _LEAST = 0.05
 class Descending(Protocol):
     """Functions of (P,) numbers; `rows` says which of them the rows of an argument belong to."""
 
+    @property
+    def precision(self) -> Tensor:
+        """(P,), positive: a small share of it is a small curvature."""
+
     def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(S,), infinite where they are not defined, and (S, P)."""
 
@@ -48,59 +55,71 @@ def falls(reached: Tensor, before: Tensor, gain: Tensor, eps: float) -> Tensor:
     return torch.isfinite(reached) & (reached <= before - 1e-4 * gain + slack)
 
 
-def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tuple[Tensor, Tensor, Tensor, Inverses]:
-    """Go down from each start until a step, shortened where the objective did not fall, gains less than rounding.
+def descend(
+    objectives: Descending, at: Tensor, rows: Tensor, eps: float, room: int, patience: int
+) -> tuple[Tensor, Tensor, Tensor, Inverses]:
+    """Go down until a step, shortened where the objective did not fall, gains less than rounding.
 
     Parameters
     ----------
     objectives : Descending
-    start : Tensor, (S, P)
+    at : Tensor, (S, P)
+        Starts, which the ends replace.
+    rows : Tensor of int
+        Which of them go down.
     eps : float
         Relative rounding of the objectives.
     room : int
         Bytes for vectors that are remembered; a few are in any case.
+    patience : int
+        Steps in a row, along which the curvature is a small share of the precision, that end a descent; -1 for never.
 
     Returns
     -------
-    at : Tensor, (S, P)
     values : Tensor, (S,)
+        Infinite for the others.
     steps : Tensor of int, (S,)
         That were taken.
+    soft : Tensor of bool, (S,)
+        Whether a descent has ended in a valley.
     inverses : Inverses
         At the ends.
     """
-    rows = torch.arange(len(start), device=start.device)
-    ends, steps = start.clone(), torch.zeros_like(rows)
-    at, (values, gradients) = start, objectives.values_and_gradients(start, rows)
-    reached, size = values.clone(), torch.ones_like(values)
-    most, dtype = remembered(len(start), start.shape[1], start.dtype, room)
-    rounded = dtype != start.dtype
+    reached, soft = at.new_full((len(at),), torch.inf), torch.zeros(len(at), dtype=torch.bool, device=at.device)
+    here, steps = at[rows], torch.zeros_like(soft, dtype=torch.long)
+    values, gradients = objectives.values_and_gradients(here, rows)
+    size, along = torch.ones_like(values), torch.zeros_like(rows)
+    most, dtype = remembered(len(rows), at.shape[1], at.dtype, room)
+    rounded = dtype != at.dtype
     raised = objectives.precondition(gradients, rounded)
-    direction, inverses = -raised, Inverses(gradients, raised, most, dtype)
+    direction, inverses = -raised, Inverses(gradients, raised, rows, most, dtype)
     for _ in range(tuning.QUASI_NEWTON_STEPS):
         gain = -(gradients * direction).sum(1)
-        going = size * gain > 16.0 * eps * (1.0 + values.abs())
+        valley = along == patience
+        going = (size * gain > 16.0 * eps * (1.0 + values.abs())) & ~valley
         if not bool(going.all()):
-            ends[rows], reached[rows] = at, values
+            at[rows], reached[rows], soft[rows] = here, values, valley
             order = inverses.keep(going)
-            rows, at, values, gradients, raised, direction, size, gain = (
-                one[order] for one in (rows, at, values, gradients, raised, direction, size, gain))
+            rows, here, values, gradients, raised, direction, size, gain, along = (
+                one[order] for one in (rows, here, values, gradients, raised, direction, size, gain, along))
         if len(rows) == 0:
             break
         step = size.unsqueeze(1) * direction
-        found, there = objectives.values_and_gradients(at + step, rows)
+        found, there = objectives.values_and_gradients(here + step, rows)
         good = falls(found, values, size * gain, eps)
+        bend, scale = (step * (there - gradients)).sum(1), (objectives.precision * step.square()).sum(1)
+        along = torch.where(good, torch.where(bend.abs() <= tuning.VALLEY * scale, along + 1, 0), along)
         own, shorter = good.unsqueeze(1), _shorter(size, found - values, size * gain)
-        at, values, gradients = (
+        here, values, gradients = (
             torch.where(one, new, old)
-            for one, new, old in ((own, at + step, at), (good, found, values), (own, there, gradients)))
+            for one, new, old in ((own, here + step, here), (good, found, values), (own, there, gradients)))
         if bool(good.any()):
             raised = objectives.precondition(gradients, rounded)
             direction = inverses.directions(torch.where(good, size, 0.0), gradients, raised)
         size = torch.where(good, 1.0, shorter)
         steps[rows] += good
-    ends[rows], reached[rows] = at, values
-    return ends, reached, steps, inverses
+    at[rows], reached[rows] = here, values
+    return reached, steps, soft, inverses
 
 
 def _shorter(size: Tensor, rise: Tensor, gain: Tensor) -> Tensor:
@@ -118,6 +137,8 @@ class Inverses:
     ----------
     gradients, raised : Tensor, (S, P)
         g at the starts, and K g.
+    rows : Tensor of int, (S,)
+        Which rows go down.
     most : int
         Vectors of each row.
     dtype : torch.dtype
@@ -130,10 +151,10 @@ class Inverses:
     dtype : torch.dtype
     """
 
-    def __init__(self, gradients: Tensor, raised: Tensor, most: int, dtype: torch.dtype) -> None:
+    def __init__(self, gradients: Tensor, raised: Tensor, rows: Tensor, most: int, dtype: torch.dtype) -> None:
         self._most, (count, size) = most, gradients.shape
         self.dtype, self._outside = dtype, _OUTSIDE_SINGLE if dtype == torch.float32 else _OUTSIDE
-        self.rows = torch.arange(count, device=gradients.device)
+        self.rows = rows.clone()
         self._counts = torch.ones_like(self.rows)
         # Q; rows that are not used yet are zero up to _used
         self._basis = gradients.new_empty(count, self._most, size, dtype=dtype)

@@ -77,12 +77,12 @@ class ChangedObjectives:
         self._inverse = fitted.solver.solve if inverse is None else inverse
         self._room = room(fitted.settings)
         with torch.no_grad():
-            self._precision, self._mean = prior.flat_precision().to(like), prior.flat_mean().to(like)
+            self.precision, self._mean = prior.flat_precision().to(like), prior.flat_mean().to(like)
 
     def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """F, (S,), nats, and its gradients, (S, P)."""
         away = at - self._mean
-        pull = self._precision * away
+        pull = self.precision * away
         values, gradients = self._of(rows).values_and_gradients(at)
         return 0.5 * (pull * away).sum(1) - at @ self._remaining - values, pull - self._remaining - gradients
 
@@ -112,9 +112,9 @@ class ChangedObjectives:
         if is_written_out(self._fitted.model, len(self._weights)):
             hessian = self._fitted.once("likelihood's Hessian", lambda: self._of_the_likelihood(at, counts))
             share = float(self._weights.sum() / (len(self._weights) * counts.sum()))
-            hessian = (share * hessian).diagonal_scatter(share * hessian.diagonal() + self._precision)
+            hessian = (share * hessian).diagonal_scatter(share * hessian.diagonal() + self.precision)
             shift = _SHIFT + _SHIFT_A_CHANGE * abs(1.0 - share)
-            inverse = WrittenOut.of(hessian, self._precision.rsqrt(), shift)
+            inverse = WrittenOut.of(hessian, self.precision.rsqrt(), shift)
         if inverse is None:
             inverse = self._fitted.once("deflated", lambda: self._corrected(at, counts))
         return ChangedObjectives(self._fitted, self._likelihood, self._weights, self._remaining, inverse)
@@ -127,7 +127,7 @@ class ChangedObjectives:
 
     def _of_the_likelihood(self, at: Tensor, counts: Tensor) -> Tensor:
         """The Hessian of -log p(D | θ), (P, P), from its product with every unit vector."""
-        together, found = min(tuning.GRAPH_GROUPS, self.at_once()), torch.diag(-self._precision)
+        together, found = min(tuning.GRAPH_GROUPS, self.at_once()), torch.diag(-self.precision)
         with torch.no_grad():
             products = self._at_the_fit(at, counts, together)
             for some in panels(len(at), 1, together):
@@ -148,8 +148,15 @@ class ChangedObjectives:
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
         """Gradients, (S, P), and products with the Hessians."""
         found = self._of(rows).curvature(at)
-        gradients = self._precision * (at - self._mean) - self._remaining - found.gradients
-        return LocalCurvature(gradients, lambda vectors: self._precision * vectors - found.products(vectors))
+        gradients = self.precision * (at - self._mean) - self._remaining - found.gradients
+        return LocalCurvature(gradients, lambda vectors: self.precision * vectors - found.products(vectors))
+
+    def changes(self, at: Tensor, directions: Tensor) -> Tensor:
+        """Root of the sum of squares of how the log densities of all points change along directions (S, P), (S,)."""
+        length = (self.precision * directions.square()).sum(1, keepdim=True).sqrt()
+        size, likelihood = self._eps ** (1 / 3) / length, self._likelihood
+        after, before = (likelihood.log_prob(likelihood.outputs(at + own * directions)) for own in (size, -size))
+        return ((after - before) / (2.0 * size)).square().sum(1).sqrt()
 
     def minimize(self, start: Tensor) -> Minima:
         """The optimum of each change."""
