@@ -124,20 +124,20 @@ def _go_down(
         shift = (tuning.VALLEY_SHIFT * soft[going]).unsqueeze(1) * objectives.precision
         step = _directions(local, objectives, inverses, radius[going], rounding, shift)
         del local  # with its graphs
-        along = ~step.flat & (step.bend.abs() <= tuning.VALLEY) & (patience > 0)
-        ground = soft[going] & along & _leads_nowhere(objectives, at[going], step, rounding)
-        along &= ~soft[going]
-        soft[going] |= along
-        step = replace(step, flat=step.flat | ground | along)
+        along = (~step.flat | step.ends) & (step.bend.abs() <= tuning.VALLEY) & (patience > 0)
+        ground = _leads_nowhere(objectives, at[going], step, rounding, along & soft[going])
+        new = along & ~soft[going]  # solved again, with the shift
+        soft[going] |= new
+        step = replace(step, flat=step.flat | ground | new)
         size = _searched(objectives, at[going], step, going, values, eps)
-        taking = ((size > 0) & ~ground & ~along).unsqueeze(1)  # a direction that is refused may be NaN
+        taking = ((size > 0) & ~ground & ~new).unsqueeze(1)  # a direction that is refused may be NaN
         at[going] += torch.where(taking, size.unsqueeze(1) * step.direction, 0.0)
         radius[going] = step.next_radius(size)
         taken[going] += 1
-        converged[going] = step.flat & step.positive & ~step.ends & ~step.broken & ~along
+        converged[going] = step.flat & step.positive & ~step.ends & ~step.broken & ~new
         inverses.forget(step.broken)
         trials[going] += soft[going]
-        more = step.broken | along | (~step.flat & (size > 0))
+        more = step.broken | new | (~step.flat & (size > 0))
         going = going[inverses.keep(more & (trials[going] < tuning.VALLEY_TRIALS))]
         if len(going) == 0:
             break
@@ -147,9 +147,11 @@ def _go_down(
     return (soft & ~converged).nonzero().squeeze(1)
 
 
-def _leads_nowhere(objectives: Objectives, at: Tensor, step: _Directions, rounding: Tensor) -> Tensor:
-    """Whether steps go along the ground of a valley, where the objective hardly bends and the outcome stays, (S,)."""
-    ground = step.positive & ~step.ends & ~step.broken
+def _leads_nowhere(
+    objectives: Objectives, at: Tensor, step: _Directions, rounding: Tensor, along: Tensor
+) -> Tensor:
+    """Which of the steps along a valley, a mask (S,), change no outcome: the descent is on its ground."""
+    ground = along & step.positive & ~step.ends & ~step.broken
     some = ground.nonzero().squeeze(1)
     if len(some):
         ground[some] = objectives.changes(at[some], step.direction[some]).square() <= 16.0 * rounding[some]

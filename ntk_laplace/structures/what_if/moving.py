@@ -153,10 +153,13 @@ class ChangedObjectives:
 
     def changes(self, at: Tensor, directions: Tensor) -> Tensor:
         """Root of the sum of squares of how the log densities of all points change along directions (S, P), (S,)."""
-        length = (self.precision * directions.square()).sum(1, keepdim=True).sqrt()
-        size, likelihood = self._eps ** (1 / 3) / length, self._likelihood
-        after, before = (likelihood.log_prob(likelihood.outputs(at + own * directions)) for own in (size, -size))
-        return ((after - before) / (2.0 * size)).square().sum(1).sqrt()
+        size = self._eps ** (1 / 3) / (self.precision * directions.square()).sum(1).sqrt()
+        found, likelihood = torch.empty_like(size), self._likelihood
+        for some in panels(len(at), 1, self.at_once()):
+            step = size[some, None] * directions[some]
+            after, before = (likelihood.log_prob(likelihood.outputs(at[some] + own)) for own in (step, -step))
+            found[some] = (after - before).norm(dim=1)
+        return found / (2.0 * size)
 
     def minimize(self, start: Tensor) -> Minima:
         """The optimum of each change."""
