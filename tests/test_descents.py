@@ -194,7 +194,7 @@ class Nowhere(Curved):
 
 
 def test_steps_that_are_refused_move_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tuning, "QUASI_NEWTON_STEPS", 1)
+    monkeypatch.setattr(tuning, "MOST_QUASI_NEWTON_STEPS", 1)
     own = Nowhere()
     found = minimize(own, torch.full((3, SIZE), 2.0).double(), 1e-16)
     want = torch.linalg.solve(own.matrices, own.right)

@@ -242,10 +242,21 @@ def test_inputs_on_a_kink_are_no_missing_second_derivative():
     assert likelihood.hessian_gap(theta, noise) > 0.2 > likelihood.hessian_gap(theta + 0.01, noise)
 
 
+def test_strong_curvature_in_float32_is_no_missing_second_derivative():
+    """As behind a normalization of inputs that a prior has made small: large differences of gradients are wrong."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 3))
+    with torch.no_grad():
+        module[0].weight.mul_(0.01)
+    found = ntkl.laplace(module, (inputs()[:, :4].float(), labels()), ntkl.Categorical())
+    theta, likelihood = found.network.theta, likelihood_of(found.fitted, "nn", inputs()[:, :4].float(), 1)
+    likelihood.require_second_derivatives(theta)
+
+
 def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):
     """Not that its objective has kinks, which it has not."""
     monkeypatch.setattr(moving, "minimize", functools.partial(minimize, steps=1))
-    monkeypatch.setattr(tuning, "QUASI_NEWTON_STEPS", 1)
+    monkeypatch.setattr(tuning, "MOST_QUASI_NEWTON_STEPS", 1)
     posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(2.0))
     with pytest.warns(ntkl.NTKLaplaceWarning, match="still falls.*train the network to convergence"):
         posterior.remove([0, 1, 2, 3], linearization="moving")

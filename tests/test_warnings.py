@@ -50,7 +50,7 @@ DEEP: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("name", DEEP)
 def test_the_line_is_the_callers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "minimize", functools.partial(minimize, steps=1))  # what-ifs end early
-    monkeypatch.setattr(tuning, "QUASI_NEWTON_STEPS", 1)
+    monkeypatch.setattr(tuning, "MOST_QUASI_NEWTON_STEPS", 1)
     with pytest.warns(ntkl.NTKLaplaceWarning) as caught:
         DEEP[name]()
     own = [one for one in caught if one.category is ntkl.NTKLaplaceWarning]

@@ -118,7 +118,7 @@ def _go_down(
     values, taken, soft, inverses = descend(objectives, at, rows, eps, room, patience)
     inverses.sharpen()
     going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
-    trials = torch.zeros_like(taken)
+    trials, products = torch.zeros_like(taken), 0
     for _ in range(steps):
         local, rounding = objectives.local(at[going], going), eps * (1.0 + values[going].abs())
         shift = (tuning.VALLEY_SHIFT * soft[going]).unsqueeze(1) * objectives.precision
@@ -139,7 +139,8 @@ def _go_down(
         trials[going] += soft[going]
         more = step.broken | new | (~step.flat & (size > 0))
         going = going[inverses.keep(more & (trials[going] < tuning.VALLEY_TRIALS))]
-        if len(going) == 0:
+        products += step.products
+        if len(going) == 0 or products > tuning.DESCENT_PRODUCTS:
             break
     found.values[rows] = values[rows]
     found.falling[going] = True
@@ -176,6 +177,7 @@ class _Directions:
     ends: Tensor
     broken: Tensor
     radius: Tensor
+    products: int
 
     def next_radius(self, size: Tensor) -> Tensor:
         """Of the trust region: the length of a step that was halved, twice that of a whole one that reached its end."""
@@ -252,4 +254,4 @@ def _directions(
     square = (objectives.precision * direction.square()).sum(1)
     bend = ((residual * direction).sum(1) - slope - (shift * direction.square()).sum(1)) / square
     return _Directions(direction, slope, length, bend, -slope <= 16.0 * rounding, ~negative, ends, broken,
-                       radius)
+                       radius, used)

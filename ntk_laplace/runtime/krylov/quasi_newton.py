@@ -93,15 +93,19 @@ def descend(
     rounded = dtype != at.dtype
     raised = objectives.precondition(gradients, rounded)
     direction, inverses = -raised, Inverses(gradients, raised, rows, most, dtype)
-    for _ in range(tuning.QUASI_NEWTON_STEPS):
+    before = values
+    for count in range(tuning.MOST_QUASI_NEWTON_STEPS):
         gain = -(gradients * direction).sum(1)
         valley = along == patience
         going = (size * gain > 16.0 * eps * (1.0 + values.abs())) & ~valley
+        if count % tuning.STRETCH == 0:
+            going &= (before - values > tuning.STRETCH_FALL) | (count < tuning.QUASI_NEWTON_STEPS)
+            before = values
         if not bool(going.all()):
             at[rows], reached[rows], soft[rows] = here, values, valley
             order = inverses.keep(going)
-            rows, here, values, gradients, raised, direction, size, gain, along = (
-                one[order] for one in (rows, here, values, gradients, raised, direction, size, gain, along))
+            rows, here, values, before, gradients, raised, direction, size, gain, along = (
+                one[order] for one in (rows, here, values, before, gradients, raised, direction, size, gain, along))
         if len(rows) == 0:
             break
         step = size.unsqueeze(1) * direction

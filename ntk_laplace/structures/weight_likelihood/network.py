@@ -37,6 +37,7 @@ _DISAGREEMENT = 0.2  # relative gap of a product and a difference of gradients; 
 # where they are compared: distances from the weights, over their root mean square. At an optimum of ReLU units inputs
 # may lie on a kink, where no difference of gradients is a derivative; a wrong product is wrong everywhere
 _PLACES = (0.0, 0.01, 0.03)
+_SMALLER = 2  # times that a difference may shrink to a tenth: it is wrong behind a normalization of small inputs
 
 
 class NetworkLikelihood(WeightLikelihood):
@@ -143,15 +144,27 @@ class NetworkLikelihood(WeightLikelihood):
                                      "difference")
 
     def hessian_gap(self, theta: Tensor, noise: Tensor) -> float:
-        """Relative gap of a product with the Hessian at θ and a difference of gradients along the same direction."""
+        """Relative gap of a product with the Hessian at θ and a difference of gradients along the same direction.
+
+        The difference shrinks as long as the gap is large, and the difference is another one than before.
+        """
         size = torch.finfo(self._network.network.precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
-        both = torch.stack([theta + size * noise, theta - size * noise])
         once = self.weighted(theta.new_ones(1, self._points.shape[0]))
         found = once.curvature(theta[None]).products(noise[None])[0]
-        gradients = torch.stack([once.curvature(one[None]).gradients[0] for one in both])
-        truth = (gradients[0] - gradients[1]) / (2.0 * size)
-        gap = float((found - truth).norm() / truth.norm().clamp_min(torch.finfo(theta.dtype).tiny))
-        return gap if math.isfinite(gap) else math.inf
+
+        def difference(size: Tensor) -> Tensor:
+            after, before = (once.curvature((theta + own * noise)[None]).gradients[0] for own in (size, -size))
+            return (after - before) / (2.0 * size)
+
+        truth = difference(size)
+        for _ in range(_SMALLER):
+            if _gap(found, truth) <= _DISAGREEMENT:
+                break
+            size, larger = size / 10.0, truth
+            truth = difference(size)
+            if _gap(larger, truth) <= _DISAGREEMENT:
+                break
+        return _gap(found, truth)
 
     def at_once(self) -> int:
         return self._fitting
@@ -271,6 +284,12 @@ class _WeightedNetwork(WeightedLikelihood):
         if size <= self._left:
             self._kept[key], self._left = found, self._left - size
         return found
+
+
+def _gap(found: Tensor, truth: Tensor) -> float:
+    """Relative, infinite where it is not finite."""
+    gap = float((found - truth).norm() / truth.norm().clamp_min(torch.finfo(truth.dtype).tiny))
+    return gap if math.isfinite(gap) else math.inf
 
 
 def _counting(weights: Tensor) -> tuple[Tensor, Tensor | None]:
