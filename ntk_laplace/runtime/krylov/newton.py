@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov.quasi_newton import Descending, Inverses, descend, falls
+from ntk_laplace.runtime.krylov.quasi_newton import Descending, Inverses, descend, falls, is_level, outcomes
 
 __all__ = ["Local", "Minima", "Objectives", "minimize"]
 
@@ -43,9 +43,6 @@ class Objectives(Descending, Protocol):
 
     def local(self, at: Tensor, rows: Tensor) -> Local:
         """Derivatives."""
-
-    def changes(self, at: Tensor, directions: Tensor) -> Tensor:
-        """How much the outcome changes along directions (S, P), in roots of the objectives' unit, (S,)."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +115,19 @@ def _go_down(
     values, taken, soft, inverses = descend(objectives, at, rows, eps, room, patience)
     inverses.sharpen()
     going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
-    trials, products = torch.zeros_like(taken), 0
+    changed, products = torch.full_like(values, torch.nan), 0
     for _ in range(steps):
         local, rounding = objectives.local(at[going], going), eps * (1.0 + values[going].abs())
         shift = (tuning.VALLEY_SHIFT * soft[going]).unsqueeze(1) * objectives.precision
         step = _directions(local, objectives, inverses, radius[going], rounding, shift)
         del local  # with its graphs
-        along = (~step.flat | step.ends) & (step.bend.abs() <= tuning.VALLEY) & (patience > 0)
-        ground = _leads_nowhere(objectives, at[going], step, rounding, along & soft[going])
-        new = along & ~soft[going]  # solved again, with the shift
-        soft[going] |= new
+        level = is_level(step.bend, step.square, -step.slope, values[going], eps)
+        along = (~step.flat | step.ends) & level & (patience > 0)
+        before, changed[going] = changed[going], outcomes(objectives, at[going], step.direction, along)
+        old, new = along & soft[going], ~soft[going] & (changed[going] <= tuning.VALLEY_OUTCOME * step.square)
+        ground = old & step.positive & ~step.ends & ~step.broken & (changed[going] <= 16.0 * rounding)
+        no_valley = old & ~ground & (changed[going] > tuning.VALLEY_SETTLES * before)
+        soft[going] |= new  # solved again, with the shift
         step = replace(step, flat=step.flat | ground | new)
         size = _searched(objectives, at[going], step, going, values, eps)
         taking = ((size > 0) & ~ground & ~new).unsqueeze(1)  # a direction that is refused may be NaN
@@ -136,27 +136,16 @@ def _go_down(
         taken[going] += 1
         converged[going] = step.flat & step.positive & ~step.ends & ~step.broken & ~new
         inverses.forget(step.broken)
-        trials[going] += soft[going]
         more = step.broken | new | (~step.flat & (size > 0))
-        going = going[inverses.keep(more & (trials[going] < tuning.VALLEY_TRIALS))]
+        going = going[inverses.keep(more & ~no_valley)]
         products += step.products
         if len(going) == 0 or products > tuning.DESCENT_PRODUCTS:
             break
     found.values[rows] = values[rows]
+    found.falling[rows] = False
     found.falling[going] = True
     found.steps.add_(taken)
     return (soft & ~converged).nonzero().squeeze(1)
-
-
-def _leads_nowhere(
-    objectives: Objectives, at: Tensor, step: _Directions, rounding: Tensor, along: Tensor
-) -> Tensor:
-    """Which of the steps along a valley, a mask (S,), change no outcome: the descent is on its ground."""
-    ground = along & step.positive & ~step.ends & ~step.broken
-    some = ground.nonzero().squeeze(1)
-    if len(some):
-        ground[some] = objectives.changes(at[some], step.direction[some]).square() <= 16.0 * rounding[some]
-    return ground
 
 
 @dataclass(frozen=True)
@@ -164,14 +153,15 @@ class _Directions:
     """Directions (S, P) of a step, their slopes and lengths in the norm of M, the inverse of the preconditioner, (S,).
 
     `flat` says that a step gains less than rounding, `positive` that no curvature along the search was negative, `ends`
-    that the trust region ended it, `broken` that an inverse that is not positive definite did. `bend` is the curvature
-    along a direction, relative to the precision.
+    that the trust region ended it, `broken` that an inverse that is not positive definite did. `bend` is dᵀHd, `square`
+    dᵀP0d.
     """
 
     direction: Tensor
     slope: Tensor
     length: Tensor
     bend: Tensor
+    square: Tensor
     flat: Tensor
     positive: Tensor
     ends: Tensor
@@ -252,6 +242,6 @@ def _directions(
     slope = (gradient * direction).sum(1)
     length = (direction * seen).sum(1).clamp_min(0.0).sqrt()
     square = (objectives.precision * direction.square()).sum(1)
-    bend = ((residual * direction).sum(1) - slope - (shift * direction.square()).sum(1)) / square
-    return _Directions(direction, slope, length, bend, -slope <= 16.0 * rounding, ~negative, ends, broken,
+    bend = (residual * direction).sum(1) - slope - (shift * direction.square()).sum(1)
+    return _Directions(direction, slope, length, bend, square, -slope <= 16.0 * rounding, ~negative, ends, broken,
                        radius, used)

@@ -26,7 +26,7 @@ from torch import Tensor
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
 
-__all__ = ["Descending", "Inverses", "descend", "falls", "remembered"]
+__all__ = ["Descending", "Inverses", "descend", "falls", "is_level", "outcomes", "remembered"]
 
 # share of gᵀKg outside the span from which g adds to it, in double and in single precision: its root divides the errors
 # of Q so far. With these Q stays orthonormal to 1e-6 and to .1 (1e-4 in the median) over 128 vectors of what-ifs
@@ -45,6 +45,9 @@ class Descending(Protocol):
     def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(S,), infinite where they are not defined, and (S, P)."""
 
+    def changes(self, at: Tensor, directions: Tensor) -> Tensor:
+        """How much the outcome changes along directions (S, P), in roots of the objectives' unit, (S,)."""
+
     def precondition(self, vectors: Tensor, rounded: bool = False) -> Tensor:
         """K v for vectors (m, P), K positive definite and the same for all; `rounded` allows single precision."""
 
@@ -53,6 +56,20 @@ def falls(reached: Tensor, before: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Whether values are below those before a step by a share of its expected gain, up to rounding, (S,) of bool."""
     slack = 8.0 * eps * (1.0 + before.abs())
     return torch.isfinite(reached) & (reached <= before - 1e-4 * gain + slack)
+
+
+def is_level(bend: Tensor, square: Tensor, gain: Tensor, values: Tensor, eps: float) -> Tensor:
+    """Whether the objective F neither bends nor falls much along steps s, (S,), from sᵀHs, sᵀP0s, gains and F."""
+    return (bend.abs() <= tuning.VALLEY * square) & (
+        gain <= max(tuning.VALLEY_GAIN, eps**0.5) * (1.0 + values.abs()))
+
+
+def outcomes(objectives: Descending, at: Tensor, steps: Tensor, which: Tensor) -> Tensor:
+    """Squares of how much the outcome changes along steps (S, P) of a mask (S,); NaN for the others."""
+    found, some = torch.full_like(steps[:, 0], torch.nan), which.nonzero().squeeze(1)
+    if len(some):
+        found[some] = objectives.changes(at[some], steps[some]).square()
+    return found
 
 
 def descend(
@@ -72,7 +89,7 @@ def descend(
     room : int
         Bytes for vectors that are remembered; a few are in any case.
     patience : int
-        Steps in a row, along which the curvature is a small share of the precision, that end a descent; -1 for never.
+        Steps in a row along what may be a valley, after which the descent ends there; -1 for never.
 
     Returns
     -------
@@ -111,8 +128,10 @@ def descend(
         step = size.unsqueeze(1) * direction
         found, there = objectives.values_and_gradients(here + step, rows)
         good = falls(found, values, size * gain, eps)
-        bend, scale = (step * (there - gradients)).sum(1), (objectives.precision * step.square()).sum(1)
-        along = torch.where(good, torch.where(bend.abs() <= tuning.VALLEY * scale, along + 1, 0), along)
+        square = (objectives.precision * step.square()).sum(1)
+        level = is_level((step * (there - gradients)).sum(1), square, size * gain, values, eps)
+        along = torch.where(good, torch.where(level, along + 1, 0), along)
+        along[outcomes(objectives, here, step, along == patience) > tuning.VALLEY_OUTCOME * square] = 0
         own, shorter = good.unsqueeze(1), _shorter(size, found - values, size * gain)
         here, values, gradients = (
             torch.where(one, new, old)
