@@ -114,20 +114,15 @@ def _go_down(
     at, converged = found.at, found.converged
     values, taken, soft, inverses = descend(objectives, at, rows, eps, room, patience)
     inverses.sharpen()
-    going, radius = inverses.rows.clone(), torch.full_like(values, torch.inf)
-    changed, products = torch.full_like(values, torch.nan), 0
+    valleys = _Valleys(soft, torch.full_like(values, torch.nan), patience > 0)
+    going, radius, products = inverses.rows.clone(), torch.full_like(values, torch.inf), 0
     for _ in range(steps):
         local, rounding = objectives.local(at[going], going), eps * (1.0 + values[going].abs())
         shift = (tuning.VALLEY_SHIFT * soft[going]).unsqueeze(1) * objectives.precision
         step = _directions(local, objectives, inverses, radius[going], rounding, shift)
         del local  # with its graphs
         level = is_level(step.bend, step.square, -step.slope, values[going], eps)
-        along = (~step.flat | step.ends) & level & (patience > 0)
-        before, changed[going] = changed[going], outcomes(objectives, at[going], step.direction, along)
-        old, new = along & soft[going], ~soft[going] & (changed[going] <= tuning.VALLEY_OUTCOME * step.square)
-        ground = old & step.positive & ~step.ends & ~step.broken & (changed[going] <= 16.0 * rounding)
-        no_valley = old & ~ground & (changed[going] > tuning.VALLEY_SETTLES * before)
-        soft[going] |= new  # solved again, with the shift
+        ground, new, none = valleys.seen(objectives, at[going], step, level, 16.0 * rounding, going)
         step = replace(step, flat=step.flat | ground | new)
         size = _searched(objectives, at[going], step, going, values, eps)
         taking = ((size > 0) & ~ground & ~new).unsqueeze(1)  # a direction that is refused may be NaN
@@ -137,8 +132,7 @@ def _go_down(
         converged[going] = step.flat & step.positive & ~step.ends & ~step.broken & ~new
         inverses.forget(step.broken)
         more = step.broken | new | (~step.flat & (size > 0))
-        going = going[inverses.keep(more & ~no_valley)]
-        products += step.products
+        going, products = going[inverses.keep(more & ~none)], products + step.products
         if len(going) == 0 or products > tuning.DESCENT_PRODUCTS:
             break
     found.values[rows] = values[rows]
@@ -146,6 +140,40 @@ def _go_down(
     found.falling[going] = True
     found.steps.add_(taken)
     return (soft & ~converged).nonzero().squeeze(1)
+
+
+class _Valleys:
+    """Which descents (S,) are in a valley, and how much their last steps have changed the outcome, squared.
+
+    Parameters
+    ----------
+    soft : Tensor of bool, (S,)
+        Those in one, which further steps add to.
+    changed : Tensor, (S,)
+        Of these steps, which replace it; NaN before.
+    told : bool
+        Whether valleys are told from the rest.
+    """
+
+    def __init__(self, soft: Tensor, changed: Tensor, told: bool) -> None:
+        self._soft, self._changed, self._told = soft, changed, told
+
+    def seen(
+        self, objectives: Objectives, at: Tensor, step: _Directions, level: Tensor, least: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Which steps of some rows are on the ground, in a valley as of now, and in none, three masks.
+
+        On the ground the outcome changes by less than `least`, squared. A step into a valley is solved again, with the
+        shift. Where shifted steps do not settle the outcome, it was no valley.
+        """
+        along = level & (~step.flat | step.ends) & self._told
+        before, changed = self._changed[rows], outcomes(objectives, at, step.direction, along)
+        soft, self._changed[rows] = self._soft[rows], changed
+        ground = soft & step.positive & ~step.ends & ~step.broken & (changed <= least)
+        none = soft & ~ground & (changed > tuning.VALLEY_SETTLES * before)
+        new = ~soft & (changed <= tuning.VALLEY_OUTCOME * step.square)
+        self._soft[rows] |= new
+        return ground, new, none
 
 
 @dataclass(frozen=True)
