@@ -194,6 +194,41 @@ def test_a_valley_along_which_the_outcome_changes_is_none():
         assert bool(soft) == round_ and bool(at[0, 0] > 0.99) != round_
 
 
+class Waking:
+    """½(a² + b²) - s ab + ¼(ab)²: two factors that wake up where s > 1; the outcome is ab. The weights begin asleep."""
+
+    precision, s = torch.ones(2).double(), 1.004
+
+    def __init__(self) -> None:
+        self.products = 0
+
+    def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        product = at.prod(1)
+        slope = (0.5 * product - self.s).unsqueeze(1)
+        return 0.5 * at.square().sum(1) - self.s * product + 0.25 * product.square(), at + slope * at.flip(1)
+
+    def precondition(self, vectors: Tensor, rounded: bool = False) -> Tensor:
+        return vectors.clone()
+
+    def local(self, at: Tensor, rows: Tensor) -> SimpleNamespace:
+        self.products += 1
+        across = at.prod(1, keepdim=True) - self.s
+        return SimpleNamespace(gradients=self.values_and_gradients(at, rows)[1], products=lambda v: (
+            (1.0 + 0.5 * at.flip(1).square()) * v + across * v.flip(1)))
+
+    def changes(self, at: Tensor, directions: Tensor) -> Tensor:
+        return (at.flip(1) * directions).sum(1).abs()
+
+
+@pytest.mark.parametrize("asleep", [1e-6, 1e-5, 1e-3])
+def test_a_saddle_is_not_the_ground_of_a_valley(asleep: float):
+    """Shifted steps bend upward there, and do not settle the outcome: they are few."""
+    own = Waking()
+    found = minimize(own, asleep * torch.tensor([[1.0, 1.3]]).double(), 1e-16)
+    assert bool(found.converged.all()) and relative_error(found.at, torch.full((1, 2), 0.008**0.5).double()) < 1e-4
+    assert own.products < 30
+
+
 class Nowhere(Curved):
     """Second derivatives that are NaN in one of the problems."""
 

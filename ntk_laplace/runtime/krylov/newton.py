@@ -129,7 +129,9 @@ def _go_down(
         at[going] += torch.where(taking, size.unsqueeze(1) * step.direction, 0.0)
         radius[going] = step.next_radius(size)
         taken[going] += 1
-        converged[going] = step.flat & step.positive & ~step.ends & ~step.broken & ~new
+        # with the shift a saddle bends upward too
+        convex = ~soft[going] | (step.bend >= -tuning.VALLEY_CONCAVE * step.square)
+        converged[going] = step.flat & step.positive & convex & ~step.ends & ~step.broken & ~new
         inverses.forget(step.broken)
         more = step.broken | new | (~step.flat & (size > 0))
         going, products = going[inverses.keep(more & ~none)], products + step.products
