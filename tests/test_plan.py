@@ -133,10 +133,14 @@ def narrow() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 90), nn.Tanh(), nn.Linear(90, 60), nn.Tanh(), nn.Linear(60, 6))
 
 
+def slim() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 6))
+
+
 SMALL_BUFFERS = {"WORKING_SET_BYTES": 2 * MIB, "GRADIENT_BYTES": MIB, "WRITTEN_BYTES": MIB, "CHUNK_BYTES": MIB // 4,
                  "PRODUCT_BYTES": 4 * MIB, "PRODUCT_COLUMNS": 512, "AVERAGED_OUTPUTS": 2**14,
                  "FULL_ROWS_BYTES": 4 * MIB, "COVARIANCE_BYTES": 4 * MIB}
-PEAKS = [*((name, make) for name in SUMMED for make in (wide, shared)), ("full", narrow), ("gp", narrow), ("gp", wide),
+PEAKS = [*((name, make) for name in SUMMED for make in (wide, shared)), ("full", slim), ("gp", narrow), ("gp", wide),
          (ntkl.Iterative(rank=64), narrow), (ntkl.Nystrom(rank=64), narrow)]
 SHARES = [("gp", narrow), ("gp", wide), ("kfac", shared), ("ekfac", wide), (ntkl.Nystrom(rank=64), narrow)]
 
@@ -179,18 +183,25 @@ def test_the_peak_of_a_fit_and_predictions(structure: Any, make: Any) -> None:
 
 
 def live_shares(reducer: Reducer) -> list[int]:
-    """Of this process; the least of three, since a dispatch mode keeps frames alive now and then."""
-    settings = replace(QUIET, reducer=reducer)
-    return [min(live(structure, make, settings) for _ in range(3)) for structure, make in SHARES]
+    return [live(structure, make, replace(QUIET, reducer=reducer)) for structure, make in SHARES]
 
 
 @pytest.mark.slow
 def test_the_peak_of_each_of_two_processes(tmp_path: Path) -> None:
-    """Within 20 %; of function space, whose B and solves are shared, it is less than in one process."""
-    found = on_processes(2, live_shares, tmp_path)
-    for (structure, make), *peaks in zip(SHARES, *found, strict=True):
-        assert [planned(structure, make, 2).shared_memory] * 2 == pytest.approx(peaks, rel=0.2), (structure, make)
-    assert max(peaks[0] for peaks in found) < 0.8 * live(*SHARES[0])
+    """Within 20 %; of function space, whose B and solves are shared, it is less than in one process.
+
+    The least of up to three runs, since a dispatch mode keeps frames alive now and then.
+    """
+    forecasts = [planned(structure, make, 2).shared_memory for structure, make in SHARES]
+    least = [[2**62] * len(SHARES)] * 2
+    for attempt in range(3):
+        (tmp_path / str(attempt)).mkdir()
+        found = on_processes(2, live_shares, tmp_path / str(attempt))
+        least = [list(map(min, *pair)) for pair in zip(least, found, strict=True)]
+        if least == [pytest.approx(forecasts, rel=0.2)] * 2:
+            break
+    assert least == [pytest.approx(forecasts, rel=0.2)] * 2, SHARES
+    assert max(peaks[0] for peaks in least) < 0.8 * live(*SHARES[0])
 
 
 def live_and_planned(likelihood: ntkl.Likelihood, structure: Any, outputs: int, y: Tensor) -> tuple[int, int]:
