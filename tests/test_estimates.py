@@ -737,10 +737,14 @@ def test_estimates_that_are_not_to_be_trusted() -> None:
     assert [one.filename for one in told] == [__file__] * 2
 
 
-def test_saved_bytes_grow_with_the_examples() -> None:
+def test_saved_bytes_grow_with_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = FrozenNetwork(perceptron(2, 50, 1))
     many = ManyWeights(frozen, torch.randn(3, 2).double())
     ten, hundred = many.saved_bytes(torch.randn(10, 2).double()), many.saved_bytes(torch.randn(100, 2).double())
     assert ten > 10 * 50 * 8 and 8 < hundred / ten < 10.5
     assert many.at_once(torch.randn(10, 2).double(), 10 * tuning.GRAPH_FACTOR * ten) == (10, 10)
     assert many.at_once(torch.randn(10, 2).double(), tuning.GRAPH_FACTOR * ten // 2) == (1, 5)
+    monkeypatch.setattr(tuning, "CACHED_BYTES", 3 * tuning.GRAPH_FACTOR * ten)
+    assert many.at_once(torch.randn(10, 2).double(), 10 * tuning.GRAPH_FACTOR * ten) == (3, 10)
+    monkeypatch.setattr(tuning, "CACHED_BYTES", 1)
+    assert many.at_once(torch.randn(10, 2).double(), 10 * tuning.GRAPH_FACTOR * ten) == (1, 10)

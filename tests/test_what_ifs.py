@@ -87,6 +87,8 @@ def test_batches_of_groups_and_of_data_change_nothing(monkeypatch):
     monkeypatch.setattr(tuning, "GROUPS", 4)
     monkeypatch.setattr(tuning, "GRAPH_GROUPS", 3)
     assert relative_error(posterior.what_ifs(groups).thetas, whole.thetas) < 1e-9
+    monkeypatch.setattr(tuning, "CACHED_BYTES", 1)  # a network at a time, which takes no vmap
+    assert relative_error(posterior.what_ifs(groups).thetas, whole.thetas) < 1e-9
     monkeypatch.setattr(tuning, "CHAIN_BYTES", 4000)
     again = posterior.what_ifs(groups)
     assert relative_error(again.thetas, whole.thetas) < 1e-9

@@ -92,6 +92,7 @@ GP_CACHED_INPUTS = 4  # inputs whose rows a kernel keeps: training and test data
 # --- evidence by sampling
 
 CHAIN_BYTES = 256 * MIB  # what autograd keeps of a pass at several weights, at a time
+CACHED_BYTES = 32 * MIB  # the same on a processor, where a pass of more weights leaves its caches
 GRAPH_FACTOR = 2  # bytes at the peak of a pass with its gradient, relative to what autograd keeps
 CHOSEN_SHARE = 0.75  # share of the examples that count, above which a network reads all of them
 DENSE_METRIC = 2048  # parameters up to which a posterior precision is written out to precondition chains

@@ -70,7 +70,7 @@ class ManyWeights:
             return self._one(theta, map_tensors(lambda _: next(each), x) if own else x)
 
         with self.network.arithmetic():
-            if self.batched:
+            if self.batched and len(thetas) > 1:
                 with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the others, and takes one value at a time
                     return torch.func.vmap(one)(thetas, *tensors)
             return torch.stack([one(*each) for each in zip(thetas, *tensors, strict=True)])
@@ -137,9 +137,10 @@ class ManyWeights:
     def at_once(self, x: Inputs, budget: int) -> tuple[int, int]:
         """How many values of the parameters, and how many examples, one pass with its graph may take."""
         n = num_examples(x)
-        whole = self.saved_bytes(x) * tuning.GRAPH_FACTOR
+        whole = max(1, self.saved_bytes(x) * tuning.GRAPH_FACTOR)
         if whole <= budget:
-            return max(1, budget // max(1, whole)), n
+            most = budget if self.network.device.type != "cpu" else min(budget, tuning.CACHED_BYTES)
+            return max(1, most // whole), n
         return 1, max(1, n * budget // whole)
 
 

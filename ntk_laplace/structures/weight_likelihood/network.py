@@ -88,11 +88,11 @@ class NetworkLikelihood(WeightLikelihood):
         one = tuning.GRAPH_FACTOR * self._network.saved_bytes(take(largest, slice(0, 1)))
         n, c = points.num_examples, points.num_outputs
         held = 4 * self._dtype.itemsize * count * (model.network.num_parameters + n * c)
-        passing = max(one, min(self._room, one * n * count))
+        self._at_once = [self._network.at_once(inputs, self._room) for inputs in self._batches]
+        passing = max(one * few * min(many, count) for many, few in self._at_once)
         what = f"the network's outputs and gradients at {count:,} weights"
         require_memory(held + passing, model.network.device, what, REMEDY, budget)
         self._spare = max(0, self._room - passing)  # for inputs that are kept between passes
-        self._at_once = [self._network.at_once(inputs, self._room) for inputs in self._batches]
         saved = sum(self._network.saved_bytes(inputs) for inputs in self._batches)
         fitting = max(1, self._room // (_SECOND * tuning.GRAPH_FACTOR * max(1, saved)))
         self._fitting = min(self._reducer.gather(fitting))
