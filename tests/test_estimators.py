@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 from contextlib import suppress
@@ -468,11 +469,16 @@ def test_wrong_data() -> None:
         ntkl.LaplaceRegressor(**QUICK).fit(x, y).predict(x, return_std=True, return_cov=True)
 
 
+@functools.cache
+def two_targets() -> tuple[ntkl.LaplaceRegressor, np.ndarray]:
+    x, y = sine(10, 2)
+    return ntkl.LaplaceRegressor(**QUICK).fit(x, y), y
+
+
 @pytest.mark.parametrize("wrong", [1.0, [], [1.0, 2.0, 3.0], np.ones((3, 3))])
 def test_targets_of_another_width_are_refused(wrong: Any) -> None:
     """A column of two targets would be taken as both."""
-    x, y = sine(10, 2)
-    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    model, y = two_targets()
     with refused(ntkl.DataError, r"y of shape \(n, 2\)", re.escape(str(np.shape(wrong))), "one row for each input"):
         model.network_targets(wrong)
     assert model.network_targets(y).shape == (10, 2)
