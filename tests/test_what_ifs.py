@@ -95,6 +95,21 @@ def test_batches_of_groups_and_of_data_change_nothing(monkeypatch):
     assert relative_error(again.outputs(inputs()), whole.outputs(inputs())) < 1e-9
 
 
+def test_a_long_descent_shows_its_passes(monkeypatch, capsys):
+    """Of one change and of several; the bar is gone afterwards, and in other calls."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(tuning, "PROGRESS_DELAY", 1e-9)
+    posterior, _, _ = case("classes")
+    posterior.remove([0], linearization="moving")
+    assert "1 of 1 networks descend, pass" in capsys.readouterr().err
+    found = posterior.what_ifs([[0], [1], [2]])
+    assert "of 3 networks descend, pass" in capsys.readouterr().err
+    found.comes_back()
+    assert "of 4 networks descend, pass" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chain_bytes", [tuning.CHAIN_BYTES, 1000])
 def test_passes_over_the_points_that_count_are_those_over_all(chain_bytes, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _live: list[Progress] = []  # the display, while there is one
 def track(
     items: Iterable[T], description: str | Callable[[], str], total: int | None, enabled: bool | None = None,
     size: Callable[[T], int] = lambda item: 1, delay: float = 0.0,
-) -> Iterator[T]:
+) -> Generator[T, None, None]:
     """Iterate over `items` with a progress bar that shows the remaining time.
 
     Parameters

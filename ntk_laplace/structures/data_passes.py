@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -48,11 +48,13 @@ def read_batches(
 
 
 def shown(
-    model: LinearizedModel, items: Iterable[T], what: str, total: int | None, size: Callable[[T], int]
-) -> Iterator[T]:
-    """Parts of a pass, with a progress bar on the first process."""
+    model: LinearizedModel, items: Iterable[T], what: str | Callable[[], str], total: int | None,
+    size: Callable[[T], int] = lambda item: 1,
+) -> Generator[T, None, None]:
+    """Parts of a pass, with a progress bar on the first process; a callable `what` is called after each part."""
     enabled = model.settings.progress if model.settings.reducer.rank == 0 else False
-    return track(items, f"ntk_laplace: {what}", total, enabled, size, tuning.PROGRESS_DELAY)
+    words = (lambda: f"ntk_laplace: {what()}") if callable(what) else f"ntk_laplace: {what}"
+    return track(items, words, total, enabled, size, tuning.PROGRESS_DELAY)
 
 
 # --- examples of all processes, in their global order

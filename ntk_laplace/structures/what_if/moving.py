@@ -14,6 +14,8 @@ share each pass. They are worth the products that write out the exact Hessian at
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,6 +29,7 @@ from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, minimize, r
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
+from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.model import RemainingGradient
 from ntk_laplace.structures.points import TrainingPoints, present_values
 from ntk_laplace.structures.training_inputs import training_inputs
@@ -76,11 +79,13 @@ class ChangedObjectives:
         self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
         self._inverse = fitted.solver.solve if inverse is None else inverse
         self._room = room(fitted.settings)
+        self._passes: _Passes | None = None  # while a descent goes on
         with torch.no_grad():
             self.precision, self._mean = prior.flat_precision().to(like), prior.flat_mean().to(like)
 
     def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """F, (S,), nats, and its gradients, (S, P)."""
+        self._count(rows)
         away = at - self._mean
         pull = self.precision * away
         values, gradients = self._of(rows).values_and_gradients(at)
@@ -149,7 +154,16 @@ class ChangedObjectives:
         """Gradients, (S, P), and products with the Hessians."""
         found = self._of(rows).curvature(at)
         gradients = self.precision * (at - self._mean) - self._remaining - found.gradients
-        return LocalCurvature(gradients, lambda vectors: self.precision * vectors - found.products(vectors))
+
+        def products(vectors: Tensor) -> Tensor:
+            self._count(rows)
+            return self.precision * vectors - found.products(vectors)
+
+        return LocalCurvature(gradients, products)
+
+    def _count(self, rows: Tensor) -> None:
+        if self._passes is not None:
+            self._passes.add(len(rows))
 
     def changes(self, at: Tensor, directions: Tensor) -> Tensor:
         """Root of the sum of squares of how the log densities of all points change along directions (S, P), (S,)."""
@@ -162,9 +176,30 @@ class ChangedObjectives:
         return found / (2.0 * size)
 
     def minimize(self, start: Tensor) -> Minima:
-        """The optimum of each change."""
-        with torch.no_grad():
-            return minimize(self, start, self._eps, self._room)
+        """The optimum of each change; a progress bar counts the gradients and the products with Hessians."""
+        with torch.no_grad(), contextlib.closing(_Passes(self._fitted.model, len(start))) as self._passes:
+            found = minimize(self, start, self._eps, self._room)
+        self._passes = None
+        return found
+
+
+class _Passes:
+    """A progress bar of the passes of a descent, whose number is not known before."""
+
+    def __init__(self, model: LinearizedModel, count: int) -> None:
+        self._count, self._left, self._number = count, count, 0
+        self._bar = shown(model, itertools.count(1), self._words, None)
+
+    def _words(self) -> str:
+        return f"{self._left:,} of {self._count:,} networks descend, pass {self._number:,}"
+
+    def add(self, left: int) -> None:
+        """A pass of so many networks."""
+        self._left, self._number = left, next(self._bar)
+
+    def close(self) -> None:
+        """The bar disappears."""
+        self._bar.close()
 
 
 def room(settings: Settings) -> int:

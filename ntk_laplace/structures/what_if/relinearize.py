@@ -58,7 +58,7 @@ def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> Fitted
     with torch.no_grad():
         source = training_inputs(model, fitted.structure, x, "relinearize(x)")
         descent = _Descent(still, _at_the_network(fitted, still), source, model.displacement)
-        for _ in shown(model, range(steps), "relinearizing", steps, lambda _: 1):
+        for _ in shown(model, range(steps), "relinearizing", steps):
             if not descent.step():
                 break
     return descent.fitted
