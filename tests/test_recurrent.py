@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ntk_laplace as ntkl
+from ntk_laplace.model.network import ManyWeights
 from ntk_laplace.model.network.recurrent import unrolled
 from reference import relative_error
 
@@ -16,7 +19,10 @@ OPTIONS = {
     "one layer": {}, "two": {"num_layers": 2}, "both directions": {"bidirectional": True, "num_layers": 2},
     "batch first": {"batch_first": True}, "no biases": {"bias": False},
 }
-CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "tanh": nn.RNNCell}
+CELLS = {
+    "lstm": nn.LSTMCell, "gru": nn.GRUCell, "tanh": nn.RNNCell,
+    "relu": lambda *a, **k: nn.RNNCell(*a, nonlinearity="relu", **k),
+}
 
 
 def flat(out: object) -> Tensor:
@@ -96,6 +102,20 @@ class Sequence(nn.Module):
         return self.last(self.layer(x)[0][:, -1])
 
 
+class Stepped(nn.Module):
+    """A cell over the steps of a sequence."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell, self.last = cell, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.last(state[0] if isinstance(state, tuple) else state)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
 @pytest.mark.parametrize("scripted", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 5, 3))])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
@@ -114,3 +134,21 @@ def test_dropout_between_layers_is_refused(layer):
     with pytest.raises(ntkl.NonDeterministicError, match=r"Call network\.eval"):
         ntkl.laplace(network.train(), (x, torch.arange(8) % 2), ntkl.Categorical())
     ntkl.laplace(network.eval(), (x, torch.arange(8) % 2), ntkl.Categorical())
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_cells_at_many_weights_share_a_pass(kind):
+    """torch has no batching rule for its fused cells: it warns, and takes one value of the weights at a time."""
+    network, x = Stepped(CELLS[kind](3, 4)).double(), torch.randn(6, 5, 3).double()
+    found = ntkl.laplace(network, (x, torch.randn(6, 2)), ntkl.Gaussian()).network
+    thetas = torch.stack([found.theta, 0.9 * found.theta]).requires_grad_()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        outputs = ManyWeights(found, x)(thetas, x)
+        gradient, = torch.autograd.grad(outputs.square().sum(), thetas)
+    assert not told
+    for theta, own, slope in zip(thetas.detach(), outputs, gradient, strict=True):
+        torch.nn.utils.vector_to_parameters(theta, network.parameters())
+        alone = network(x)
+        expected = torch.autograd.grad(alone.square().sum(), list(network.parameters()))
+        assert relative_error(own, alone) < 1e-13 and relative_error(slope, flat(expected)) < 1e-12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -69,10 +69,9 @@ class ManyWeights:
             each = iter(own)
             return self._one(theta, map_tensors(lambda _: next(each), x) if own else x)
 
-        with self.network.arithmetic():
+        with self.network.arithmetic(), self._kernels():
             if self.batched and len(thetas) > 1:
-                with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the others, and takes one value at a time
-                    return torch.func.vmap(one)(thetas, *tensors)
+                return torch.func.vmap(one)(thetas, *tensors)
             return torch.stack([one(*each) for each in zip(thetas, *tensors, strict=True)])
 
     def passes(self, thetas: Tensor, x: Inputs, room: int) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -82,6 +81,10 @@ class ManyWeights:
             inputs = x if few >= n else take(x, part)
             for some in panels(len(thetas), 1, many):
                 yield some, part, self(thetas[some], inputs).to(thetas.dtype)
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        # vmap has no rule for fused attention and fused recurrent cells, and would take one value at a time
+        return twice_differentiable(self.network.module) if self.batched else nullcontext()
 
     def _one(self, theta: Tensor, x: Inputs) -> Tensor:
         named = self.network.substituted(self.network.unflatten(theta))
@@ -130,7 +133,7 @@ class ManyWeights:
             return tensor
 
         theta = self.network.theta.requires_grad_()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, _same):
+        with torch.enable_grad(), self._kernels(), torch.autograd.graph.saved_tensors_hooks(keep, _same):
             found = self._one(theta, x)
         return sum(seen.values()) + found.nbytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,7 +38,20 @@ def _gru_cell(
     return (h - n) * (z + z_h).sigmoid() + n
 
 
-_CELLS = {torch.lstm_cell: _lstm_cell, torch.gru_cell: _gru_cell}  # cells that torch fuses
+def _plain_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def cell(
+        x: Tensor, h: Tensor, w_x: Tensor, w_h: Tensor, b_x: Tensor | None = None, b_h: Tensor | None = None
+    ) -> Tensor:
+        return activation(linear(x, w_x, b_x) + linear(h, w_h, b_h))
+
+    return cell
+
+
+# cells that torch fuses, or that vmap does not take apart
+_CELLS = {
+    torch.lstm_cell: _lstm_cell, torch.gru_cell: _gru_cell,
+    torch.rnn_tanh_cell: _plain_cell(torch.tanh), torch.rnn_relu_cell: _plain_cell(torch.relu),
+}
 
 
 class _Unrolled(TorchFunctionMode):
