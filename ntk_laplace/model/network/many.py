@@ -69,9 +69,10 @@ class ManyWeights:
             each = iter(own)
             return self._one(theta, map_tensors(lambda _: next(each), x) if own else x)
 
-        with self.network.arithmetic(), self._kernels():
+        with self.network.arithmetic():
             if self.batched and len(thetas) > 1:
-                return torch.func.vmap(one)(thetas, *tensors)
+                with self._kernels():
+                    return torch.func.vmap(one)(thetas, *tensors)
             return torch.stack([one(*each) for each in zip(thetas, *tensors, strict=True)])
 
     def passes(self, thetas: Tensor, x: Inputs, room: int) -> Iterator[tuple[slice, slice, Tensor]]:
