@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
+from minima import parts
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, minimize
 from ntk_laplace.structures.weight_likelihood import NetworkLikelihood, likelihood_of
@@ -125,6 +126,74 @@ def test_the_network_goes_where_training_goes(name, likelihood, structure, verb)
     assert relative_error(found.outputs(own.x_new), moved) < 1e-12
 
 
+@pytest.mark.parametrize("structure", ["gp", "kfac", "diag"])
+@pytest.mark.parametrize("name, likelihood", [("deep_mlp", "categorical"), ("scalar_outputs", "gaussian")])
+def test_a_moving_refit_is_at_a_minimum(name, likelihood, structure):
+    """From random weights to where the gradient vanishes and the Hessian is positive; what-ifs go on from there."""
+    own, density = fresh(name), LIKELIHOODS[likelihood].log_density
+    y, size, ones = targets(LIKELIHOODS[likelihood], own), torch.ones_like(own.theta), torch.ones(len(own.x)).double()
+    model = ntkl.laplace(own.network, (own.x, y), LIKELIHOODS[likelihood].build(), ntkl.GaussianPrior(DECAY, mean=0.1),
+                         structure)
+    before = model.network.theta
+    found = model.refit(linearization="moving")
+    truth, theta = Brute(own.network, density, DECAY * size, 0.1 * size), found.network.theta
+    assert truth.gradient(theta, own.x, y, ones).abs().max() < 1e-6
+    hessian = torch.autograd.functional.hessian(lambda at: truth.value(at, own.x, y, ones), theta)
+    assert torch.linalg.eigvalsh(hessian)[0] > 0.02 * DECAY
+    assert torch.equal(model.network.theta, before) and found.structure == model.structure
+    assert relative_error(found.remove([], linearization="moving").network.theta, theta) < 1e-8
+    ones[GROUP] = 0.0
+    want = truth.trained(theta, own.x, y, ones)
+    assert relative_error(found.what_ifs([GROUP]).thetas[0] - theta, want - theta) < 1e-5
+
+
+class Product(nn.Module):
+    """w v x: a saddle at w = v = 0, where x and y go together more than the prior holds."""
+
+    def __init__(self, w: float, v: float) -> None:
+        super().__init__()
+        self.w, self.v = (nn.Parameter(torch.tensor(at).double()) for at in (w, v))
+
+    def forward(self, x):
+        return self.w * self.v * x
+
+
+@pytest.mark.parametrize("per_group", [0, 32])
+def test_a_start_at_no_minimum_is_told(per_group, monkeypatch):
+    """By few products with the Hessian, or by all of its entries; of the fit's targets, and not after a refit."""
+    monkeypatch.setattr(tuning, "WRITTEN_PER_GROUP", per_group)
+    x = torch.tensor([[1.0], [-1.0], [2.0]]).double()
+
+    def at(w: float, v: float, slope: float) -> ntkl.Posterior:
+        return ntkl.laplace(Product(w, v), (x, slope * x), ntkl.Gaussian(1.0), ntkl.GaussianPrior(2.0))
+
+    flat = at(0.01, 0.013, 0.3)  # 6 * 0.3 < 2
+    flat.remove(0, linearization="moving")
+    flat.relabel(0, 9.0, linearization="moving")
+    saddle = at(0.01, 0.013, 1.0)
+    for what_if in (lambda: saddle.remove(0, linearization="moving"), lambda: saddle.what_ifs([[0], [1]]),
+                    lambda: saddle.add(x[:1], x[:1], linearization="moving")):
+        with pytest.warns(ntkl.NTKLaplaceWarning, match="at a minimum.*refit.linearization=.moving"):
+            what_if()
+    found = saddle.refit(linearization="moving")
+    w, v = found.network.theta.tolist()
+    assert w == pytest.approx(v, rel=1e-6) and w * v == pytest.approx(4.0 / 6.0, rel=1e-9)  # 6 (1 - wv) = 2
+    assert len(found.what_ifs([[0], [1]])) == 2
+    saddle.refit().remove(0, linearization="moving")
+
+
+def test_a_moving_refit_takes_hyperparameters_by_leave_one_out():
+    """At the optimum of the linearized model first; refused where that does not exist."""
+    x, (y, own) = inputs(), parts("values")
+    model = ntkl.laplace(network(), (x, y), own, ntkl.GaussianPrior(3.0))
+    found = model.refit("loo", linearization="moving")
+    want = model.refit("loo")
+    assert torch.equal(found.prior.precision, want.prior.precision) and found.likelihood.noise == want.likelihood.noise
+    assert float(found.evidence(correction=True).correction) == pytest.approx(0.0, abs=1e-9)
+    with refused(ntkl.UnsupportedError, 'structure="gp", "full"', "kfac", "moving"):
+        ntkl.laplace(network(), (x, y), own, ntkl.GaussianPrior(3.0), "kfac").refit()
+
+
 @pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
 def test_a_linear_network_is_refitted(structure):
     """The network is linear in its weights: the exact refit of the linearized model, whatever the preconditioner."""
@@ -170,6 +239,7 @@ def test_the_gradient_left_by_training_stays():
     assert torch.equal(nn.utils.parameters_to_vector(module.parameters()).detach(), start), "the caller's has moved"
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 @pytest.mark.slow
 def test_changes_can_follow_fixed_ones():
     """From a displaced posterior, exact or not, the moving one is that of both changes."""
@@ -183,6 +253,7 @@ def test_changes_can_follow_fixed_ones():
             assert relative_error(after.network.theta, at_once) < 1e-7
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 def test_a_loader_is_read_again_and_arrays_are_not_copied():
     module, x, y = network(), inputs(), labels()
     data = TensorDataset(x, y)
@@ -195,6 +266,7 @@ def test_a_loader_is_read_again_and_arrays_are_not_copied():
     assert next(iter(kept))[0].data_ptr() == x.data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 def test_data_that_are_gone(tmp_path):
     module, x, y = network(), inputs(), labels()
     own = x.clone()
@@ -210,6 +282,7 @@ def test_data_that_are_gone(tmp_path):
         found.remove(2, linearization="moving")
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 @pytest.mark.slow
 def test_float32_networks_and_kinks():
     """A float32 network reaches its rounding; one with kinks is told where it ends early."""
@@ -253,6 +326,7 @@ def test_strong_curvature_in_float32_is_no_missing_second_derivative():
     likelihood.require_second_derivatives(theta)
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):
     """Not that its objective has kinks, which it has not."""
     monkeypatch.setattr(moving, "minimize", functools.partial(minimize, steps=1))
@@ -276,6 +350,7 @@ def test_the_corrected_preconditioner_is_made_once(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(moving, "Deflated", Counted)
     posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(2.0)).refit()
+    posterior.relabel(0, labels()[1], linearization="moving")  # preconditioned by the Hessian of the fit's labels too
     first = posterior.remove(2, linearization="moving").network.theta
     assert torch.equal(posterior.what_ifs([[2]]).thetas[0], first) and len(made) == 1
     posterior.what_ifs([[2]], linearization="fixed")

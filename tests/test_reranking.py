@@ -155,6 +155,7 @@ def test_refusals(tmp_path: Path) -> None:
             verb()
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classes", "binary", "values"])
 def test_the_page_has_both_effects(kind: str) -> None:

@@ -230,6 +230,7 @@ def test_a_group_of_an_approximation_has_no_posterior_at_a_fixed_linearization()
         posterior.what_ifs([[0]], linearization="fixed").posterior(0)
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 @pytest.mark.parametrize("change", ["condition", "subset", "prior", "copy"])
 def test_a_moved_network_stays_where_it_is_without_a_change(change: str) -> None:
     """What remains of the gradient is that of the present points and prior, as it is for a posterior that was fitted.
@@ -265,6 +266,7 @@ def test_a_moved_network_is_not_saved(structure: str, tmp_path: Path) -> None:
             changed.save(tmp_path / "never.pt", include_data=True)
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 @pytest.mark.parametrize("structure", ["gp", "kfac"])
 def test_a_point_with_a_target_must_be_left(structure: str) -> None:
     """Points without targets are no data: the prior alone would remain, which a fit refuses as well."""

@@ -20,6 +20,7 @@ from ntk_laplace.structures.what_if import (
     Indices,
     at_optimum,
     moved,
+    own_minimum,
     positions,
     relabeled,
     relinearized,
@@ -179,8 +180,8 @@ class WhatIfVerbs(Fitted):
             added = self._fitted.structure.refit_on(model, batches) if exact else FunctionSpace().fit(model, batches)
             return self._at_fixed(self._points().joined(model.likelihood, added.points), steps, added)
 
-    def refit(self, objective: str | None = None) -> Self:
-        """Posterior at the optimum of the linearized model, without training the network.
+    def refit(self, objective: str | None = None, *, linearization: str = "fixed") -> Self:
+        """Posterior at the optimum of the linearized model, without training the network; or at one of the network.
 
         Its mean is f + J(θ̄-θ*), with θ̄ the argmin of -Σ log p(y_n | f_n + J_n(θ-θ*)) + ½ (θ-μ0)ᵀP0(θ-μ0). Evidence,
         leave-one-out and what-ifs are those of the linear model there: no gradient of training remains.
@@ -191,6 +192,10 @@ class WhatIfVerbs(Fitted):
             None keeps the hyperparameters. "loo", for a Gaussian likelihood: one factor of all prior precisions and one
             of the noise maximize the mean log density of each training point given all others, each at the optimum of
             the linear model; one eigendecomposition.
+        linearization : str
+            "fixed" is the above. "moving" takes a copy of the network to the minimum next to its weights of
+            -Σ log p(y_n | f(x_n; θ)) + ½ (θ-μ0)ᵀP0(θ-μ0), by the steps of moving what-ifs, and linearizes it there,
+            for every structure. Moving what-ifs of the result are about their change alone.
 
         Returns
         -------
@@ -199,15 +204,18 @@ class WhatIfVerbs(Fitted):
         Raises
         ------
         UnsupportedError
-            If the structure or the curvature is not exact, or the likelihood is not Gaussian for "loo".
+            If the structure or the curvature is not exact, where the network does not move or the objective is "loo";
+            if the likelihood is not Gaussian for "loo".
         NumericalError
-            If the optimum is not reached.
+            If the optimum of the linearized model is not reached.
         """
         require_choice(objective, (None, "loo"), 'objective None or "loo"', "Leave it out to keep hyperparameters.")
-        self._fitted.require_exact(" for a refit", "Fit one of them, or train the network again.")
+        moving = is_moving(linearization, None)
+        if not moving or objective is not None:
+            self._fitted.require_exact(" for a refit", 'Fit one of them, or move the network, linearization="moving".')
         with torch.inference_mode(False):
             fitted = self._fitted if objective is None else with_left_out_hyperparameters(self._fitted)
-            return self._derived(at_optimum(fitted))
+            return self._derived(own_minimum(fitted) if moving else at_optimum(fitted))
 
     def relinearize(self, x: InputData | None = None, steps: int = 1) -> Self:
         """Move a copy of the network to the weights of this what-if, and linearize it there.

@@ -31,6 +31,11 @@ class Deflated:
         Of which the Krylov space is taken.
     steps : int
         Products, at most.
+
+    Attributes
+    ----------
+    least : float
+        The smallest Ritz value. One that is negative shows that H is not positive.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Deflated:
             raised = solve(dual[None])[0]
             norm, first = (raised @ dual).clamp_min(0.0).sqrt(), values[used - 1, used - 1].abs()
         found, turn = symmetric_eigen(values[:used, :used].triu().T)
+        self.least = float(found[0]) if used else 1.0
         last = turn[-1] if used else found
         good = norm * last.abs() <= _CONVERGED * found.abs()
         self._vectors = turn[:, good].T @ basis[:used]

@@ -12,7 +12,7 @@ from ntk_laplace.structures.what_if.changes import (
     reweighted,
 )
 from ntk_laplace.structures.what_if.groups import Groups
-from ntk_laplace.structures.what_if.moving import moved, tell_unreached
+from ntk_laplace.structures.what_if.moving import moved, own_minimum, tell_unreached
 from ntk_laplace.structures.what_if.newton import refitted
 from ntk_laplace.structures.what_if.relinearize import relinearized
 from ntk_laplace.structures.what_if.steps import at_optimum, stepped, stepped_once
@@ -26,6 +26,7 @@ __all__ = [
     "at_optimum",
     "drawn",
     "moved",
+    "own_minimum",
     "positions",
     "refitted",
     "relabeled",

@@ -19,7 +19,7 @@ from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import LinearizedLikelihood, NetworkLikelihood
-from ntk_laplace.structures.what_if.moving import ChangedObjectives, fitted_at, moving_model, require_room
+from ntk_laplace.structures.what_if.moving import ChangedObjectives, fitted_at, moving_model, require_room, tell_saddle
 
 __all__ = ["Groups"]
 
@@ -81,7 +81,10 @@ class Groups:
         assert model.training_gradient is not None
         objective = ChangedObjectives(fitted, likelihood, weights, model.training_gradient.value)
         if moving:  # of the linearized model the fit is the Hessian
-            objective = objective.preconditioned(model.theta, fitted.structure.points_to_change.counts)
+            counts = fitted.structure.points_to_change.counts
+            objective = objective.preconditioned(model.theta, counts)
+            if not fitted.model.refitted:
+                tell_saddle(objective, model.theta, counts)
         found = _minima(model, each, objective, weights, start, "what-ifs")
         return cls(model, moving, found.at, weights, found.converged, found.falling, found.steps, likelihood, source,
                    objective)

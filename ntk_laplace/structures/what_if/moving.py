@@ -40,8 +40,8 @@ from ntk_laplace.structures.weight_likelihood import (
     WeightLikelihood,
 )
 
-__all__ = ["ChangedObjectives", "fitted_at", "is_written_out", "moved", "moving_model", "remaining_gradient",
-           "require_room", "tell_unreached", "with_remaining"]
+__all__ = ["ChangedObjectives", "fitted_at", "is_written_out", "moved", "moving_model", "own_minimum",
+           "remaining_gradient", "require_room", "tell_saddle", "tell_unreached", "with_remaining"]
 
 _REMEDY = "Take fewer groups at a time, or fewer training points."
 
@@ -114,17 +114,38 @@ class ChangedObjectives:
         Newton's would stay there.
         """
         inverse: Callable[[Tensor], Tensor] | None = None
-        if is_written_out(self._fitted.model, len(self._weights)):
-            hessian = self._fitted.once("likelihood's Hessian", lambda: self._of_the_likelihood(at, counts))
+        if self._is_written_out():
             share = float(self._weights.sum() / (len(self._weights) * counts.sum()))
-            hessian = (share * hessian).diagonal_scatter(share * hessian.diagonal() + self.precision)
             shift = _SHIFT + _SHIFT_A_CHANGE * abs(1.0 - share)
-            inverse = WrittenOut.of(hessian, self.precision.rsqrt(), shift)
+            inverse = WrittenOut.of(self._hessian(at, counts, share), self.precision.rsqrt(), shift)
         if inverse is None:
-            inverse = self._fitted.once("deflated", lambda: self._corrected(at, counts))
+            inverse = self._corrected(at, counts)
         return ChangedObjectives(self._fitted, self._likelihood, self._weights, self._remaining, inverse)
 
+    def is_minimum(self, at: Tensor, counts: Tensor) -> bool:
+        """Whether no curvature of F at θ (P,), for example weights (N,), is more negative than in a valley.
+
+        Both are those of the fit, whose products with the Hessian precondition too. F has no gradient there.
+        """
+        if not self._is_written_out():
+            return self._corrected(at, counts).least >= -tuning.VALLEY
+        scale = self.precision.rsqrt()
+        turned = scale.unsqueeze(1) * self._hessian(at, counts, 1.0) * scale
+        turned.diagonal().add_(tuning.VALLEY)
+        return not bool(torch.linalg.cholesky_ex(turned)[1])
+
+    def _is_written_out(self) -> bool:
+        return is_written_out(self._fitted.model, len(self._weights))
+
+    def _hessian(self, at: Tensor, counts: Tensor, share: float) -> Tensor:
+        """Of F, (P, P), where the likelihood counts with a share."""
+        found = self._fitted.once("likelihood's Hessian", lambda: self._of_the_likelihood(at, counts))
+        return (share * found).diagonal_scatter(share * found.diagonal() + self.precision)
+
     def _corrected(self, at: Tensor, counts: Tensor) -> Deflated:
+        return self._fitted.once("deflated", lambda: self._deflated(at, counts))
+
+    def _deflated(self, at: Tensor, counts: Tensor) -> Deflated:
         noise = torch.randn(at.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(at)
         with torch.no_grad():
             steps = min(tuning.DEFLATION, self._room // (2 * noise.nbytes))
@@ -149,6 +170,10 @@ class ChangedObjectives:
     def changed(self, weights: Tensor) -> ChangedObjectives:
         """For other example weights, (G, N)."""
         return ChangedObjectives(self._fitted, self._likelihood, weights, self._remaining, self._inverse)
+
+    def of(self, likelihood: WeightLikelihood) -> ChangedObjectives:
+        """Of other targets."""
+        return ChangedObjectives(self._fitted, likelihood, self._weights, self._remaining, self._inverse)
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
         """Gradients, (S, P), and products with the Hessians."""
@@ -309,13 +334,39 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)
     likelihood.require_second_derivatives(model.theta)
     assert model.training_gradient is not None
-    objective = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient.value)
-    before = torch.zeros_like(points.counts)  # added points do not count yet
-    unchanged = fitted.structure.points_to_change.counts
-    before[: len(unchanged)] = unchanged
-    found = objective.preconditioned(model.theta, before).minimize(model.theta[None])
+    remaining = model.training_gradient.value
+    unchanged, before = fitted.structure.points_to_change, torch.zeros_like(points.counts)
+    before[: unchanged.num_examples] = unchanged.counts  # added points do not count yet
+    targets = points.targets.clone()
+    targets[: unchanged.num_examples] = unchanged.targets
+    trained = likelihood if torch.equal(targets, points.targets) else NetworkLikelihood(
+        model, replace(points, targets=targets, weights=None, expanded=None), source, 1)
+    at_the_fit = ChangedObjectives(fitted, trained, points.counts[None], remaining).preconditioned(model.theta, before)
+    if not fitted.model.refitted:
+        tell_saddle(at_the_fit, model.theta, before)
+    found = at_the_fit.of(likelihood).minimize(model.theta[None])
     tell_unreached(found.converged, found.falling, found.steps)
     return fitted_at(model, fitted.structure, source, points, found.at[0])
+
+
+def own_minimum(fitted: FittedModel) -> FittedModel:
+    """The same structure at the network's own minimum of its objective next to its weights: F with g0 = 0.
+
+    Raises
+    ------
+    DataError, MemoryBudgetError
+        As in `moved`.
+    """
+    model = replace(fitted.model, refitted=True)
+    return moved(fitted.derived(fitted.structure, model), fitted.structure.points_to_change)
+
+
+def tell_saddle(objective: ChangedObjectives, theta: Tensor, counts: Tensor) -> None:
+    """Warn where the weights of the fit, (P,), are at no minimum of F for its example weights, (N,)."""
+    if not objective.is_minimum(theta, counts):
+        warn("the network is not at a minimum of its objective, whose curvature is negative along some direction: this "
+             "what-if contains the way to another minimum, whatever the change is. "
+             'posterior.refit(linearization="moving") goes to a minimum first')
 
 
 def tell_unreached(converged: Tensor, falling: Tensor, steps: Tensor) -> None:
@@ -324,7 +375,8 @@ def tell_unreached(converged: Tensor, falling: Tensor, steps: Tensor) -> None:
     if not bool(missed.any()):
         return
     which = f"{int(missed.sum())} of {len(missed)} changes" if len(missed) > 1 else "the changed data"
-    why = ("the objective still falls, as it does far from a minimum: train the network to convergence first"
-           if bool(falling.any()) else "the objective has kinks or is flat there")
+    why = ("the objective still falls, as it does far from a minimum: train the network to convergence first, or call "
+           'posterior.refit(linearization="moving")' if bool(falling.any())
+           else "the objective has kinks or is flat there")
     warn(f"the network is not at its optimum for {which} after up to {int(steps[missed].max())} steps: {why}; "
          "the answer is that of the best weights found")
