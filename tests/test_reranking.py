@@ -67,6 +67,26 @@ def test_effects_are_those_of_single_what_ifs(structure: str) -> None:
     assert torch.equal(order.gather(1, found.places), found.indices)
 
 
+@pytest.mark.parametrize("structure", ["gp", "diag"])
+def test_of_a_network_at_no_minimum_effects_are_about_the_next_one(structure: str) -> None:
+    """Of rankings and of sources; linear effects stay those of the posterior."""
+    early = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(3.0), structure)
+    refitted, sources = early.refit(linearization="moving"), [n % 3 for n in range(early.num_examples)]
+    found, want = early.rerank(NEW, 3, output=1, groups=[[0, 3]]), refitted.rerank(NEW, 9, output=1, groups=[[0, 3]])
+    points = [{int(j): float(effect) for j, effect in zip(own.indices[0], own.moving[0], strict=True)}
+              for own in (found, want)]
+    assert points[0] == pytest.approx({j: points[1][j] for j in points[0]}, abs=1e-9)
+    assert relative_error(found.group_moving, want.group_moving) < 1e-6
+    linear = early.removal_effects(NEW, output=1)
+    assert relative_error(found.linear, linear.gather(1, found.indices)) < 1e-9
+    assert "no minimum" in found.guarantees[-1] and "no minimum" not in want.guarantees[-1]
+    for by in ("output", "variance"):
+        one, other = (own.source_effects(NEW, sources, by=by, linearization="moving") for own in (early, refitted))
+        assert relative_error(one.effect, other.effect) < 1e-6
+        assert "no minimum" in one.guarantees[-1] and "no minimum" not in other.guarantees[-1]
+    assert "no minimum" not in early.source_effects(NEW, sources).guarantees[-1]
+
+
 def test_groups_by_linearization_are_refits_of_the_linearized_network() -> None:
     posterior = classes()
     y = torch.tensor([0, 2])
@@ -155,7 +175,6 @@ def test_refusals(tmp_path: Path) -> None:
             verb()
 
 
-@pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classes", "binary", "values"])
 def test_the_page_has_both_effects(kind: str) -> None:
@@ -167,7 +186,7 @@ def test_the_page_has_both_effects(kind: str) -> None:
         "classes": (ntkl.Categorical(), labels()), "binary": (ntkl.Bernoulli(), (x[:, :1] > 0).double()),
         "values": (ntkl.Gaussian(0.3), x[:, :1].sin()),
     }[kind]
-    posterior = ntkl.laplace(module, (x, y), likelihood, ntkl.GaussianPrior(2.0))
+    posterior = ntkl.laplace(module, (x, y), likelihood, ntkl.GaussianPrior(2.0)).refit(linearization="moving")
     page = ntkl.explore(posterior, NEW, x, k=2, candidates=3)
     found = posterior.rerank(NEW, 3)
     for i, point in enumerate(page.content["points"]):

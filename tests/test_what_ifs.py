@@ -250,8 +250,9 @@ def test_a_moved_network_stays_where_it_is_without_a_change(change: str) -> None
     else:
         moved = copy.deepcopy(moved)
     assert relative_error(moved.remove([], linearization="moving").network.theta, theta) < 1e-9
-    found = moved.source_effects(x, [n % 2 for n in range(moved.num_examples)], linearization="moving")
-    assert relative_error(found.f, moved.outputs(x)) < 1e-7
+    if change != "condition":  # by whose labels it is at no minimum
+        found = moved.source_effects(x, [n % 2 for n in range(moved.num_examples)], linearization="moving")
+        assert relative_error(found.f, moved.outputs(x)) < 1e-7
     with pytest.raises(ntkl.UnsupportedError, match="a what-if changed"):
         moved.save("never.pt")
 

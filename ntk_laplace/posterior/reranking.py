@@ -40,7 +40,8 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
 
         The candidates of an input are the points of the largest linear effects, `removal_effects`. The network goes to
         its own optimum without each of them, as in `what_ifs`, and from there back with the point. The networks of all
-        inputs' candidates share the passes over the data.
+        inputs' candidates share the passes over the data. Where the network is at no minimum, it goes to one first, as
+        in ``refit(linearization="moving")``, and `f` and the moving effects are about that one.
 
         Parameters
         ----------
@@ -89,7 +90,8 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         points = indices.unique()  # of all inputs
         self._require_outputs(len(linear), len(points) + len(chosen))
         weights = self._without(points.unsqueeze(1), chosen)
-        found = self.what_ifs(weights)
+        base, refitted = self._at_minimum()
+        found = base.what_ifs(weights)
         back, outputs = found.comes_back()[1:], found.outputs(x)  # before, and after each change
         f, after = outputs[0], outputs[1:].transpose(0, 1)
         joint_weights = torch.cat([weights[:1], weights[1 + len(points) :]])
@@ -107,7 +109,8 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
                          comes_back=single_back[slot], groups=chosen,
                          group_linear=quantity.change(f, joint_outputs) if chosen else joint, group_moving=joint,
                          group_converged=joint_converged, group_comes_back=joint_back,
-                         group_outputs=after[:, len(points) :], targets=self._points().targets, guarantees=_GUARANTEES)
+                         group_outputs=after[:, len(points) :], targets=self._points().targets,
+                         guarantees=_GUARANTEES + refitted)
 
     def _without(self, points: Tensor, groups: Sequence[Tensor]) -> Tensor:
         """Example weights (1 + m + G, N): first all points, then without each of m, then without each group."""

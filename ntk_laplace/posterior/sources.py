@@ -52,7 +52,8 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, LatentVerbs):
             Targets at `x`: the result then has the change of their log density, whatever `by` is.
         linearization : str
             "fixed": the optimum of the linearized network without the source, for every structure, as
-            ``remove(points, steps=None)`` of "gp". "moving": that of the network, as in `what_ifs`.
+            ``remove(points, steps=None)`` of "gp". "moving": that of the network, as in `what_ifs`. If the network is
+            at no minimum, it goes to one first, as in ``refit(linearization="moving")``, and effects are about that.
 
         Returns
         -------
@@ -85,7 +86,8 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, LatentVerbs):
             self._fitted.require_exact(f" for by={by!r} without a source",
                                        'Use linearization="moving", which fits the structure again.')
         left = number == torch.arange(-1, len(names), device=number.device).unsqueeze(1)  # first nothing is left out
-        found = self.what_ifs(counts * ~left, linearization=linearization)
+        base, refitted = self._at_minimum() if is_moving(linearization, None) else (self, ())
+        found = base.what_ifs(counts * ~left, linearization=linearization)
         f, after = (part.transpose(0, 1) for part in found.outputs(x).split([1, len(names)]))
         f = f.squeeze(1)
         likelihood = self._fitted.model.likelihood
@@ -94,13 +96,13 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, LatentVerbs):
         return SourceEffects(
             names=names, num_points=number[counts > 0].bincount(minlength=len(names)), f=f, outputs=after,
             quantity=quantity,
-            effect=_of_variances(quantity, f, self._covariances_without(found, x)) if by in SPREADS else
+            effect=_of_variances(quantity, f, base._covariances_without(found, x)) if by in SPREADS else
             quantity.change(f, after),
             single=self._single_effects(x, number, len(names), ExplanationRequest(1, output, by, y)),
             log_prob_change=None if y is None else
             quantity_of(likelihood, f, "log_likelihood", output, y).change(f, after),
             own_log_prob=own, own_log_prob_without=own_without, converged=found.converged[1:],
-            linearization=linearization, guarantees=(_GUARANTEES[linearization], _SUMS),
+            linearization=linearization, guarantees=(_GUARANTEES[linearization], _SUMS, *refitted),
         )
 
     def _covariances_without(self, found: WhatIfs, x: InputData) -> Sequence[Tensor]:

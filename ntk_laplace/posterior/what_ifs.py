@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,25 @@ from ntk_laplace.errors import DataError, HyperparameterError, is_whole, require
 from ntk_laplace.model.data import InputData, as_tensor
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.what_if import WhatIfVerbs, is_moving
-from ntk_laplace.structures.what_if import Groups, Indices, positions, require_left, tell_unreached
+from ntk_laplace.structures.what_if import (
+    Groups,
+    Indices,
+    at_minimum,
+    own_minimum,
+    positions,
+    require_left,
+    tell_unreached,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CrossValidation", "WhatIfs", "WhatIfsVerbs", "changed_weights"]
+
+_REFITTED = (
+    "training has stopped at no minimum of the objective, so that any change would let the network leave: moving "
+    "effects are about the minimum next to its weights",
+)
 
 
 class WhatIfs:
@@ -185,6 +201,13 @@ class WhatIfsVerbs(WhatIfVerbs):
             before = self if moving else self._derived(self._fitted.derived(self._fitted.structure))
         tell_unreached(found.converged, found.falling, found.steps)
         return WhatIfs(before, found)
+
+    def _at_minimum(self) -> tuple[Self, tuple[str, ...]]:
+        """Itself, or the moving refit where the network would leave its weights for any change; and words of that."""
+        with torch.inference_mode(False):
+            if at_minimum(self._fitted):
+                return self, ()
+            return self._derived(own_minimum(self._fitted)), _REFITTED
 
     def cross_validate(
         self, folds: int | Any = 5, *, linearization: str = "moving", seed: int = 0

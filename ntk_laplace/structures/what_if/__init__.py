@@ -12,7 +12,7 @@ from ntk_laplace.structures.what_if.changes import (
     reweighted,
 )
 from ntk_laplace.structures.what_if.groups import Groups
-from ntk_laplace.structures.what_if.moving import moved, own_minimum, tell_unreached
+from ntk_laplace.structures.what_if.moving import at_minimum, moved, own_minimum, tell_unreached
 from ntk_laplace.structures.what_if.newton import refitted
 from ntk_laplace.structures.what_if.relinearize import relinearized
 from ntk_laplace.structures.what_if.steps import at_optimum, stepped, stepped_once
@@ -23,6 +23,7 @@ __all__ = [
     "ChangedStructure",
     "Groups",
     "Indices",
+    "at_minimum",
     "at_optimum",
     "drawn",
     "moved",

@@ -40,7 +40,7 @@ from ntk_laplace.structures.weight_likelihood import (
     WeightLikelihood,
 )
 
-__all__ = ["ChangedObjectives", "fitted_at", "is_written_out", "moved", "moving_model", "own_minimum",
+__all__ = ["ChangedObjectives", "at_minimum", "fitted_at", "is_written_out", "moved", "moving_model", "own_minimum",
            "remaining_gradient", "require_room", "tell_saddle", "tell_unreached", "with_remaining"]
 
 _REMEDY = "Take fewer groups at a time, or fewer training points."
@@ -359,6 +359,23 @@ def own_minimum(fitted: FittedModel) -> FittedModel:
     """
     model = replace(fitted.model, refitted=True)
     return moved(fitted.derived(fitted.structure, model), fitted.structure.points_to_change)
+
+
+def at_minimum(fitted: FittedModel) -> bool:
+    """Whether the network's weights are at a minimum of F for the points as they are.
+
+    Raises
+    ------
+    DataError, MemoryBudgetError
+        As in `moved`.
+    """
+    model, points = moving_model(fitted), fitted.structure.points_to_change
+    source = training_inputs(fitted.model, fitted.structure)
+    likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)
+    likelihood.require_second_derivatives(model.theta)
+    assert model.training_gradient is not None
+    unchanged = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient.value)
+    return unchanged.is_minimum(model.theta, points.counts)
 
 
 def tell_saddle(objective: ChangedObjectives, theta: Tensor, counts: Tensor) -> None:

@@ -245,7 +245,7 @@ def _reranked(
     groups = [group for group in dict.fromkeys(members) if 0 < len(group) < posterior.num_examples]
     place = {group: slot for slot, group in enumerate(groups)}
     found = posterior.rerank(x, candidates, output, groups=groups)
-    turned = (found.f[:, 0] < 0) & (_kind(posterior) == "binary")
+    turned = (posterior.outputs(x)[:, 0] < 0) & (_kind(posterior) == "binary")  # at the page's weights
     sign = torch.where(turned, -1.0, 1.0).to(found.f)
     linear, moving = found.linear * sign.unsqueeze(1), found.moving * sign.unsqueeze(1)
     flags = torch.stack([found.disagrees, ~found.comes_back, ~found.converged], 2).tolist()
