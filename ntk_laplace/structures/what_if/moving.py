@@ -130,7 +130,7 @@ class ChangedObjectives:
         if not self._is_written_out():
             return self._corrected(at, counts).least >= -tuning.VALLEY
         scale = self.precision.rsqrt()
-        turned = scale.unsqueeze(1) * self._hessian(at, counts, 1.0) * scale
+        turned = self._hessian(at, counts, 1.0).mul_(scale).mul_(scale.unsqueeze(1))
         turned.diagonal().add_(tuning.VALLEY)
         return not bool(torch.linalg.cholesky_ex(turned)[1])
 
