@@ -331,16 +331,16 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     source = training_inputs(fitted.model, fitted.structure)
     source = source if added is None else Joined([source, added])
     require_room(model, 1, 0)
-    likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)
+    own = replace(points, weights=None, expanded=None)
+    likelihood = NetworkLikelihood(model, own, source, 1)
     likelihood.require_second_derivatives(model.theta)
     assert model.training_gradient is not None
     remaining = model.training_gradient.value
-    unchanged, before = fitted.structure.points_to_change, torch.zeros_like(points.counts)
+    unchanged, before, targets = fitted.structure.points_to_change, torch.zeros_like(points.counts), own.targets.clone()
     before[: unchanged.num_examples] = unchanged.counts  # added points do not count yet
-    targets = points.targets.clone()
     targets[: unchanged.num_examples] = unchanged.targets
-    trained = likelihood if torch.equal(targets, points.targets) else NetworkLikelihood(
-        model, replace(points, targets=targets, weights=None, expanded=None), source, 1)
+    of_the_fit = replace(own, targets=targets)
+    trained = likelihood if own.same_data(of_the_fit) else NetworkLikelihood(model, of_the_fit, source, 1)
     at_the_fit = ChangedObjectives(fitted, trained, points.counts[None], remaining).preconditioned(model.theta, before)
     if not fitted.model.refitted:
         tell_saddle(at_the_fit, model.theta, before)
