@@ -136,7 +136,8 @@ def test_inputs_without_targets(folder: Path, capsys: pytest.CaptureFixture) -> 
 @pytest.mark.slow
 def test_sources_are_no_input_and_are_explained(folder: Path, capsys: pytest.CaptureFixture) -> None:
     fit(["price"], "--group", "month")
-    predict(frame("price", "month").iloc[:4])
+    expected = predict(frame("price", "month").iloc[:4])
+    assert predict(frame("price", "month").iloc[:4], "--drop", "month").equals(expected)
     predict(frame().iloc[:4])
     capsys.readouterr()
     assert "sources" in page() and "June" in capsys.readouterr().out

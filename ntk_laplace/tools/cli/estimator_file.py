@@ -205,19 +205,24 @@ class Estimator:
             If it cannot be read, or its columns, shapes or classes are others than in the training data.
         """
         if is_table(path):
-            return self._table(path, what, [name for name in dropped or () if name not in self.dropped])
+            return self._table(path, what, [name for name in dropped or () if name not in self._left_out])
         require_no_dropped(path, dropped)
         if path.is_dir():
             return self._folder(path)
         return self._arrays(path, what)
+
+    @property
+    def _left_out(self) -> list[str]:
+        """Columns that the fit did not use as inputs; later tables may be with or without them."""
+        columns = [name for name in (self.group, *self.dropped) if name is not None]
+        return [name for name in columns if name not in (self.features or ())]
 
     def _table(self, path: Path, what: str, dropped: Sequence[str]) -> NewExamples:
         if self.features is None:
             raise self._another("the table", path)
         names = all(isinstance(label, str) for label in getattr(self.model, "classes_", [None]))
         frame = read_table(path, what, self.targets if names else ())
-        ignored = [name for name in (self.group, *self.dropped) if name is not None and name not in self.features]
-        frame = without_dropped(frame.drop(columns=ignored, errors="ignore"), path, dropped, self.targets)
+        frame = without_dropped(frame.drop(columns=self._left_out, errors="ignore"), path, dropped, self.targets)
         columns = input_columns(frame, path, self.targets, self.features, drop=True)
         x = pandas.DataFrame(numbers(frame, path, columns), columns=columns)
         return NewExamples(x, self._targets(frame, path), _counted(len(x)))
