@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ntk_laplace as ntkl
 from ntk_laplace.jacobian import JacobianPass, batch_size
+from ntk_laplace.jacobian.blocks.outer_products import add_pulled_, add_pushed_
 from ntk_laplace.model.network import Network
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import buffer_bytes
@@ -82,6 +83,23 @@ def test_rows_of_a_tied_weight_are_written_a_few_examples_at_a_time(
         posterior = ntkl.laplace(Tied(words, size), (x, y), ntkl.Categorical(), structure=structure)
         posterior.predict(x)
     assert one < largest.bytes < n * one / 2  # output gradients and covariances are the largest
+
+
+def test_products_with_factors_stay_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of one factor are small tensors, however many examples there are, and their sums are those of rows."""
+    count, m, o, i = 300, 32, 4, 3
+    shapes = (2, count, 1, 1, o), (count, 1, 1, i), (2, count, m)
+    b, a, cotangents = (torch.randn(*shape).double() for shape in shapes)
+    vectors, out = torch.randn(m, 1, o, i).double(), torch.zeros(2, count, m).double()
+    weights, biases = torch.zeros(m, 1, o, i).double(), torch.zeros(m, 1, o).double()
+    monkeypatch.setattr(tuning, "FACTOR_BYTES", out.nbytes)
+    with Largest() as largest:
+        add_pushed_(out, b, a, vectors, None)
+        add_pulled_(weights, biases, b, a, cotangents)
+    assert largest.bytes == out.nbytes < count * m * o * 8
+    rows = torch.einsum("kngto,ngti->knoi", b, a).flatten(0, 1).flatten(1)
+    assert torch.allclose(out.flatten(0, 1), rows @ vectors.flatten(1).T, rtol=1e-9)
+    assert torch.allclose(weights.flatten(1), cotangents.flatten(0, 1).T @ rows, rtol=1e-9)
 
 
 @pytest.mark.parametrize("structure", ["diag", "kfac", "ekfac"])

@@ -41,6 +41,7 @@ INNER_SUMS_BYTES = 2 * MIB  # inner sums over positions that fit in a core's cac
 INNER_SUMS_DEVICE_BYTES = 64 * MIB  # the same on an accelerator, where few large products are faster
 
 PRODUCT_COLUMNS = 4096  # columns of a product of layer inputs with several vectors
+FACTOR_BYTES = 4 * MIB  # such products at a time: in cache the product with output gradients takes 0.2 to 1 of the time
 WRITTEN_VECTORS = 16  # products with rows that take as long as writing them out; 16 to 110 on two cores, by their size
 
 # --- curvature

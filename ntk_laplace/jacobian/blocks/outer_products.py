@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks.base import steps
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 
 __all__ = ["add_pulled_", "add_pushed_", "factors_are_cheaper", "position_product", "projected", "separated",
            "summed_product"]
@@ -58,7 +59,9 @@ def add_pulled_(weights: Tensor, biases: Tensor, b: Tensor, a: Tensor, cotangent
 
 
 def _example_panels(b: Tensor, vectors: int) -> Iterator[slice]:
-    return steps(b.shape[1], vectors * b.shape[3] * b.shape[4] * b.element_size(), b.device)
+    """Slices of examples whose products with one factor, (n, T, m, o), stay in cache for the product with the other."""
+    each = vectors * b.shape[3] * b.shape[4] * b.element_size()
+    return panels(b.shape[1], each, tuning.FACTOR_BYTES) if b.is_cpu else steps(b.shape[1], each, b.device)
 
 
 def position_product(left: Tensor, right: Tensor) -> Tensor:
