@@ -689,14 +689,17 @@ def test_priors_that_do_not_fit(options, expected, got):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "got"),
+    ("options", "expected", "got", "remedy"),
     [
-        ({"structure": "fulll"}, "gp.*full", "'fulll'"),
-        ({"curvature": "hessian"}, "ggn", "'hessian'"),
+        ({"structure": "fulll"}, "gp.*full", "'fulll'", '^Use "gp"'),
+        ({"structure": ["gp"]}, "gp.*full", "'gp'", '^Use "gp"'),
+        ({"structure": "kron"}, "gp.*full", "'kron'", '"kfac" here'),
+        ({"structure": "last_layer"}, "gp.*full", "'last_layer'", 'parameters="last_layer"'),
+        ({"curvature": "hessian"}, "ggn", "'hessian'", "."),
     ],
 )
-def test_unknown_choices(options, expected, got):
-    with refused(errors.UnsupportedError, expected, got, "."):
+def test_unknown_choices(options, expected, got, remedy):
+    with refused(errors.UnsupportedError, expected, got, remedy):
         fit(**options)
 
 

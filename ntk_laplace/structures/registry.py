@@ -14,6 +14,11 @@ _Spec = TypeVar("_Spec", bound=type[StructureSpec])
 REGISTERED: dict[str, type[StructureSpec]] = {}
 """Specification classes by name."""
 
+_ELSEWHERE = {  # what people who know laplace-torch write
+    "kron": 'This structure is called "kfac" here. ', "lowrank": 'The nearest is "nystrom" here. ',
+    "last_layer": 'Which weights count is another argument, parameters="last_layer". ',
+}
+
 
 def register_structure(spec: _Spec) -> _Spec:
     """Class decorator: make a specification available under its name, for `structure=`, `load` and the command line.
@@ -88,7 +93,8 @@ def structure_named(name: str) -> type[StructureSpec]:
         raise UnsupportedError("a structure's name or an object", f"the class {name.__qualname__}",
                                f"Write {name.__qualname__}(), with its options.")
     if not isinstance(name, str) or name not in REGISTERED:
+        here = _ELSEWHERE.get(name, "") if isinstance(name, str) else ""
         raise UnsupportedError(f'structure among {", ".join([*structure_names(), "auto"])}', repr(name),
-                               'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '
-                               "let cost decide between the exact two; register_structure adds one of your own.")
+                               f'{here}Use "gp" for small data, "full" for small networks, "kfac" for large ones, '
+                               '"auto" to let cost decide between the exact two; register_structure adds your own.')
     return REGISTERED[name]
