@@ -512,3 +512,19 @@ def test_a_point_is_on_one_side_alone():
     for i in range(5):
         assert all(entry.support > 0 for entry in found.entries(i, "for"))
         assert all(entry.support < 0 for entry in found.entries(i, "against"))
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+def test_a_large_gap_is_told(structure: str) -> None:
+    """Of weights at no optimum, for one batch of inputs and for several; not after a refit."""
+    x = torch.linspace(-2, 2, 12, dtype=torch.float64)[:, None]
+    network = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    early = ntkl.laplace(network, (x, x.sin()), ntkl.Gaussian(0.1), ntkl.GaussianPrior(0.5), structure)
+    refitted = early.refit(linearization="moving")
+    for size in (None, 5):
+        found, after = (own.explain(x, k=2, batch_size=size) for own in (early, refitted))
+        assert found.gap.abs().max() > 0.1 * (found.f - found.offset).abs().max()
+        assert f"the gap is up to {float(found.gap.abs().max()):.2g}" in found.guarantees[-1]
+        assert not any("the gap is" in words for words in after.guarantees)
+    if structure != "kfac":
+        assert not any("the gap is" in words for words in early.refit().explain(x, k=2).guarantees)

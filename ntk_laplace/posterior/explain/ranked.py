@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "Ranked", "counted", "joined", "strongest", "whole"]
 
 R = TypeVar("R", bound="Ranked")
+_GAP = 0.1  # of what the decomposition explains, above which its guarantees speak of the gap
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
         if len(part.f) == room:
             for _ in parts:  # what is checked after the last chunk
                 pass
-            return part
+            return _telling_gap(part)
         first = part if first is None else first
         questions.append(part.quantity)
         for key, values in part.by_input().items():
@@ -248,7 +249,18 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
             found[name] = gathered.rows
     if first is None:
         raise DataError("at least one input to explain", "none", "Pass one or more inputs.")
-    return replace(first, quantity=Quantity.joined(questions), **found)
+    return _telling_gap(replace(first, quantity=Quantity.joined(questions), **found))
+
+
+def _telling_gap(found: R) -> R:
+    """The same; its guarantees say so where the decomposition leaves much to the gap."""
+    gap, explained = (float(part.abs().max()) for part in (found.gap, found.f - found.offset))
+    if gap <= _GAP * explained:
+        return found
+    words = (f"the gap is up to {gap:.2g}, where predictions differ from their offsets by up to {explained:.2g}: "
+             "training has left a gradient, and the contributions are not those of an optimum, as they are after "
+             "refit(); removal effects keep that gradient, and do not contain it")
+    return replace(found, guarantees=(*found.guarantees, words))
 
 
 def counted(k: Any, default: int) -> int:
