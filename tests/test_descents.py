@@ -12,7 +12,7 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Deflated, WrittenOut, minimize, newton
+from ntk_laplace.runtime.krylov import Deflated, WrittenOut, downward, minimize, newton
 from ntk_laplace.runtime.krylov.quasi_newton import Inverses, descend
 from reference import relative_error
 from refusals import inputs, labels, network, refused
@@ -248,16 +248,17 @@ def test_deflation_is_the_inverse_where_lanczos_has_converged():
     """With all steps |H|⁻¹ in the metric of M, by eigenvectors; with none, or where M is H, M⁻¹."""
     metric, hessian = definite(5), definite(6) - 4.0 * torch.eye(SIZE).double()
     probe, eye = torch.linspace(1.0, 2.0, SIZE).double(), torch.eye(SIZE).double()
-    inverse = torch.linalg.inv(metric)
+    inverse, scale = torch.linalg.inv(metric), torch.ones(SIZE).double()
     root = torch.linalg.cholesky(inverse)
     values, vectors = torch.linalg.eigh(root.T @ hessian @ root)
     assert values[0] < -0.05 < 1.0 < values[-1]
     turned = root @ vectors
     want = turned / values.abs().clamp_min(0.05) @ turned.T
-    found = Deflated(lambda v: v @ hessian, lambda v: v @ inverse, probe, 100)(eye)
-    assert relative_error(found, want) < 1e-8
+    found = Deflated(lambda v: v @ hessian, lambda v: v @ inverse, probe, 100, scale)
+    assert relative_error(found(eye), want) < 1e-8
+    assert float(found.lowest @ hessian @ found.lowest) < 0.0
     for matrix, steps in ((hessian, 0), (metric, 100)):
-        found = Deflated(lambda v, m=matrix: v @ m, lambda v: v @ inverse, probe, steps)(eye)
+        found = Deflated(lambda v, m=matrix: v @ m, lambda v: v @ inverse, probe, steps, scale)(eye)
         assert relative_error(found, inverse) < 1e-10
 
 
@@ -268,6 +269,15 @@ def test_an_inverse_that_is_written_out():
     assert found is not None
     assert relative_error(found(eye), torch.linalg.inv(hessian + torch.diag(0.1 / scale.square()))) < 1e-10
     assert WrittenOut.of(definite(6) - 4.0 * eye, scale, 100.0) is None
+
+
+def test_a_direction_that_leads_down():
+    """Of an indefinite matrix, at its first pivot or later; none of a definite one."""
+    indefinite = definite(6) - 4.0 * torch.eye(SIZE).double()
+    for matrix in (indefinite, indefinite.flip(0, 1), -definite(5)):
+        found = downward(matrix)
+        assert found is not None and float(found @ matrix @ found) < 0.0
+    assert downward(definite(5)) is None
 
 
 @pytest.mark.parametrize("structure", ["full", "kfac"])

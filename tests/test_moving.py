@@ -182,6 +182,41 @@ def test_a_start_at_no_minimum_is_told(per_group, monkeypatch):
     saddle.refit().remove(0, linearization="moving")
 
 
+class Balance(nn.Module):
+    """20 (a - b) x + (a + b)² x / 2: outputs hold a - b, and along a + b the point a = b = 0 is a saddle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(2).double())
+
+    def forward(self, x):
+        a, b = self.weights
+        return (20.0 * (a - b) + (a + b) ** 2 / 2.0) * x
+
+
+@pytest.mark.parametrize("structure", ["gp", "diag"])
+@pytest.mark.parametrize("per_group", [0, 32])
+def test_a_saddle_is_told_whatever_the_structure(per_group, structure, monkeypatch):
+    """Its curvature is -5 times the prior precision, and next to nothing of the diagonal's."""
+    monkeypatch.setattr(tuning, "WRITTEN_PER_GROUP", per_group)
+    x = torch.tensor([[1.0], [-1.0], [2.0]]).double()
+    saddle = ntkl.laplace(Balance(), (x, x), ntkl.Gaussian(1.0), ntkl.GaussianPrior(2.0), structure)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="at a minimum"):
+        saddle.remove(0, linearization="moving")
+
+
+@pytest.mark.parametrize("structure", ["gp", "diag"])
+@pytest.mark.parametrize("per_group", [0, 32])
+def test_rounding_is_no_saddle(per_group, structure, monkeypatch):
+    """A linear network has none; in float32 the largest curvature rounds to more than the prior's."""
+    monkeypatch.setattr(tuning, "WRITTEN_PER_GROUP", per_group)
+    x = inputs().float()
+    x = torch.cat([x, x.sum(1, keepdim=True)], 1)
+    flat = nn.Linear(x.shape[1], 1)
+    posterior = ntkl.laplace(flat, (x, flat(x).detach()), ntkl.Gaussian(1e-4), ntkl.GaussianPrior(1e-6), structure)
+    posterior.remove([], linearization="moving")
+
+
 def test_a_moving_refit_takes_hyperparameters_by_leave_one_out():
     """At the optimum of the linearized model first; refused where that does not exist."""
     x, (y, own) = inputs(), parts("values")

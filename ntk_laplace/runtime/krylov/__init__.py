@@ -5,7 +5,7 @@ tensor. One call multiplies them all, because a product with a network's curvatu
 """
 
 from ntk_laplace.runtime.krylov.conjugate_gradients import conjugate_gradients, nearly_solved
-from ntk_laplace.runtime.krylov.deflation import Deflated, WrittenOut
+from ntk_laplace.runtime.krylov.deflation import Deflated, WrittenOut, downward
 from ntk_laplace.runtime.krylov.lanczos import Quadrature, lanczos
 from ntk_laplace.runtime.krylov.low_rank import LowRank, inner, low_rank, turned_
 from ntk_laplace.runtime.krylov.newton import Local, Minima, Objectives, minimize
@@ -20,6 +20,7 @@ __all__ = [
     "Quadrature",
     "WrittenOut",
     "conjugate_gradients",
+    "downward",
     "inner",
     "lanczos",
     "low_rank",

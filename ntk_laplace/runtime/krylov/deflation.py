@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ntk_laplace.runtime.linalg import symmetric_eigen
 
-__all__ = ["Deflated", "WrittenOut"]
+__all__ = ["Deflated", "WrittenOut", "downward"]
 
 _FLOOR = 0.05  # of an eigenvalue of M⁻¹H: a step along a direction with less, or with negative curvature, stays bounded
 _CONVERGED = 0.1  # residual of a Ritz vector, relative to its value
@@ -31,15 +31,18 @@ class Deflated:
         Of which the Krylov space is taken.
     steps : int
         Products, at most.
+    metric : Tensor, (P,)
+        A diagonal D, positive.
 
     Attributes
     ----------
-    least : float
-        The smallest Ritz value. One that is negative shows that H is not positive.
+    lowest : Tensor, (P,)
+        The Ritz vector v of the smallest vᵀHv / vᵀDv. M may be far above D, and M⁻¹H next to zero where D⁻¹H is not.
     """
 
     def __init__(
-        self, products: Callable[[Tensor], Tensor], solve: Callable[[Tensor], Tensor], probe: Tensor, steps: int
+        self, products: Callable[[Tensor], Tensor], solve: Callable[[Tensor], Tensor], probe: Tensor, steps: int,
+        metric: Tensor,
     ) -> None:
         self._solve, steps = solve, min(steps, len(probe))
         basis, duals = (probe.new_zeros(steps, len(probe)) for _ in range(2))  # rows z and M z
@@ -58,10 +61,12 @@ class Deflated:
             raised = solve(dual[None])[0]
             norm, first = (raised @ dual).clamp_min(0.0).sqrt(), values[used - 1, used - 1].abs()
         found, turn = symmetric_eigen(values[:used, :used].triu().T)
-        self.least = float(found[0]) if used else 1.0
         last = turn[-1] if used else found
         good = norm * last.abs() <= _CONVERGED * found.abs()
-        self._vectors = turn[:, good].T @ basis[:used]
+        del duals
+        vectors = turn.T @ basis[:used]
+        self.lowest = vectors[(found / (vectors.square() @ metric)).argmin()].clone() if used else probe
+        self._vectors = vectors[good]
         self._weights = found[good].abs().clamp_min(_FLOOR).reciprocal() - 1.0
 
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -107,3 +112,18 @@ class WrittenOut:
         """For vectors (m, P)."""
         inverse = self._single if rounded else self._inverse
         return (vectors.to(inverse) @ inverse).to(vectors)
+
+
+def downward(matrix: Tensor) -> Tensor | None:
+    """A direction v with vᵀAv ≤ 0 of a symmetric matrix A, (P, P), from the pivot where its factorization ends.
+
+    None if A is positive definite.
+    """
+    end = int(torch.linalg.cholesky_ex(matrix)[1]) - 1
+    if end < 0:
+        return None
+    found = matrix.new_zeros(len(matrix))
+    root = torch.linalg.cholesky_ex(matrix[:end, :end])[0]
+    found[:end] = -torch.cholesky_solve(matrix[:end, end : end + 1], root).squeeze(1)
+    found[end] = 1.0
+    return found

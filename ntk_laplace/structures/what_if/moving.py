@@ -25,7 +25,7 @@ from torch import Tensor
 from ntk_laplace.errors import warn
 from ntk_laplace.model.data import Joined, Replaced, Source
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, minimize, remembered
+from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, downward, minimize, remembered
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
@@ -125,14 +125,25 @@ class ChangedObjectives:
     def is_minimum(self, at: Tensor, counts: Tensor) -> bool:
         """Whether no curvature of F at θ (P,), for example weights (N,), is more negative than in a valley.
 
-        Both are those of the fit, whose products with the Hessian precondition too. F has no gradient there.
+        Both are those of the fit, whose products with the Hessian precondition too. F has no gradient there. What they
+        show is measured by one more product: along a direction of little curvature it has the least of rounding.
         """
-        if not self._is_written_out():
-            return self._corrected(at, counts).least >= -tuning.VALLEY
-        scale = self.precision.rsqrt()
-        turned = self._hessian(at, counts, 1.0).mul_(scale).mul_(scale.unsqueeze(1))
-        turned.diagonal().add_(tuning.VALLEY)
-        return not bool(torch.linalg.cholesky_ex(turned)[1])
+        return self._fitted.once("at a minimum", lambda: self._is_minimum(at, counts))
+
+    def _is_minimum(self, at: Tensor, counts: Tensor) -> bool:
+        if self._is_written_out():
+            scale = self.precision.rsqrt()
+            turned = self._hessian(at, counts, 1.0).mul_(scale).mul_(scale.unsqueeze(1))
+            turned.diagonal().add_(tuning.VALLEY)
+            found = downward(turned)
+            if found is None:
+                return True
+            lowest = scale * found
+        else:
+            lowest = self._corrected(at, counts).lowest
+        with torch.no_grad():
+            bend = lowest @ self._at_the_fit(at, counts, 1)(lowest[None])[0]
+        return bool(bend >= -tuning.VALLEY * (self.precision @ lowest.square()))
 
     def _is_written_out(self) -> bool:
         return is_written_out(self._fitted.model, len(self._weights))
@@ -149,7 +160,7 @@ class ChangedObjectives:
         noise = torch.randn(at.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(at)
         with torch.no_grad():
             steps = min(tuning.DEFLATION, self._room // (2 * noise.nbytes))
-            return Deflated(self._at_the_fit(at, counts, 1), self._inverse, noise, steps)
+            return Deflated(self._at_the_fit(at, counts, 1), self._inverse, noise, steps, self.precision)
 
     def _of_the_likelihood(self, at: Tensor, counts: Tensor) -> Tensor:
         """The Hessian of -log p(D | θ), (P, P), from its product with every unit vector."""
