@@ -227,6 +227,8 @@ def test_a_moving_refit_takes_hyperparameters_by_leave_one_out():
     assert float(found.evidence(correction=True).correction) == pytest.approx(0.0, abs=1e-9)
     with refused(ntkl.UnsupportedError, 'structure="gp", "full"', "kfac", "moving"):
         ntkl.laplace(network(), (x, y), own, ntkl.GaussianPrior(3.0), "kfac").refit()
+    with refused(ntkl.UnsupportedError, 'structure="gp", "full"', "kfac", "hyperparameters as they are.*moving"):
+        ntkl.laplace(network(), (x, y), own, ntkl.GaussianPrior(3.0), "kfac").refit("loo", linearization="moving")
 
 
 @pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
@@ -371,6 +373,10 @@ def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):
         posterior.remove([0, 1, 2, 3], linearization="moving")
     with pytest.warns(ntkl.NTKLaplaceWarning, match="for 2 of 3 changes after up to .* still falls"):
         posterior.what_ifs([[0, 1, 2, 3], [], [4, 5, 6]])
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="still falls") as told:
+        posterior.refit(linearization="moving")  # which changes no data, and is no remedy of itself
+    assert "at a minimum" in str(told[0].message)
+    assert not any(words in str(told[0].message) for words in ("changed data", "refit"))
 
 
 @pytest.mark.slow

@@ -212,7 +212,9 @@ class WhatIfVerbs(Fitted):
         require_choice(objective, (None, "loo"), 'objective None or "loo"', "Leave it out to keep hyperparameters.")
         moving = is_moving(linearization, None)
         if not moving or objective is not None:
-            self._fitted.require_exact(" for a refit", 'Fit one of them, or move the network, linearization="moving".')
+            kept = "" if objective is None else " with the hyperparameters as they are"
+            self._fitted.require_exact(" for a refit",
+                                       f'Fit one of them, or move the network{kept}, linearization="moving".')
         with torch.inference_mode(False):
             fitted = self._fitted if objective is None else with_left_out_hyperparameters(self._fitted)
             return self._derived(own_minimum(fitted) if moving else at_optimum(fitted))

@@ -338,6 +338,13 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     MemoryBudgetError
         If one example at one value of the weights does not fit in memory.
     """
+    result, found = _moved(fitted, points, added)
+    tell_unreached(found.converged, found.falling, found.steps)
+    return result
+
+
+def _moved(fitted: FittedModel, points: TrainingPoints, added: Source | None) -> tuple[FittedModel, Minima]:
+    """As `moved`, and how the descent has ended."""
     model = moving_model(fitted)
     source = training_inputs(fitted.model, fitted.structure)
     source = source if added is None else Joined([source, added])
@@ -356,12 +363,13 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     if not fitted.model.refitted:
         tell_saddle(at_the_fit, model.theta, before)
     found = at_the_fit.of(likelihood).minimize(model.theta[None])
-    tell_unreached(found.converged, found.falling, found.steps)
-    return fitted_at(model, fitted.structure, source, points, found.at[0])
+    return fitted_at(model, fitted.structure, source, points, found.at[0]), found
 
 
 def own_minimum(fitted: FittedModel) -> FittedModel:
     """The same structure at the network's own minimum of its objective next to its weights: F with g0 = 0.
+
+    A warning tells if it was not reached.
 
     Raises
     ------
@@ -369,7 +377,10 @@ def own_minimum(fitted: FittedModel) -> FittedModel:
         As in `moved`.
     """
     model = replace(fitted.model, refitted=True)
-    return moved(fitted.derived(fitted.structure, model), fitted.structure.points_to_change)
+    result, found = _moved(fitted.derived(fitted.structure, model), fitted.structure.points_to_change, None)
+    if not bool(found.converged.all()):
+        _tell_best("a minimum", found.steps, bool(found.falling.any()), "train the network to convergence first")
+    return result
 
 
 def at_minimum(fitted: FittedModel) -> bool:
@@ -403,8 +414,12 @@ def tell_unreached(converged: Tensor, falling: Tensor, steps: Tensor) -> None:
     if not bool(missed.any()):
         return
     which = f"{int(missed.sum())} of {len(missed)} changes" if len(missed) > 1 else "the changed data"
-    why = ("the objective still falls, as it does far from a minimum: train the network to convergence first, or call "
-           'posterior.refit(linearization="moving")' if bool(falling.any())
-           else "the objective has kinks or is flat there")
-    warn(f"the network is not at its optimum for {which} after up to {int(steps[missed].max())} steps: {why}; "
+    _tell_best(f"its optimum for {which}", steps[missed], bool(falling.any()),
+               'train the network to convergence first, or call posterior.refit(linearization="moving")')
+
+
+def _tell_best(where: str, steps: Tensor, falling: bool, remedy: str) -> None:
+    why = (f"the objective still falls, as it does far from a minimum: {remedy}" if falling else
+           "the objective has kinks or is flat there")
+    warn(f"the network is not at {where} after up to {int(steps.max())} steps: {why}; "
          "the answer is that of the best weights found")
