@@ -147,6 +147,23 @@ def test_a_moving_refit_is_at_a_minimum(name, likelihood, structure):
     assert relative_error(found.what_ifs([GROUP]).thetas[0] - theta, want - theta) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at a minimum", "ignore:the fitted predictive")
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_a_moving_refit_is_a_fit_like_any_other(structure, tmp_path):
+    """It is saved and loaded with its own network, and retrained; not where a what-if had changed the data."""
+    x, (y, own) = inputs(), parts("classes")
+    model = ntkl.laplace(network(), (x, y), own, ntkl.GaussianPrior(3.0), structure)
+    found = model.refit(linearization="moving")
+    found.save(tmp_path / "p.pt", include_data=structure == "gp")
+    loaded = ntkl.load(tmp_path / "p.pt", found.network.module)
+    for a, b in zip(loaded.latent_moments(x), found.latent_moments(x), strict=True):
+        assert relative_error(a, b) < 1e-12
+    assert found.retrain((x, y)).evidence(correction=True).correction < 1e-3 and "relinearized" not in repr(found)
+    for changed in (model.remove(0), model.remove(0, linearization="moving")):
+        with refused(ntkl.UnsupportedError, "fitted to", "what-if changed", "."):
+            changed.refit(linearization="moving").save(tmp_path / "q.pt")
+
+
 class Product(nn.Module):
     """w v x: a saddle at w = v = 0, where x and y go together more than the prior holds."""
 

@@ -376,10 +376,12 @@ def own_minimum(fitted: FittedModel) -> FittedModel:
     DataError, MemoryBudgetError
         As in `moved`.
     """
-    model = replace(fitted.model, refitted=True)
-    result, found = _moved(fitted.derived(fitted.structure, model), fitted.structure.points_to_change, None)
+    result, found = _moved(fitted.derived(fitted.structure, replace(fitted.model, refitted=True)),
+                           fitted.structure.points_to_change, None)
     if not bool(found.converged.all()):
         _tell_best("a minimum", found.steps, bool(found.falling.any()), "train the network to convergence first")
+    if fitted.structure.base is None and fitted.model.training_gradient is None:  # no what-if: a fit like any other
+        return result.derived(result.structure, replace(result.model, training_gradient=None))
     return result
 
 
