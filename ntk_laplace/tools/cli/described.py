@@ -84,7 +84,7 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
             warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
             sets = model.posterior_.predict_set(inputs, level, never_empty=True)
     names = [str(name) for name in model.classes_]
-    columns = {"predicted": model.classes_[p.argmax(1)]}
+    columns: dict[str, Any] = {"predicted": model.classes_[p.argmax(1)]}
     if sets is not None:
         columns["set"] = [as_set(one) for one in sets.labels(names)]
     columns |= {f"probability_{name}": p[:, index] for index, name in enumerate(names)}
