@@ -259,7 +259,8 @@ def _telling_gap(found: R) -> R:
         return found
     words = (f"the gap is up to {gap:.2g}, where predictions differ from their offsets by up to {explained:.2g}: "
              "training has left a gradient, and the contributions are not those of an optimum, as they are after "
-             "refit(); removal effects keep that gradient, and do not contain it")
+             'refit(), or refit(linearization="moving") of an approximation; removal effects keep that gradient, and '
+             "do not contain it")
     return replace(found, guarantees=(*found.guarantees, words))
 
 
