@@ -272,6 +272,31 @@ def test_groups_are_checked_where_the_prior_has_its_own() -> None:
         posterior.retrain(data, groups="bogus")
 
 
+@pytest.mark.filterwarnings("ignore:the network is not at its optimum")
+def test_a_predictive_that_cannot_be_fitted_leaves_the_training() -> None:
+    """Without its point a network that fits each label exactly has a log variance that overflows."""
+    data, network = sine(8), mlp(1, 8, 2, seed=1)
+    overfitted = posterior_of(network, data, ntkl.HeteroscedasticGaussian(), prior=ntkl.GaussianPrior(0.01))
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="no predictive is fitted, because leave-one-out fails: .*variance"):
+        found = overfitted.retrain(data, evidence_steps=0, steps=200)
+    assert found.predictive is None and found.log_joint() > overfitted.log_joint()
+
+
+def test_training_ends_without_a_predictive_that_cannot_be_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its posterior is what it is otherwise."""
+    kept = {"epochs": 3, "batch_size": None, "predictive": "loo"}
+    whole = ntkl.train_with_evidence(mlp(1, 4, 1), sine(), ntkl.Gaussian(), **kept)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ntkl.MemoryBudgetError("little", "much", "Wait.")
+
+    monkeypatch.setattr(ntkl.Posterior, "fit_predictive", fails)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="leave-one-out fails: expected little"):
+        found = ntkl.train_with_evidence(mlp(1, 4, 1), sine(), ntkl.Gaussian(), **kept)
+    assert found.predictive is None
+    assert found.posterior.log_marginal_likelihood() == whole.posterior.log_marginal_likelihood()
+
+
 def test_a_what_if_is_not_retrained() -> None:
     posterior = posterior_of(mlp(1, 3, 1), sine(), ntkl.Gaussian(0.1)).remove([0])
     with pytest.raises(ntkl.UnsupportedError, match="unchanged training data, to retrain"):

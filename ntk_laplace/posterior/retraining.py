@@ -11,15 +11,18 @@ import torch
 from ntk_laplace.errors import (
     DataError,
     HyperparameterError,
+    NTKLaplaceError,
     RetrainingInterrupted,
     UnsupportedError,
     is_number,
     require_choice,
     require_whole,
+    warn,
 )
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Held
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.calibration import CalibrationVerbs
 from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.evidence import EvidenceVerbs
@@ -31,7 +34,7 @@ from ntk_laplace.structures.points import coarsest
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RetrainingVerbs", "require_predictive"]
+__all__ = ["RetrainingVerbs", "fitted_if_possible", "require_predictive"]
 
 _AIM = 0.1  # of the tolerance
 
@@ -71,7 +74,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
             Steps of `fit_hyperparameters` in each round, at most; 0 leaves the prior and the noise as they are.
         predictive : str or None
             "loo" calls ``fit_predictive("loo", strict=False)`` where leave-one-out is exact: structure "gp", "full" or
-            "iterative", curvature "ggn". None does not.
+            "iterative", curvature "ggn"; where that is not possible, a warning says why. None does not.
 
         Returns
         -------
@@ -106,7 +109,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         with torch.inference_mode(False), torch.enable_grad():
             found = self._retrained(data, rounds, steps, tolerance, groups, evidence_steps)
         if predictive is not None and found.fitted.exact:
-            found.fit_predictive(predictive, strict=False)
+            fitted_if_possible(found, predictive)
         return found
 
     def _retrained(
@@ -156,3 +159,12 @@ def require_predictive(predictive: object) -> None:
     """Refuse a way to fit the predictive that is not known (UnsupportedError)."""
     require_choice(predictive, (None, "loo"), 'predictive="loo" or None',
                    "For other data, call fit_predictive(data) on the posterior afterwards.")
+
+
+def fitted_if_possible(posterior: CalibrationVerbs, predictive: str) -> PredictiveFit | None:
+    """Fit the predictive, trusted or not; where it cannot be fitted a warning says why: the training stays."""
+    try:
+        return posterior.fit_predictive(predictive, strict=False)
+    except NTKLaplaceError as error:
+        warn(f"no predictive is fitted, because leave-one-out fails: {error}")
+        return None

@@ -74,7 +74,7 @@ class EvidenceTraining:
     stopped : str
         Why the training ended.
     predictive : PredictiveFit or None
-        The fit of the posterior's calibration.
+        The fit of the posterior's calibration; None without one, or where a warning has said why it cannot be fitted.
     """
 
     posterior: Posterior

@@ -21,6 +21,7 @@ from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.posterior.hyperparameters import Ascent, Variables
 from ntk_laplace.posterior.hyperparameters.objectives import Differentiable
+from ntk_laplace.posterior.retraining import fitted_if_possible
 from ntk_laplace.runtime.serialization import FileFormat, load_optimizer, load_random, random_state, require_same
 from ntk_laplace.structures import FittedModel, Settings
 from ntk_laplace.structures.points import present_values, unmoved
@@ -203,7 +204,7 @@ class Run:
         found = None
         if fitted.exact:
             _tell_slope(posterior, self.ascent.which, fitted.total)
-            found = posterior.fit_predictive(predictive, strict=False)
+            found = fitted_if_possible(posterior, predictive)
         else:
             warn("no predictive is fitted, because leave-one-out needs an exact posterior; call "
                  f"posterior.calibrate(held_out_data). The posterior is {reason}")
