@@ -483,7 +483,6 @@ def test_what_a_target_is_taken_as(
     ("arguments", "words"),
     [
         (["kind.csv"], "expected --target COLUMN, one of 'height', 'kind', 'width' in kind.csv; got none."),
-        (["all.csv", "--target", "price"], "expected numbers in column 'kind' of all.csv; got 'cat' in row 0"),
         (["kind.csv", "--target", "kind", "--task", "regression"], "expected numbers in column 'kind' of kind.csv"),
         (["price.csv", "--target", "price", "--task", "classes"], "expected names or whole numbers as classes in "
          "column 'price' of price.csv; got "),
@@ -574,7 +573,8 @@ def test_whole_numbers_are_classes_by_all_their_digits(folder: Path, monkeypatch
     """Two numbers that are one in double precision."""
     labels = np.array([10**17, 10**17 + 1])[np.arange(20) % 2]
     pandas.read_csv("price.csv").assign(price=labels).to_csv("t.csv", index=False)
-    options = argparse.Namespace(data=Path("t.csv"), target=["price"], task=None, source=None, drop=None)
+    options = argparse.Namespace(data=Path("t.csv"), target=["price"], task=None, source=None, drop=None,
+                                 category=None, fill_missing=False)
     assert np.array_equal(read_examples(options).y, labels)
 
 
@@ -584,6 +584,7 @@ def test_scores_in_any_unit() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:noise is not at the optimum")
 def test_commands_on_the_docs_page_run(folder: Path, quick: None, capsys: pytest.CaptureFixture) -> None:
     """With two epochs; the first line of the printed results is that of the page."""
     page = (Path(__file__).resolve().parents[1] / "docs" / "tables.md").read_text()
@@ -595,7 +596,7 @@ def test_commands_on_the_docs_page_run(folder: Path, quick: None, capsys: pytest
     Path("single.pt").rename("weights.pt")
     shell = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
     commands = [shlex.split(line) for line in shell.replace("\\\n", "").splitlines()]
-    session = ["fit", "predict", "explain", "evidence", "fit", "fit"]
+    session = ["fit", "predict", "explain", "evidence", "fit", "fit", "fit"]
     assert [command[1] for command in commands] == [*session, "evidence", "explain", "predict"]
     for command in commands:
         assert cli.main([*command[1:], *(["--epochs", "2"] if command[1] == "fit" else [])]) == 0

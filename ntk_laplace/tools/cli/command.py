@@ -109,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--target", **TARGET)
     fit.add_argument("--group", **GROUP)
     fit.add_argument("--drop", **DROP)
+    fit.add_argument("--category", action="append", metavar="COLUMN",
+                     help="a column of a table whose numbers are names, such as codes; columns of text are so anyway; "
+                     "repeat it for several")
+    fit.add_argument("--fill-missing", action="store_true",
+                     help="fill missing inputs with the mean of their column, and mark them in one more column")
     fit.add_argument("--task", choices=("regression", "classes"),
                      help="what the target is (default: names and few whole numbers are classes)")
     fit.add_argument("--network", type=source, metavar="FILE.py[:FACTORY]",

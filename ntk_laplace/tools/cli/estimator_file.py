@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import first_line
+from ntk_laplace.tools.cli.columns import InputColumns
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.examples import Examples, array_rows, example_names, table_labels
 from ntk_laplace.tools.cli.images import ImageNetwork, read_images
@@ -68,11 +69,12 @@ def save_estimator(
 ) -> Estimator:
     """Write an estimator, with the names of its targets, and the names and the sources of its training rows."""
     sources = None if training.sources is None else training.sources.tolist()
-    told: dict[str, Any] = {"targets": training.targets, "group": group, "sources": sources,
+    columns = None if training.columns is None else asdict(training.columns)
+    told: dict[str, Any] = {"targets": training.targets, "group": group, "sources": sources, "columns": columns,
                             "dropped": list(dropped or ()), "rows": example_names(training.named)}
     model.__dict__[_TOLD] = told
     joblib.dump(model, path)
-    return Estimator(model, **told)
+    return Estimator(model, **told | {"columns": training.columns})
 
 
 def load_estimator(options: argparse.Namespace) -> Estimator:
@@ -103,7 +105,10 @@ def load_estimator(options: argparse.Namespace) -> Estimator:
     if not hasattr(found, "training_point_"):
         raise ntkl.DataError("a model of this version", f"one of an earlier version in {path}", "Fit it again.")
     told = vars(found).get(_TOLD, {"targets": _names(found)})
-    return Estimator(found, **{"group": None, "sources": None, "dropped": [], "rows": None, **told})
+    names = getattr(found, "feature_names_in_", None)  # without categories, as in a file of an earlier version
+    columns = told.get("columns") or (None if names is None else {"names": list(names), "categories": {}, "filled": {}})
+    told = {"group": None, "sources": None, "dropped": [], "rows": None, **told}
+    return Estimator(found, **told | {"columns": None if columns is None else InputColumns(**columns)})
 
 
 def _names(model: Model) -> list[str]:
@@ -129,6 +134,8 @@ class Estimator:
         Other columns that are no inputs.
     rows : list of str or None
         Names of the rows of the training data; None in a file of an earlier version.
+    columns : InputColumns or None
+        The columns of inputs; None if the training data were no table.
     """
 
     model: Model
@@ -137,6 +144,7 @@ class Estimator:
     sources: list[Any] | None
     dropped: list[str]
     rows: list[str] | None
+    columns: InputColumns | None
 
     @property
     def names(self) -> list[str] | None:
@@ -151,9 +159,8 @@ class Estimator:
 
     @property
     def features(self) -> list[str] | None:
-        """Names of the input columns; None if the training data were no table."""
-        names = getattr(self.model, "feature_names_in_", None)
-        return None if names is None else list(names)
+        """Names of the inputs as numbers; None if the training data were no table."""
+        return None if self.columns is None else self.columns.features
 
     @property
     def outputs(self) -> list[str]:
@@ -215,16 +222,16 @@ class Estimator:
     def _left_out(self) -> list[str]:
         """Columns that the fit did not use as inputs; later tables may be with or without them."""
         columns = [name for name in (self.group, *self.dropped) if name is not None]
-        return [name for name in columns if name not in (self.features or ())]
+        return [name for name in columns if self.columns is None or name not in self.columns.names]
 
     def _table(self, path: Path, what: str, dropped: Sequence[str]) -> NewExamples:
-        if self.features is None:
+        if self.columns is None:
             raise self._another("the table", path)
         names = all(isinstance(label, str) for label in getattr(self.model, "classes_", [None]))
         frame = read_table(path, what, self.targets if names else ())
         frame = without_dropped(frame.drop(columns=self._left_out, errors="ignore"), path, dropped, self.targets)
-        columns = input_columns(frame, path, self.targets, self.features, drop=True)
-        x = pandas.DataFrame(numbers(frame, path, columns), columns=columns)
+        input_columns(frame, path, self.targets, self.columns.names, drop=True)
+        x = self.columns.rows(frame, path)
         return NewExamples(x, self._targets(frame, path), _counted(len(x)))
 
     def _targets(self, frame: pandas.DataFrame, path: Path) -> NDArray[Any] | None:
@@ -236,7 +243,7 @@ class Estimator:
         return y[:, 0] if len(self.targets) == 1 else y
 
     def _arrays(self, path: Path, what: str) -> NewExamples:
-        if self.features is not None:
+        if self.columns is not None:
             raise self._another("the arrays", path)
         inputs, y = array_rows(path, what)
         inputs = inputs.reshape(len(inputs), -1) if inputs.ndim == 1 else inputs  # as the data of fit
@@ -282,8 +289,9 @@ class Estimator:
 
     def _another(self, what: str, path: Path) -> ntkl.DataError:
         """The error for data of another kind than the training data."""
-        if self.features is not None:
-            expected = f"a table with the {len(self.features)} input columns {first_few(self.features)}"
+        if self.columns is not None:
+            names = self.columns.names
+            expected = f"a table with the {len(names)} input columns {first_few(names)}"
         elif self.shape is None:
             expected = f"an .npz or .pt file with X of shape {_of((self.model.n_features_in_,))}"
         else:

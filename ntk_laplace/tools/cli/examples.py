@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace.tools.cli.arrays import load_data, load_inputs, load_sources
+from ntk_laplace.tools.cli.columns import InputColumns
 from ntk_laplace.tools.cli.images import read_images, require_no_sources
 from ntk_laplace.tools.cli.tables import (
     input_columns,
@@ -58,6 +58,8 @@ class Examples:
         (channels, height, width), or another shape, of inputs that are no rows.
     sources : ndarray, (N,), optional
         The source of each example.
+    columns : InputColumns, optional
+        Of a table: what its columns of inputs are taken as.
     """
 
     x: pandas.DataFrame
@@ -67,6 +69,7 @@ class Examples:
     named: pandas.DataFrame
     shape: tuple[int, ...] | None = None
     sources: NDArray[Any] | None = None
+    columns: InputColumns | None = None
 
     def __str__(self) -> str:
         """What they are taken as."""
@@ -76,12 +79,6 @@ class Examples:
         inputs = f"{columns} input{'s' * (columns != 1)}" if self.shape is None else f"inputs of shape {self.shape}"
         are = "are" if len(self.targets) > 1 else "is"
         return f"{names} {are} taken as {kind} (--task says otherwise), from {inputs}"
-
-    @property
-    def features(self) -> list[str] | None:
-        """Names of the columns of a table."""
-        names = list(self.x.columns)
-        return names if all(isinstance(name, str) for name in names) else None
 
     def subset(self, rows: NDArray[np.intp]) -> Examples:
         """These examples alone."""
@@ -105,9 +102,11 @@ def read_examples(options: argparse.Namespace) -> Examples:
     """
     path: Path = options.data
     if is_table(path):
-        found = _table(path, options.target, options.task, options.source, options.drop)
+        found = _table(path, options)
     else:
         require_no_dropped(path, options.drop)
+        if options.category or options.fill_missing:
+            raise ntkl.DataError("a table, for --category COLUMN and --fill-missing", f"{path}", "Leave them out.")
         found = (_images if path.is_dir() else _arrays)(path, options.task, options.source)
     if len(found.y) < _FEWEST:
         raise ntkl.DataError(f"at least {_FEWEST} rows", f"{len(found.y)} in {path}", "Add rows.")
@@ -129,24 +128,22 @@ def _require_classes(found: Examples, path: Path) -> None:
                              "target.")
 
 
-def _table(
-    path: Path, target: Sequence[str] | None, task: str | None, group: str | None, dropped: Sequence[str] | None
-) -> Examples:
+def _table(path: Path, options: argparse.Namespace) -> Examples:
     frame = read_table(path, "the data")
-    targets = require_columns(frame, path, target)
-    frame, labels = without_sources(frame, path, group, targets)
+    targets = require_columns(frame, path, options.target)
+    frame, labels = without_sources(frame, path, options.source, targets)
     sources = None if labels is None else np.array(labels, dtype=object)
-    frame = without_dropped(frame, path, dropped, targets)
-    names = input_columns(frame, path, targets, None)
-    x = pandas.DataFrame(numbers(frame, path, names), columns=names)
-    named = pandas.DataFrame({"row": range(len(frame))})
-    if len(targets) == 1 and _classifies(frame[targets[0]], path, task):
-        return Examples(x, table_labels(frame[targets[0]], path), True, targets, named, sources=sources)
-    if task == "classes":
+    frame = without_dropped(frame, path, options.drop, targets)
+    columns = InputColumns.of(frame, path, input_columns(frame, path, targets, None), options.category or (),
+                              options.fill_missing)
+    classes = len(targets) == 1 and _classifies(frame[targets[0]], path, options.task)
+    if options.task == "classes" and not classes:
         raise ntkl.DataError("one target that is a class", f"--target {' --target '.join(targets)}",
                              "Fit one of them at a time.")
-    y = numbers(frame, path, targets)
-    return Examples(x, y[:, 0] if len(targets) == 1 else y, False, targets, named, sources=sources)
+    y = table_labels(frame[targets[0]], path) if classes else numbers(frame, path, targets)
+    named = pandas.DataFrame({"row": range(len(frame))})
+    return Examples(columns.rows(frame, path), y[:, 0] if y.ndim == 2 and len(targets) == 1 else y, classes, targets,
+                    named, sources=sources, columns=columns)
 
 
 def _arrays(path: Path, task: str | None, group: str | None) -> Examples:

@@ -54,6 +54,8 @@ def run(options: argparse.Namespace) -> None:
     if training.sources is not None:
         require_sources(training.sources, options.data, options.source)
     print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
+    if examples.columns is not None and str(examples.columns):
+        print(examples.columns)
     model = _train(training, new, settings)
     found = describe(model, new.x, new.y, new.targets, options.level)
     predictions = pandas.concat([new.named.reset_index(drop=True), pandas.DataFrame(found.columns)], axis=1)
@@ -76,8 +78,10 @@ def run(options: argparse.Namespace) -> None:
 
 def _call(examples: Examples) -> str:
     """How the estimator is called."""
-    if examples.features is not None:
-        return "frame) takes a pandas table of the inputs"
+    if examples.columns is not None:
+        others = [name for name in examples.columns.features if name not in examples.columns.names]
+        also = f",\nwith columns of 0 and 1 such as {others[0]!r}" if others else ""
+        return f"frame) takes a pandas table of the inputs{also}"
     return f"x) takes an array of the inputs, (n, {examples.x.shape[1]})"
 
 

@@ -24,8 +24,8 @@ from ntk_laplace.errors import DataError, first_line
 from ntk_laplace.tools.cli.python_files import first_few, require_file
 
 __all__ = ["COMPRESSED", "TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table",
-    "require_64_bits", "require_columns", "require_no_dropped", "require_sources", "target_classes",
-    "without_dropped", "without_sources"]
+    "require_64_bits", "require_columns", "require_names", "require_no_dropped", "require_present", "require_sources",
+    "row_words", "target_classes", "without_dropped", "without_sources"]
 
 TABLES = ".csv, .parquet, .feather or .arrow"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
@@ -239,16 +239,17 @@ def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: 
     for name in names:
         column = frame[name]
         if not missing:
-            _require_present(column, path)
+            require_present(column, path)
         if not is_numeric_dtype(column.dtype):
             require_64_bits(column, path)
             other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
             row = int(np.argmax(other))
-            raise DataError(f"numbers in column {name!r} of {path}", f"{str(column.iloc[row])!r}{_row(row)}",
+            raise DataError(f"numbers in column {name!r} of {path}", f"{str(column.iloc[row])!r}{row_words(row)}",
                             "Replace them by numbers, with columns of 0 and 1 for categories, or drop the column.")
     found = np.column_stack([frame[name].to_numpy(np.float64, na_value=np.nan) for name in names])
     for row, index in np.argwhere(np.isinf(found))[:1]:
-        raise DataError(f"finite numbers in column {names[index]!r} of {path}", f"{found[row, index]:g}{_row(row)}",
+        got = f"{found[row, index]:g}{row_words(row)}"
+        raise DataError(f"finite numbers in column {names[index]!r} of {path}", got,
                         "Correct the value, or remove the row.")
     return found
 
@@ -268,7 +269,7 @@ def require_64_bits(column: pandas.Series, path: Path, remedy: str = "") -> None
             if not -(2**63) <= int(text) < 2**63]
     if wide:
         raise DataError(f"numbers of at most 64 bits in column {column.name!r} of {path}",
-                        f"{str(column.iloc[wide[0]])!r}{_row(int(wide[0]))}",
+                        f"{str(column.iloc[wide[0]])!r}{row_words(int(wide[0]))}",
                         f"Write them with a decimal point, or drop the column.{remedy}")
 
 
@@ -290,8 +291,8 @@ def target_classes(
     DataError
         If a value is missing, or is not among the known names.
     """
-    _require_present(column, path)
-    _require_names(column, path)
+    require_present(column, path)
+    require_names(column, path)
     texts = column.astype(str)
     names = sorted(texts.unique()) if known is None else list(known)
     number = {name: index for index, name in enumerate(names)}
@@ -299,22 +300,24 @@ def target_classes(
     if other.any():
         row = int(np.argmax(other))
         raise DataError(f"classes of the training data ({first_few(names)}) in column {column.name!r} of {path}",
-                        f"{texts.iloc[row]!r}{_row(row)}", "Correct the name, or remove the row.")
+                        f"{texts.iloc[row]!r}{row_words(row)}", "Correct the name, or remove the row.")
     return texts.map(number).to_numpy(np.int64, copy=True), names
 
 
-def _require_names(column: pandas.Series, path: Path) -> None:
-    """Refuse values that are no names: lists, bytes and dates."""
+def require_names(
+    column: pandas.Series, path: Path, remedy: str = "Make it text or a number, or name another target."
+) -> None:
+    """Refuse values that are no names: lists, bytes and dates (DataError); they may be missing."""
     if is_datetime64_any_dtype(column.dtype) or is_timedelta64_dtype(column.dtype):
         row, kind = 0, "a date or a time"
     else:
         kinds = (str, bool, int, float, np.generic)
-        wrong = [number for number, value in enumerate(column) if not isinstance(value, kinds)]
+        wrong = [number for number, (value, there) in enumerate(zip(column, column.notna(), strict=True))
+                 if there and not isinstance(value, kinds)]
         if not wrong:
             return
         row, kind = wrong[0], f"a value of type {type(column.iloc[wrong[0]]).__name__}"
-    raise DataError(f"names or numbers in column {column.name!r} of {path}", f"{kind}{_row(row)}",
-                    "Make it text or a number, or name another target.")
+    raise DataError(f"names or numbers in column {column.name!r} of {path}", f"{kind}{row_words(row)}", remedy)
 
 
 def without_dropped(
@@ -357,7 +360,7 @@ def without_sources(
     if name not in others:
         raise DataError(f"--group COLUMN, one of {first_few(others)} in {path}", f"--group {name}",
                         "Name the column of the sources, which is no target.")
-    _require_present(frame[name], path)
+    require_present(frame[name], path)
     return frame.drop(columns=name), frame[name].tolist()
 
 
@@ -384,15 +387,16 @@ def named_classes(column: pandas.Series) -> bool:
     return is_bool_dtype(column.dtype) or not is_numeric_dtype(column.dtype)
 
 
-def _require_present(column: pandas.Series, path: Path) -> None:
+def require_present(column: pandas.Series, path: Path, remedy: str = "") -> None:
+    """Refuse missing values (DataError); `remedy` is added to the usual ones."""
     gaps = column.isna()
     if gaps.any():
         row = int(np.argmax(gaps))
         word = _word(path, str(column.name), row)
         got = f"{word!r}, which is read as missing," if word else "none"
         name = " If it is the name of a class, write another one." if word else ""
-        raise DataError(f"a value in each row of column {column.name!r} of {path}", f"{got}{_row(row)}",
-                        f"Fill it in, or remove the row.{name}")
+        raise DataError(f"a value in each row of column {column.name!r} of {path}", f"{got}{row_words(row)}",
+                        f"Fill it in, or remove the row.{name}{remedy}")
 
 
 def _word(path: Path, name: str, row: int) -> str:
@@ -403,5 +407,6 @@ def _word(path: Path, name: str, row: int) -> str:
     return str(words[name].iloc[row]).strip()
 
 
-def _row(row: int) -> str:
+def row_words(row: int) -> str:
+    """Where a value is, at the end of a phrase."""
     return f" in row {row}, counted from 0 below the names"

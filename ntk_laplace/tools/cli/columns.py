@@ -1,0 +1,162 @@
+"""Columns of inputs as numbers: categories become columns of 0 and 1, and missing values are filled where asked for."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas
+from pandas.api.types import is_numeric_dtype
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.tools.cli.python_files import first_few
+from ntk_laplace.tools.cli.tables import numbers, require_64_bits, require_names, require_present, row_words
+
+__all__ = ["InputColumns"]
+
+_MOST = 100  # categories of one column
+
+
+@dataclass(frozen=True)
+class InputColumns:
+    """The columns of inputs of the training data, and how each becomes numbers.
+
+    Attributes
+    ----------
+    names : list of str
+        Columns of the table.
+    categories : dict of str to list of str
+        Sorted values of the columns of categories: each value becomes a column of 0 and 1.
+    filled : dict of str to float
+        What replaces missing numbers, for the columns that may have gaps; 0 in each column of a category. Each gets one
+        more column, which is 1 where a value is missing.
+    """
+
+    names: list[str]
+    categories: dict[str, list[str]]
+    filled: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, frame: pandas.DataFrame, path: Path, names: Sequence[str], categories: Sequence[str] = (),
+        fill: bool = False,
+    ) -> InputColumns:
+        """Find the categories of training data, and the means that fill missing numbers.
+
+        Parameters
+        ----------
+        frame : DataFrame
+        path : Path
+            For messages.
+        names : sequence of str
+            Columns of the inputs.
+        categories : sequence of str
+            Which of them are categories, whatever their values are; all columns of names are.
+        fill : bool
+            Whether values may be missing.
+
+        Raises
+        ------
+        DataError
+            If a column is neither numbers nor names, or has too many categories, or no value.
+        """
+        for name in categories:
+            if name not in names:
+                raise DataError(f"--category COLUMN, one of {first_few(names)} in {path}", f"--category {name}",
+                                "Name a column of inputs.")
+        for name in () if fill else names:
+            require_present(frame[name], path, " Or let --fill-missing do so.")
+        found = {name: _categories(frame[name], path) for name in names
+                 if name in categories or _has_names(frame[name], path)}
+        gaps = [name for name in names if fill and frame[name].isna().any()]
+        for name in gaps:
+            if frame[name].isna().all():
+                raise DataError(f"a value in some row of column {name!r} of {path}", "none",
+                                f"Leave it out, --drop {shlex.quote(name)}.")
+        counted = [name for name in gaps if name not in found]
+        means = np.nanmean(numbers(frame, path, counted, missing=True), axis=0).tolist() if counted else []
+        own = cls(list(names), found, dict.fromkeys(gaps, 0.0) | dict(zip(counted, means, strict=True)))
+        twice = pandas.Index(own.features)
+        if twice.has_duplicates:
+            raise DataError("different names of the columns of inputs and of categories",
+                            f"{twice[twice.duplicated()][0]!r} twice for {path}", "Rename a column.")
+        return own
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the columns of numbers."""
+        found = []
+        for name in self.names:
+            found += [f"{name}={value}" for value in self.categories[name]] if name in self.categories else [name]
+            found += [f"{name} missing"] if name in self.filled else []
+        return found
+
+    def rows(self, frame: pandas.DataFrame, path: Path) -> pandas.DataFrame:
+        """Inputs of a table as numbers, (n, features).
+
+        Raises
+        ------
+        DataError
+            Names the column and the row of the first value that is missing, no number, or no known category.
+        """
+        for name in self.names:
+            if name not in self.filled:
+                require_present(frame[name], path, " No row of the training data lacks it.")
+        counted = [name for name in self.names if name not in self.categories]
+        values = numbers(frame, path, counted, missing=True) if counted else np.empty((len(frame), 0))
+        known = {name: column[:, None] for name, column in zip(counted, values.T, strict=True)}
+        parts = []
+        for name in self.names:
+            gaps = frame[name].isna().to_numpy(bool)[:, None]
+            part = self._indicators(frame[name], path) if name in self.categories else known[name]
+            parts.append(np.where(gaps, self.filled.get(name, 0.0), part))
+            parts += [gaps] if name in self.filled else []
+        return pandas.DataFrame(np.hstack(parts).astype(np.float64), columns=self.features)
+
+    def _indicators(self, column: pandas.Series, path: Path) -> np.ndarray:
+        """Whether each row has each category, (n, categories)."""
+        known, texts = self.categories[str(column.name)], column.astype(str)
+        number = np.where(column.notna(), pandas.Index(known).get_indexer(texts), len(known))
+        if (number < 0).any():
+            row = int(np.argmax(number < 0))
+            raise DataError(f"categories of the training data ({first_few(known)}) in column {column.name!r} of {path}",
+                            f"{texts.iloc[row]!r}{row_words(row)}", "Correct the name, or remove the row.")
+        return number[:, None] == np.arange(len(known))
+
+    def __str__(self) -> str:
+        """What the columns are taken as, beside numbers; empty if all are numbers without gaps."""
+        words = [f"{name} as {len(values)} categories" for name, values in self.categories.items()]
+        words += [f"{name} filled where it is missing" for name in self.filled]
+        return f"Inputs: {first_few(words, quote=False)}" if words else ""
+
+
+def _has_names(column: pandas.Series, path: Path) -> bool:
+    """Whether the values are names: text, or pandas's categories."""
+    if is_numeric_dtype(column.dtype):
+        return False
+    name = str(column.name)
+    require_names(column, path, f"Make it a number or text, or leave it out, --drop {shlex.quote(name)}.")
+    if isinstance(column.dtype, pandas.CategoricalDtype):
+        return True
+    require_64_bits(column, path)
+    named = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
+    if named[column.notna()].all():
+        return True
+    row = int(np.argmax(named if named.any() else column.notna()))
+    got = f"{str(column.iloc[row])!r}{row_words(row)}, {'beside numbers' if named.any() else 'as text'}"
+    raise DataError(f"numbers alone, or names alone, in column {name!r} of {path}", got,
+                    f"Correct the values, or take all as names, --category {shlex.quote(name)}.")
+
+
+def _categories(column: pandas.Series, path: Path) -> list[str]:
+    """The sorted names in a column."""
+    require_names(column, path, f"Leave it out, --drop {shlex.quote(str(column.name))}.")
+    found = sorted(column.dropna().astype(str).unique())
+    if len(found) > min(_MOST, max(2, len(column) // 2)):
+        raise DataError(f"at most {_MOST} categories in column {column.name!r} of {path}, of two rows each in the mean",
+                        f"{len(found):,} in {len(column):,} rows, such as {found[0]!r}",
+                        f"Leave the column out, --drop {shlex.quote(str(column.name))}, or join names.")
+    return found

@@ -1,0 +1,166 @@
+"""Columns of categories and missing values: the command fits what a table made by pandas and scikit-learn gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import joblib
+import numpy as np
+import pandas
+import pytest
+from sklearn.impute import SimpleImputer
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.tools import cli
+from ntk_laplace.tools.cli.columns import InputColumns
+
+QUICK = ["--epochs", "2", "--hidden", "3"]
+TABLE = Path("t.csv")
+
+
+@pytest.fixture
+def frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pandas.DataFrame:
+    """Twenty rows in t.csv: numbers, names, codes and a target."""
+    monkeypatch.chdir(tmp_path)
+    random, rows = np.random.default_rng(0), np.arange(20)
+    found = pandas.DataFrame({
+        "width": random.normal(size=20), "kind": np.array(["oak", "ash", "elm"])[rows % 3],
+        "height": random.normal(size=20), "code": np.array([7, 10])[rows % 2], "price": random.normal(size=20),
+    })
+    found.to_csv(TABLE, index=False)
+    return found
+
+
+def fitted(table: pandas.DataFrame, *options: str) -> pandas.DataFrame:
+    """Predictions of held-out rows."""
+    table.to_csv("own.csv", index=False)
+    assert cli.main(["fit", "own.csv", "--target", "price", "--out", "own", *QUICK, *options]) == 0
+    return pandas.read_csv("own/predictions.csv")
+
+
+def by_hand(frame: pandas.DataFrame, *names: str) -> pandas.DataFrame:
+    """Columns of 0 and 1 in place of categories."""
+    parts = [pandas.get_dummies(frame[[name]].astype(str), prefix_sep="=", dtype=int) if name in names
+             else frame[[name]] for name in frame]
+    return pandas.concat(parts, axis=1)
+
+
+@pytest.mark.slow
+def test_categories_are_columns_of_0_and_1(frame: pandas.DataFrame, capsys: pytest.CaptureFixture) -> None:
+    found, wanted = fitted(frame), fitted(by_hand(frame, "kind"))
+    assert "from 6 inputs: 16 rows to train, 4 held out\nInputs: kind as 3 categories\n" in capsys.readouterr().out
+    assert found.equals(wanted)
+    assert fitted(frame, "--category", "code").equals(fitted(by_hand(frame, "kind", "code")))
+
+
+@pytest.mark.slow
+def test_missing_values_are_means_and_marked(frame: pandas.DataFrame, capsys: pytest.CaptureFixture) -> None:
+    frame.loc[[2, 5], "width"] = np.nan
+    frame.loc[[3, 5, 6], "kind"] = None
+    imputer = SimpleImputer(add_indicator=True)
+    width, gap = imputer.fit_transform(frame[["width"]]).T
+    named = by_hand(frame.assign(kind=frame["kind"].fillna("none")), "kind")
+    wanted = named.drop(columns="kind=none").assign(width=width)
+    wanted.insert(1, "width missing", gap.astype(int))
+    wanted.insert(5, "kind missing", named["kind=none"])
+    pandas.testing.assert_frame_equal(fitted(frame, "--fill-missing"), fitted(wanted), rtol=1e-9)
+    words = "\nInputs: kind as 3 categories, width filled where it is missing, kind filled where it is missing\n"
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_later_tables_have_the_columns_as_they_are(frame: pandas.DataFrame, capsys: pytest.CaptureFixture) -> None:
+    """In any order, with a few of the categories; other categories, and gaps where there was none, are refused."""
+    frame.loc[2, "width"] = np.nan
+    first = fitted(frame, "--fill-missing")
+    capsys.readouterr()
+
+    def predict(table: pandas.DataFrame, words: str = "") -> pandas.DataFrame | None:
+        table.to_csv("new.csv", index=False)
+        code = cli.main(["predict", "own/model.joblib", "--inputs", "new.csv", "--out", "new_predictions.csv"])
+        assert words in capsys.readouterr().err and code == bool(words)
+        return None if words else pandas.read_csv("new_predictions.csv")
+
+    again = predict(frame[["price", "kind", "code", "height", "width"]])
+    pandas.testing.assert_frame_equal(again.iloc[first["row"]].reset_index(drop=True), first, rtol=1e-9)
+    few = predict(frame.iloc[[3, 6]].drop(columns="price"))
+    assert np.allclose(few["mean"], again["mean"][[3, 6]], rtol=1e-9)
+    predict(frame.assign(kind="fir"), "expected categories of the training data ('ash', 'elm', 'oak') in column 'kind' "
+            "of new.csv; got 'fir' in row 0, counted from 0 below the names. Correct the name, or")
+    predict(frame.assign(height=np.nan), "column 'height' of new.csv; got none in row 0, counted from 0 below the "
+            "names. Fill it in, or remove the row. No row of the training data lacks it.")
+    predict(frame.drop(columns="kind"), "the 4 input columns of the training data in new.csv; got no 'kind'")
+    assert cli.main(["explain", "own/model.joblib", "--inputs", "new.csv", "--out", "e.html"]) == 1
+    frame.to_csv("new.csv", index=False)
+    assert cli.main(["explain", "own/model.joblib", "--inputs", "new.csv", "--out", "e.html"]) == 0
+    assert "kind=ash" in Path("e.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_model_of_an_earlier_version(frame: pandas.DataFrame) -> None:
+    """Its columns are numbers."""
+    first = fitted(frame.drop(columns="kind"))
+    model = joblib.load("own/model.joblib")
+    (told,) = (own for own in vars(model).values() if isinstance(own, dict) and "columns" in own)
+    del told["columns"]
+    joblib.dump(model, "own/model.joblib")
+    assert cli.main(["predict", "own/model.joblib", "--inputs", "own.csv", "--out", "p.csv"]) == 0
+    again = pandas.read_csv("p.csv").iloc[first["row"]].reset_index(drop=True)
+    pandas.testing.assert_frame_equal(again, first, rtol=1e-9)
+
+
+ROWS = "counted from 0 below the names"
+REFUSED = {
+    "mixed": ({"kind": ["1", "2", "?", "4"] * 5}, {}, f"expected numbers alone, or names alone, in column 'kind' of "
+              f"t.csv; got '?' in row 2, {ROWS}, beside numbers. Correct the values, or take all as names, --category "
+              "kind."),
+    "digits": ({"kind": pandas.Series(["1", "2"] * 10, dtype=object)}, {},
+               f"in column 'kind' of t.csv; got '1' in row 0, {ROWS}, as text."),
+    "one each": ({"kind": [f"tree {row}" for row in range(20)]}, {}, "expected at most 100 categories in column 'kind' "
+                 "of t.csv, of two rows each in the mean; got 20 in 20 rows, such as 'tree 0'. Leave the column out, "
+                 "--drop kind, or join names."),
+    "dates": ({"kind": pandas.date_range("2026-01-01", periods=20)}, {},
+              "expected names or numbers in column 'kind' of t.csv; got a date or a time in row 0"),
+    "lists": ({"kind": [["oak"]] * 20}, {}, "got a value of type list in row 0"),
+    "missing": ({"kind": [None, "oak"] * 10}, {}, f"got none in row 0, {ROWS}. Fill it in, or remove the row. Or let "
+                "--fill-missing do so."),
+    "all missing": ({"kind": [None] * 20}, {"fill": True}, "expected a value in some row of column 'kind' of t.csv; "
+                    "got none. Leave it out, --drop kind."),
+    "unknown": ({}, {"categories": ["tree"]}, "expected --category COLUMN, one of 'width', 'kind', 'height' and 2 more "
+                "in t.csv; got --category tree. Name a column of inputs."),
+    "named twice": ({"kind=ash": np.arange(20.0)}, {}, "expected different names of the columns of inputs and of "
+                    "categories; got 'kind=ash' twice for t.csv. Rename a column."),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_is_wrong_with_a_column(name: str, frame: pandas.DataFrame) -> None:
+    changed, options, words = REFUSED[name]
+    table = frame.assign(**changed)
+    table.to_csv(TABLE, index=False)
+    with pytest.raises(DataError) as error:
+        InputColumns.of(table, TABLE, list(table), **options)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("values", [pandas.Categorical([1, 2] * 10), pandas.Series(["1", "2"] * 10, dtype=object)])
+def test_digits_can_be_names(values: pandas.Categorical | pandas.Series, frame: pandas.DataFrame) -> None:
+    """In a column of categories of pandas, and where they are asked to be."""
+    table = frame[["width"]].assign(kind=values)
+    options = {} if isinstance(values, pandas.Categorical) else {"categories": ["kind"]}
+    found = InputColumns.of(table, TABLE, list(table), **options)
+    assert found.features == ["width", "kind=1", "kind=2"]
+    assert np.array_equal(found.rows(table, TABLE).to_numpy()[:3, 1:], [[1, 0], [0, 1], [1, 0]])
+
+
+def test_truth_values_stay_numbers(frame: pandas.DataFrame) -> None:
+    table = frame[["width"]].assign(kind=[True, False] * 10)
+    assert InputColumns.of(table, TABLE, list(table)).features == ["width", "kind"]
+
+
+@pytest.mark.parametrize("option", [["--category", "0"], ["--fill-missing"]])
+def test_arrays_have_neither(option: list[str], frame: pandas.DataFrame, capsys: pytest.CaptureFixture) -> None:
+    np.savez("a.npz", X=frame[["width"]].to_numpy(), y=frame["price"].to_numpy())
+    assert cli.main(["fit", "a.npz", *option]) == 1
+    words = "expected a table, for --category COLUMN and --fill-missing; got a.npz. Leave them out."
+    assert words in capsys.readouterr().err
