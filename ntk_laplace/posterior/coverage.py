@@ -106,9 +106,9 @@ class CoverageVerbs(CalibrationVerbs):
         normalized = score == "normalized"
         noise = self._noise() if normalized else None
 
-        def scale(f: Tensor, variance: Tensor) -> Tensor:
+        def scale(f: Tensor, variance: Tensor | None) -> Tensor:
             flat = f.reshape(-1, f.shape[-1])
-            if noise is None:
+            if noise is None or variance is None:
                 return torch.ones_like(self.likelihood.mean(flat)).view(*f.shape[:-1], -1)
             return response_scale(noise, flat, variance.reshape(flat.shape)).view(*f.shape[:-1], -1)
 
@@ -127,7 +127,7 @@ class CoverageVerbs(CalibrationVerbs):
             kept = there & (counts > 0).unsqueeze(1)
             _require_some(kept)
             parts = []
-            for at, left_f, left_variance in self._tiles(x, data, batch_size, len(f)):
+            for at, left_f, left_variance in self._tiles(x, data, batch_size, len(f), normalized):
                 own = scale(left_f, left_variance)
                 parts.append((mean(at), *ends(mean(left_f), own, error, kept, level)))
                 del at, left_f, left_variance, own
@@ -211,7 +211,7 @@ class CoverageVerbs(CalibrationVerbs):
             _require_some(kept)
             own = scores(f, uniform(len(f))).gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1)
             parts = []
-            for at, left_f, _ in self._tiles(x, data, batch_size, len(f)):
+            for at, left_f, _ in self._tiles(x, data, batch_size, len(f), False):
                 left_f = left_f if left_f.shape[1] == 1 else left_f[:, kept]
                 u = uniform(len(at)).unsqueeze(1)
                 parts.append((members(scores(left_f, u), own[kept], level), class_probabilities(likelihood, at)))
@@ -243,19 +243,20 @@ class CoverageVerbs(CalibrationVerbs):
         return found.mean, variance, self.targets, self.weights, found
 
     def _tiles(
-        self, x: InputData, data: Any, batch_size: int | None, count: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        self, x: InputData, data: Any, batch_size: int | None, count: int, variances: bool
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """f (n, C), f (n, m, C) without each of the m points and its variances, chunk by chunk; m = 1 if held out."""
         chunks = self._chunks(x, batch_size)
         if data is None:
-            without = WithoutEach(self._fitted)
+            without = WithoutEach(self._fitted, variances)
             yield from without.tiles(chunks.rows(without.bytes_of_each))
             return
         each = (3 * self.num_outputs**2 + 4 * count * self.num_outputs) * self.dtype.itemsize
         for rows in chunks.rows(each):
-            variance = self.posterior_precision.covariance_blocks(rows).diagonal(dim1=1, dim2=2)
-            yield rows.f, rows.f.unsqueeze(1), variance.unsqueeze(1)
-            del rows, variance  # before the next are computed
+            found = self.posterior_precision.covariance_blocks(rows) if variances else None
+            own = None if found is None else found.diagonal(dim1=1, dim2=2).unsqueeze(1)
+            yield rows.f, rows.f.unsqueeze(1), own
+            del rows, found, own  # before the next are computed
 
     def _noise(self) -> Likelihood:
         """The likelihood of new points, which normalized scores need."""

@@ -28,11 +28,15 @@ class WithoutEach:
     ----------
     fitted : FittedModel
         With an exact curvature.
+    variances : bool
+        Whether V_-i is needed.
     """
 
-    def __init__(self, fitted: FittedModel) -> None:
-        self._fitted, self._residual = fitted, fitted.residual()
+    def __init__(self, fitted: FittedModel, variances: bool) -> None:
+        self._fitted, self._residual, self._variances = fitted, fitted.residual(), variances
         self._stored = fitted.structure.spec.keeps_jacobian
+        self._columns: Tensor | None = None  # of the training points; the first `_known` are there
+        self._known = 0
         with torch.no_grad():
             self._removals = SingleRemovals(fitted) if self._stored else None
 
@@ -45,7 +49,7 @@ class WithoutEach:
         size = self._residual.element_size()
         return c * size * (6 * n + 2 * self._fitted.network.num_parameters)
 
-    def tiles(self, chunks: Iterable[Jacobian]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def tiles(self, chunks: Iterable[Jacobian]) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """f (n, C), f_-i (n, N, C) and the diagonals of V_-i (n, N, C) at the rows of each chunk.
 
         Without stored rows, each tile is a pass over the training data, which chunks share as memory allows.
@@ -53,14 +57,24 @@ class WithoutEach:
         most = max(1, tuning.EXPLAINED_BYTES // self.bytes_of_each)
         for test in chunks if self._stored else grouped(chunks, attrgetter("num_examples"), most):
             with torch.no_grad():
-                moved, widened = self._removals.effects(test) if self._removals else self._from_data(test)
-                own = require_finite(self._fitted.precision.variances_of_outputs(test))
-                tile = test.f, moved.add_(test.f.unsqueeze(1)), widened.add_(own.unsqueeze(1))
+                moved, widened = self._from_rows(test) if self._stored else self._from_data(test)
+                tile = test.f, moved.add_(test.f.unsqueeze(1)), self._varying(test, widened)
             del test, moved, widened  # before the rows of the next chunk are computed
             yield tile
             del tile
 
-    def _from_data(self, test: Jacobian) -> tuple[Tensor, Tensor]:
+    def _varying(self, test: Jacobian, widened: Tensor | None) -> Tensor | None:
+        """V_-i from what is added to V_xx."""
+        if widened is None:
+            return None
+        return widened.add_(require_finite(self._fitted.precision.variances_of_outputs(test)).unsqueeze(1))
+
+    def _from_rows(self, test: Jacobian) -> tuple[Tensor, Tensor | None]:
+        """f_-i - f and V_-i - V_xx, (n, N, C), in function space."""
+        assert self._removals is not None
+        return self._removals.effects(test) if self._variances else (self._removals.changes(test), None)
+
+    def _from_data(self, test: Jacobian) -> tuple[Tensor, Tensor | None]:
         """The same in weight space: products of V_·x with the training points' rows, batch by batch."""
         fitted, points = self._fitted, self._fitted.points
         n, c = test.f.shape
@@ -69,13 +83,28 @@ class WithoutEach:
             chosen = one_hot(torch.tensor(output), c).to(test.f).expand(n, c).unsqueeze(-1)
             across.append(fitted.precision.cross_covariance(test.weighted(chosen)))
         moved = test.f.new_empty(n, points.num_examples, c)
-        widened = torch.empty_like(moved)
-        root = fitted.root()
+        widened = torch.empty_like(moved) if self._variances else None
         for here, rows in placed(fitted.rows_at(torch.arange(points.num_examples))):
-            out = removal_terms(fitted.precision.removal_blocks(rows, root[here]), root[here], True)
-            weighted = rows.weighted(torch.cat([out.amplified(self._residual[here]), out.spread()], -1))
+            weighted = rows.weighted(self._of_training(here, rows))
             for output, one in enumerate(across):
                 seen = one.products(weighted)  # (1 + R, m, n)
                 moved[:, here, output] = -seen[0].T
-                widened[:, here, output] = seen[1:].square().sum(0).T
+                if widened is not None:
+                    widened[:, here, output] = seen[1:].square().sum(0).T
         return moved, widened
+
+    def _of_training(self, here: slice, rows: Jacobian) -> Tensor:
+        """(I - Λ_iV_ii)⁻¹ times r_i, and, for variances, a square root of (I - Λ_iV_ii)⁻¹ Λ_i beside it, (m, C, 1 + R).
+
+        They are kept: each tile reads them.
+        """
+        if here.stop > self._known:
+            root = self._fitted.root()[here]
+            out = removal_terms(self._fitted.precision.removal_blocks(rows, root), root, True)
+            pull = out.amplified(self._residual[here])
+            found = torch.cat([pull, out.spread()], -1) if self._variances else pull
+            if self._columns is None:
+                self._columns = found.new_empty(len(self._residual), *found.shape[1:])
+            self._columns[here], self._known = found, here.stop
+        assert self._columns is not None
+        return self._columns[here]

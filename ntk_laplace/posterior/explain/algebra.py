@@ -139,13 +139,24 @@ class SingleRemovals:
         are large numbers subtracted. A part r⊥ outside the range of S_i adds, with D = B⁻¹SᵀKr⊥,
         V_xi r⊥ = k(x, x_i) r⊥ - K_xS D_i and (I - Λ_iV_ii)⁻¹ r⊥ = r⊥ + S_i [B⁻¹]_ii⁻¹ D_ii.
         """
+        to_train, through = self._across(test)
+        return self._moved(test, to_train, through), _widened(self._space.inverse_blocks, through)
+
+    def changes(self, test: Jacobian) -> Tensor:
+        """The first of these alone."""
+        return self._moved(test, *self._across(test))
+
+    def _across(self, test: Jacobian) -> tuple[Tensor, Tensor]:
+        """K_xS, (n*K, N*R), and V_xi S_i = (K_xS B⁻¹)_i, (n, K, N, R)."""
         space = self._space
-        r, n = space.weighted.num_cotangents, space.weighted.num_examples
-        to_train = space.cross(test).T  # K_xS, (n*K, N*R)
-        through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
+        to_train = space.cross(test).T
+        shape = test.num_examples, -1, space.weighted.num_examples, space.weighted.num_cotangents
+        return to_train, (to_train @ space.inverse).view(shape)
+
+    def _moved(self, test: Jacobian, to_train: Tensor, through: Tensor) -> Tensor:
         moved = -torch.einsum("xcnr,nr->xnc", through, self._amplified)
         moved[:, self._parts.places] -= self._columns.seen(test, to_train)
-        return moved, _widened(space.inverse_blocks, through)
+        return moved
 
 
 class OutsideColumns:
