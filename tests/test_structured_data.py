@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import weakref
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import ntk_laplace as ntkl
 from ntk_laplace.jacobian import JacobianPass
-from ntk_laplace.model.data import Batches, RowBuffer, fill_buffer
+from ntk_laplace.model.data import Batches, Joined, RowBuffer, fill_buffer
 from ntk_laplace.model.network import Network
 from ntk_laplace.structures import data_passes
 from ntk_laplace.structures.batch_merging import merged_batches
@@ -262,6 +263,18 @@ def test_conditioning_step_by_step(structure):
             for each in (steps, want)
         ]
         assert relative_error(*gradients) < 1e-9
+
+
+def test_data_that_arrive_one_by_one_are_one_sequence():
+    """However many parts they come in, and from either side: Python's stack has a limit."""
+    device, parts = torch.device("cpu"), sys.getrecursionlimit()
+    data = [Batches((torch.full((1, 1), float(n)), torch.zeros(1)), None, device) for n in range(parts + 2)]
+    joined = Joined([data[0], data[1]])
+    for one in data[2:]:
+        joined = Joined([joined, one])
+    assert joined.length == parts + 2 and joined.weights is None
+    assert [int(x) for x, _ in joined] == list(range(parts + 2)) and joined.read == parts + 2
+    assert Joined([data[0], joined]).length == parts + 3
 
 
 def test_eigenvectors_are_made_when_they_are_asked_for(monkeypatch, tmp_path):

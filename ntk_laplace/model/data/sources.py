@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,10 +22,12 @@ class Joined:
     Parameters
     ----------
     sources : sequence of Source
+        Those that are joined already are taken apart: data that arrive one by one are one sequence, not one in another.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = tuple(sources)
+        parts = (source.sources if isinstance(source, Joined) else (source,) for source in sources)
+        self.sources: tuple[Source, ...] = tuple(chain.from_iterable(parts))
 
     def on(self, device: torch.device) -> Joined:
         """The same data with batches on another device."""
