@@ -192,6 +192,17 @@ class Regression(gpytorch.models.ExactGP):
         return MultitaskMultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
+class Exact(gpytorch.models.ExactGP):
+    """The same with one output."""
+
+    def __init__(self, x: Tensor, y: Tensor, kernel: Kernel) -> None:
+        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), kernel
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
 def combined(kind: str, tasks: int) -> tuple[Kernel, NTKKernel]:
     torch.manual_seed(7)
     network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, tasks)).double()
@@ -363,7 +374,7 @@ def test_inputs_that_do_not_fit() -> None:
     assert tokens(torch.tensor([[0.0, 1.0], [3.0, 4.0]])).shape == (4, 4)
     with pytest.raises(ntkl.errors.DataError, match=r"whole numbers.*example 1.*input_dtype"):
         tokens(torch.tensor([[0.0, 1.0], [3.0, 0.5]])).to_dense()
-    with pytest.raises(ntkl.errors.UnsupportedError, match=r"require no gradient.*detach"):
+    with pytest.raises(ntkl.errors.UnsupportedError, match=r"no gradient.*detach.*learn_inducing_locations=False"):
         kernel(torch.randn(3, 16).double().requires_grad_()).to_dense()
     with pytest.raises(ntkl.errors.UnsupportedError, match="active_dims"):
         kernel.forward(torch.randn(3, 16).double(), torch.randn(3, 16).double(), last_dim_is_batch=True)
@@ -386,6 +397,28 @@ def test_shapes_and_types_that_are_none(wrong: dict[str, Any]) -> None:
     (name, value), = wrong.items()
     with pytest.raises(ntkl.errors.UnsupportedError, match=rf"^expected {name} as .*got {re.escape(repr(value))}\."):
         NTKKernel(nn.Linear(16, 2), **wrong)
+
+
+def test_fantasies_of_sums_and_products_are_models_of_all_the_data() -> None:
+    """``get_fantasy_model`` of an ExactGP with this kernel among others, and `add` of the Laplace posterior."""
+    network, parts = AnyWidth(1).double(), torch.randn(3, 9, 4, generator=torch.Generator().manual_seed(1)).double()
+    (x, z, new), y = parts, parts.sum(-1)
+    for kernel in (NTKKernel(network), ScaleKernel(NTKKernel(network)) + RBFKernel(), NTKKernel(network) * RBFKernel()):
+        given = Exact(x, y[0], kernel).double().eval()
+        whole = Exact(torch.cat([x, z]), y[:2].flatten(), kernel).double().eval()
+        with torch.no_grad():
+            given(new)
+            found, want = given.get_fantasy_model(z, y[1])(new), whole(new)
+        assert relative_error(found.mean, want.mean) < 1e-9
+        assert relative_error(found.covariance_matrix, want.covariance_matrix) < 1e-9
+    model = Exact(x, y[0], NTKKernel(network)).double().eval()
+    noise = model.likelihood.noise.item()
+    posterior = ntkl.laplace(network, (x, y[0].unsqueeze(1)), ntkl.Gaussian(noise))
+    laplace = ntkl.gp.LaplaceGP(posterior.add(z, y[1].unsqueeze(1))).eval()
+    with torch.no_grad():
+        model(new)
+        fantasy = model.get_fantasy_model(z, y[1])(new)
+    assert relative_error(laplace(new).covariance_matrix, fantasy.covariance_matrix) < 1e-9
 
 
 def test_active_dims_inside_sums() -> None:

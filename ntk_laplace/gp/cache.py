@@ -16,6 +16,10 @@ from ntk_laplace.runtime import tuning
 
 __all__ = ["CachedRows"]
 
+# linear_operator marks the inputs of a kernel that is not evaluated yet, in the Kronecker products of LMC models
+_FIXED = ("fix inducing points, learn_inducing_locations=False or inducing_points.requires_grad_(False); call an LMC "
+          "model under gpytorch.settings.lazily_evaluate_kernels(False).")
+
 
 class CachedRows:
     """Jacobian J_nc of one frozen network at flat inputs.
@@ -42,7 +46,7 @@ class CachedRows:
 
     def __call__(self, x: Tensor) -> Jacobian:
         """Jacobian at x (n, d); the same object for the same content."""
-        refuse_input_gradients(x)
+        refuse_input_gradients(x, _FIXED)
         for place, (known, rows) in enumerate(self._kept):
             if known.shape == x.shape and known.dtype == x.dtype and torch.equal(known, x):
                 self._kept.append(self._kept.pop(place))

@@ -152,9 +152,9 @@ class LaplaceGP(ExactGP):
                                "Fit again: ntk_laplace.laplace(network, data, likelihood, prior).")
 
     def get_fantasy_model(self, inputs: Any, targets: Any, **kwargs: Any) -> ExactGP:
-        """Not supported: a fantasy target would change the Laplace approximation, not condition a fixed GP."""
+        """Not supported: the posterior takes them, ``LaplaceGP(gp.posterior.add(x, y))``."""
         raise UnsupportedError("the data of the fit", "fantasy observations",
-                               "Fit again with the new pairs appended to the data.")
+                               "Give them to the posterior: LaplaceGP(gp.posterior.add(x, y)) is the model given them.")
 
 
 def _posterior(source: Any, data: Any, likelihood: Any, prior: Any, fit: dict[str, Any]) -> Posterior:

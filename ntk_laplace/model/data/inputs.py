@@ -179,8 +179,17 @@ def differentiable(x: Inputs) -> Inputs:
         return map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, x)
 
 
-def refuse_input_gradients(x: Inputs) -> None:
+def refuse_input_gradients(
+    x: Inputs,
+    instead: str = "a posterior's latent and latent_moments have gradients in inputs with differentiable=True.",
+) -> None:
     """Raise an error for inputs that require gradients: Jacobians have no graph to them, so gradients would be zero.
+
+    Parameters
+    ----------
+    x : tensor, tuple or dict of tensors
+    instead : str
+        What else the caller can do; the end of the message.
 
     Raises
     ------
@@ -189,8 +198,7 @@ def refuse_input_gradients(x: Inputs) -> None:
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves(x)):
         raise UnsupportedError("inputs that require no gradient", "x.requires_grad=True",
-                               "Pass x.detach(), or call under torch.no_grad(); a posterior's latent and "
-                               "latent_moments have gradients in inputs with differentiable=True.")
+                               f"Pass x.detach(), or call under torch.no_grad(); {instead}")
 
 
 def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> None:
