@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -114,6 +115,13 @@ def test_a_diagonal_that_the_low_rank_part_exceeds():
         shrunk = ntkl.laplace(case.network, data, ntkl.Categorical(), prior=weak, structure=ntkl.INF(rank=1.0))
     precision = shrunk.posterior_precision.information() + 1e-6 * torch.eye(case.theta.numel(), dtype=torch.float64)
     assert torch.linalg.eigvalsh(precision).min() > 0
+    with warnings.catch_warnings(record=True) as told:  # of all points, not of the new ones alone
+        warnings.simplefilter("always")
+        more = shrunk.condition((case.x[:1], data[1][:1])).condition((case.x[1:3], data[1][1:3]))
+        assert not told
+        more.predict(case.x_new)
+        more.predict(case.x_new)
+    assert len(told) == 1 and "exceeds the exact diagonal" in str(told[0].message)
     asked = ntkl.INF(rank=1.0, violation="raise")
     with refused(NumericalError, "positive diagonal correction", r"\d+ of \d+ entries", "shrink"):
         ntkl.laplace(case.network, data, ntkl.Categorical(), prior=weak, structure=asked)

@@ -65,7 +65,7 @@ class StructuredSpec(BlockSpec):
         """From the sums of a checkpoint."""
         gathered = Accumulation.from_record(saved.state)
         extras = [None if extra is None else LowRank(**extra) for extra in saved.state["extras"]]
-        at = _AtLikelihood(gathered, extras, copy.deepcopy(model.likelihood))
+        at = _AtLikelihood(gathered, copy.deepcopy(model.likelihood), found=extras)
         return StructuredStructure(of_kind(StructuredSpec, gathered.spec), saved.source, saved.points, at=at)
 
 
@@ -110,24 +110,30 @@ class _AtLikelihood:
     Attributes
     ----------
     accumulated : Accumulation
-    extras : list
-        Extra state of each parameter block, as `BlockSpec.finalized` returns it.
     likelihood : Likelihood
     scale : float
+    found : sequence, optional
+        The extra state, once it is derived.
     """
 
     accumulated: Accumulation
-    extras: Sequence[Any]
     likelihood: Likelihood
     scale: float = 1.0
+    found: Sequence[Any] | None = None
 
     @classmethod
     def of(cls, accumulated: Accumulation, likelihood: Likelihood) -> _AtLikelihood:
-        """Derive the blocks' extra state from complete sums."""
+        """Complete sums."""
         for summary in accumulated.summaries:
             summary.require_finite()  # checked at the fit: eigenvectors may be computed much later
-        extras = accumulated.spec.finalized(accumulated.summaries, accumulated.eigenbases)
-        return cls(accumulated, extras, copy.deepcopy(likelihood))
+        return cls(accumulated, copy.deepcopy(likelihood))
+
+    @property
+    def extras(self) -> Sequence[Any]:
+        """Extra state of each parameter block, `BlockSpec.finalized`: not of sums that only enter others."""
+        if self.found is None:
+            self.found = self.accumulated.spec.finalized(self.accumulated.summaries, self.accumulated.eigenbases)
+        return self.found
 
     @property
     def eigenbases(self) -> list[Eigenbasis]:
@@ -191,7 +197,7 @@ class StructuredStructure(StreamedStructure):
         gathered.eigenbases = list(gathered.eigenbases) if self.spec.second_pass else []
         gathered.again(model, self.data)
         gathered.forget()
-        self.at = _AtLikelihood(gathered, self.at.extras, copy.deepcopy(model.likelihood))
+        self.at = _AtLikelihood(gathered, copy.deepcopy(model.likelihood), found=self.at.extras)
 
     # --- further passes
 
@@ -258,8 +264,8 @@ class StructuredStructure(StreamedStructure):
         gathered = replace(at.accumulated,
                            summaries=[summary.to(device, dtype) for summary in at.accumulated.summaries],
                            eigenbases=[eigenbasis.to(device, dtype) for eigenbasis in at.accumulated.eigenbases])
-        moved = _AtLikelihood(gathered, [None if extra is None else extra.to(device, dtype) for extra in at.extras],
-                              copy.deepcopy(at.likelihood).to(device), at.scale)
+        moved = _AtLikelihood(gathered, copy.deepcopy(at.likelihood).to(device), at.scale,
+                              [None if extra is None else extra.to(device, dtype) for extra in at.extras])
         return self._moved(device, dtype, at=moved)
 
     def basis(self, model: LinearizedModel) -> BlockBasis:
