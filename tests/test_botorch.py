@@ -538,6 +538,8 @@ def test_refusals() -> None:
             plain.condition_on_observations(new, given, noise=wrong)  # type: ignore[arg-type]
         with refused(ntkl.DataError, "observation_noise as a tensor of variances", str(wrong), "each value"):
             plain.posterior(new, observation_noise=wrong)  # type: ignore[arg-type]
+    with refused(ntkl.UnsupportedError, "observations of all outputs", "evaluation_mask", "ModelList"):
+        plain.fantasize(new, SobolQMCNormalSampler(torch.Size([2])), evaluation_mask=given > 0)
     with refused(ntkl.DataError, "finite Y", "NaN", "Leave"):
         plain.condition_on_observations(new, given + torch.nan)
     with refused(ntkl.NumericalError, "different points, or with noise", "determine", "noise="):

@@ -188,7 +188,12 @@ class GaussianModel(Model, FantasizeMixin):
         ------
         DataError
             If X and Y do not fit each other.
+        UnsupportedError
+            If there are other arguments, such as the `evaluation_mask` of `fantasize`.
         """
+        if kwargs:
+            raise UnsupportedError("observations of all outputs, X and Y, and noise", ", ".join(kwargs),
+                                   "Leave it out; a ModelList of one model for each output takes an evaluation_mask.")
         fits = X.ndim >= 2 and Y.ndim >= 2 and Y.shape[-2:] == (X.shape[-2], self.num_outputs)
         if not fits or X.shape[-2] == 0:
             raise DataError(f"X of shape (..., n, d) and Y of shape (..., n, {self.num_outputs}), n at least 1",
