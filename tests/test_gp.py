@@ -374,7 +374,7 @@ def test_inputs_that_do_not_fit() -> None:
     assert tokens(torch.tensor([[0.0, 1.0], [3.0, 4.0]])).shape == (4, 4)
     with pytest.raises(ntkl.errors.DataError, match=r"whole numbers.*example 1.*input_dtype"):
         tokens(torch.tensor([[0.0, 1.0], [3.0, 0.5]])).to_dense()
-    with pytest.raises(ntkl.errors.UnsupportedError, match=r"no gradient.*detach.*learn_inducing_locations=False"):
+    with pytest.raises(ntkl.errors.UnsupportedError, match=r"no gradient.*detach.*locations=False.*LaplaceModel"):
         kernel(torch.randn(3, 16).double().requires_grad_()).to_dense()
     with pytest.raises(ntkl.errors.UnsupportedError, match="active_dims"):
         kernel.forward(torch.randn(3, 16).double(), torch.randn(3, 16).double(), last_dim_is_batch=True)
