@@ -22,8 +22,8 @@ from minima import parts
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, minimize
 from ntk_laplace.structures.weight_likelihood import NetworkLikelihood, likelihood_of
-from ntk_laplace.structures.what_if import moving
-from ntk_laplace.structures.what_if.moving import ChangedObjectives
+from ntk_laplace.structures.what_if import objectives
+from ntk_laplace.structures.what_if.objectives import ChangedObjectives
 from reference import outputs, relative_error, take
 from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, Problem, fresh, targets
@@ -383,7 +383,7 @@ def test_strong_curvature_in_float32_is_no_missing_second_derivative():
 @pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):
     """Not that its objective has kinks, which it has not."""
-    monkeypatch.setattr(moving, "minimize", functools.partial(minimize, steps=1))
+    monkeypatch.setattr(objectives, "minimize", functools.partial(minimize, steps=1))
     monkeypatch.setattr(tuning, "MOST_QUASI_NEWTON_STEPS", 1)
     posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(2.0))
     with pytest.warns(ntkl.NTKLaplaceWarning, match="still falls.*train the network to convergence"):
@@ -406,7 +406,7 @@ def test_the_corrected_preconditioner_is_made_once(monkeypatch: pytest.MonkeyPat
             made.append(1)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(moving, "Deflated", Counted)
+    monkeypatch.setattr(objectives, "Deflated", Counted)
     posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(2.0)).refit()
     posterior.relabel(0, labels()[1], linearization="moving")  # preconditioned by the Hessian of the fit's labels too
     first = posterior.remove(2, linearization="moving").network.theta
@@ -487,7 +487,8 @@ def test_products_are_with_the_exact_hessian():
     weights = torch.stack([torch.ones(9), torch.arange(9) % 3]).double()
     thetas = fitted.theta + 0.3 * torch.randn(2, len(fitted.theta), generator=torch.Generator().manual_seed(1)).double()
     vectors = torch.randn(2, len(fitted.theta), generator=torch.Generator().manual_seed(2)).double()
-    objective = ChangedObjectives(fitted, NetworkLikelihood.of(fitted, None, 2), weights, 0.1 * vectors[0])
+    likelihood, inverse = NetworkLikelihood.of(fitted, None, 2), fitted.solver.solve
+    objective = ChangedObjectives(fitted, likelihood, weights, 0.1 * vectors[0], inverse)
     local = objective.local(thetas, torch.arange(2))
     products, (values, gradients) = local.products(vectors), objective.values_and_gradients(thetas, torch.arange(2))
     turned = objective.values_and_gradients(thetas.flip(0), torch.tensor([1, 0]))  # the data of other rows

@@ -19,7 +19,8 @@ from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import LinearizedLikelihood, NetworkLikelihood
-from ntk_laplace.structures.what_if.moving import ChangedObjectives, fitted_at, moving_model, require_room, tell_saddle
+from ntk_laplace.structures.what_if.moving import checked_likelihood, fitted_at, moving_model, remaining_of
+from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, require_room
 
 __all__ = ["Groups"]
 
@@ -54,7 +55,6 @@ class Groups:
     steps: Tensor
     _likelihood: NetworkLikelihood | LinearizedLikelihood
     _source: Source | None
-    _objective: ChangedObjectives
 
     @classmethod
     def of(cls, fitted: FittedModel, weights: Tensor, moving: bool) -> Groups:
@@ -67,27 +67,20 @@ class Groups:
         DataError
             If the data of the fit cannot be read again, where the network moves.
         """
-        model, count = moving_model(fitted), len(weights)
-        points = replace(fitted.structure.points_to_change, weights=None, expanded=None)
+        model, count, points = moving_model(fitted), len(weights), fitted.structure.points_to_change
         source = training_inputs(fitted.model, fitted.structure) if moving else None
         each = require_room(model, count, weights.nbytes)
         likelihood: NetworkLikelihood | LinearizedLikelihood
         if source is not None:
-            likelihood = NetworkLikelihood(model, points, source, each)
-            likelihood.require_second_derivatives(model.theta)
-        else:
-            likelihood = LinearizedLikelihood(fitted, each)
-        start = (model.theta if moving else fitted.theta).expand(count, -1)
-        assert model.training_gradient is not None
-        objective = ChangedObjectives(fitted, likelihood, weights, model.training_gradient.value)
-        if moving:  # of the linearized model the fit is the Hessian
-            counts = fitted.structure.points_to_change.counts
-            objective = objective.preconditioned(model.theta, counts)
-            if not fitted.model.refitted:
-                tell_saddle(objective, model.theta, counts)
-        found = _minima(model, each, objective, weights, start, "what-ifs")
-        return cls(model, moving, found.at, weights, found.converged, found.falling, found.steps, likelihood, source,
-                   objective)
+            likelihood, start = checked_likelihood(model, points, source, each), model.theta
+            at_the_fit = CurvatureAtFit(fitted, likelihood, start, points.counts, count)
+            inverse = at_the_fit.inverse(weights)
+            at_the_fit.tell_saddle()
+        else:  # of the linearized model the fit is the Hessian
+            likelihood, start, inverse = LinearizedLikelihood(fitted, each), fitted.theta, fitted.solver.solve
+        objective = ChangedObjectives(fitted, likelihood, weights, remaining_of(model), inverse)
+        found = _minima(model, each, objective, start.expand(count, -1), "what-ifs")
+        return cls(model, moving, found.at, weights, found.converged, found.falling, found.steps, likelihood, source)
 
     def come_back(self, fitted: FittedModel) -> Tensor:
         """Whether each optimum leads back to the trained network if the change is undone, (G,).
@@ -106,9 +99,11 @@ class Groups:
         model, likelihood, count = self.model, self._likelihood, len(self.thetas)
         each = require_room(model, count + 1, 2 * self.thetas.nbytes)
         start = torch.cat([model.theta[None], self.thetas])
-        unchanged = fitted.structure.points_to_change.counts.to(self.weights).expand(len(start), -1)
-        objective = self._objective.changed(unchanged).preconditioned(model.theta, unchanged[0])
-        reached = _minima(model, each, objective, unchanged, start, "points put back").at
+        counts = fitted.structure.points_to_change.counts.to(self.weights)
+        unchanged = counts.expand(len(start), -1)
+        inverse = CurvatureAtFit(fitted, likelihood, model.theta, counts, len(start)).inverse(unchanged)
+        objective = ChangedObjectives(fitted, likelihood, unchanged, remaining_of(model), inverse)
+        reached = _minima(model, each, objective, start, "points put back").at
         eps = max(torch.finfo(dtype).eps for dtype in (reached.dtype, model.network.precision))
         with torch.no_grad():
             home = self.log_prob_of(likelihood.outputs(reached[:1]))
@@ -159,12 +154,10 @@ class Groups:
 
 
 def _minima(
-    model: LinearizedModel, each: int, objective: ChangedObjectives, weights: Tensor, start: Tensor, what: str
+    model: LinearizedModel, each: int, objective: ChangedObjectives, start: Tensor, what: str
 ) -> Minima:
-    """Optima for example weights (S, N) from their starts (S, P); at most `each` of them descend together."""
+    """Optima of all changes from their starts (G, P); at most `each` of them descend together."""
     each = min(each, objective.at_once())
-    pairs = list(zip(weights.split(each), start.split(each), strict=True))
-    found: list[Minima] = []
-    for some, own in shown(model, pairs, what, len(weights), lambda pair: len(pair[0])):
-        found.append(objective.changed(some).minimize(own))
-    return Minima.joined(found)
+    pairs = list(zip(objective.weights.split(each), start.split(each), strict=True))
+    some = shown(model, pairs, what, len(start), lambda pair: len(pair[0]))
+    return Minima.joined([replace(objective, weights=weights).minimize(own) for weights, own in some])

@@ -19,7 +19,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
 from ntk_laplace.structures.data_passes import collected, shown
 from ntk_laplace.structures.training_inputs import training_inputs
-from ntk_laplace.structures.what_if.moving import fitted_at, moving_model, with_remaining
+from ntk_laplace.structures.what_if.moving import fitted_at, moving_model, remaining_of, with_remaining
 
 __all__ = ["relinearized"]
 
@@ -90,8 +90,7 @@ class _Descent:
     """
 
     def __init__(self, model: LinearizedModel, structure: Structure, source: Source, direction: Tensor | None) -> None:
-        assert model.training_gradient is not None
-        self._remaining, self._source, self._direction = model.training_gradient.value, source, direction
+        self._remaining, self._source, self._direction = remaining_of(model), source, direction
         self.fitted = FittedModel(with_remaining(model, self._remaining, structure.points), structure)
 
     def step(self) -> bool:
