@@ -1,13 +1,12 @@
 """Jacobian rows of a network, computed in one pass over the data and stored in structured blocks."""
 
 from ntk_laplace.jacobian.blocks import Block, Dense, LayerRows, Lookup, Outer
-from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums, Products
+from ntk_laplace.jacobian.fast import FusedLayer, FusedLayers, FusedSums, Products
 from ntk_laplace.jacobian.jacobian import Jacobian, grouped, placed
-from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
+from ntk_laplace.jacobian.passes import JacobianPass
 from ntk_laplace.jacobian.rules import Extractor, Use, register_rule
 
 __all__ = [
-    "NO_FUSED_LAYERS",
     "Block",
     "Dense",
     "Extractor",
@@ -20,7 +19,6 @@ __all__ = [
     "Lookup",
     "Outer",
     "Products",
-    "RootFunction",
     "Use",
     "grouped",
     "placed",

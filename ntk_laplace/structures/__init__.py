@@ -6,10 +6,9 @@ from ntk_laplace.structures.function_space import FunctionSpace, FunctionSpaceSt
 from ntk_laplace.structures.full import FullWeightSpace
 from ntk_laplace.structures.sketch_specifications import Iterative, Nystrom, compressed
 from ntk_laplace.structures.block_specifications import EKFAC, INF, KFAC, Diagonal
-from ntk_laplace.structures.gaussian import GaussianStructure, GivenGaussian
+from ntk_laplace.structures.gaussian import GivenGaussian
 # isort: on
 
-from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.auto import Auto
 from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.block_spec import BlockBasis
@@ -25,15 +24,13 @@ from ntk_laplace.structures.registry import (
     structure_of,
 )
 from ntk_laplace.structures.structure import NewtonStep, Saved, Structure, StructureSpec
-from ntk_laplace.structures.structured import StructuredStructure
-from ntk_laplace.structures.summed import SummedSpec, SummedStructure
+from ntk_laplace.structures.summed import SummedSpec
 
 __all__ = [
     "EKFAC",
     "INF",
     "KFAC",
     "REGISTERED",
-    "Accumulation",
     "Auto",
     "BlockBasis",
     "CurvatureProducts",
@@ -42,7 +39,6 @@ __all__ = [
     "FullWeightSpace",
     "FunctionSpace",
     "FunctionSpaceStructure",
-    "GaussianStructure",
     "GivenGaussian",
     "Iterative",
     "LinearizedModel",
@@ -52,9 +48,7 @@ __all__ = [
     "Settings",
     "Structure",
     "StructureSpec",
-    "StructuredStructure",
     "SummedSpec",
-    "SummedStructure",
     "compressed",
     "merged_batches",
     "register_structure",

@@ -8,11 +8,11 @@ have the methods of `Block`:
 * `Dense`: rows that are written out, of one parameter or of several side by side.
 """
 
-from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, LayerRows
+from ntk_laplace.jacobian.blocks.base import Block, Factored, LayerRows
 from ntk_laplace.jacobian.blocks.clusters import Cluster, clusters, summed, written_out
 from ntk_laplace.jacobian.blocks.dense import Dense
 from ntk_laplace.jacobian.blocks.lookup import Lookup
 from ntk_laplace.jacobian.blocks.outer import Outer
 
-__all__ = ["Block", "Cluster", "Dense", "Factored", "GramCost", "LayerRows", "Lookup", "Outer", "clusters", "summed",
+__all__ = ["Block", "Cluster", "Dense", "Factored", "LayerRows", "Lookup", "Outer", "clusters", "summed",
            "written_out"]

@@ -79,5 +79,7 @@ def _by_input(left: Cluster, right: Cluster, variances: Variances) -> tuple[Clus
 
     ours = scaled(one)
     return ours, ours if two is one else scaled(two), {**variances, one.weight: 1.0}
+
+
 def _names(cluster: Cluster) -> tuple[str, ...]:
     return tuple(sorted(name for block in cluster for name in set(block.names)))

@@ -7,16 +7,13 @@ tensor. One call multiplies them all, because a product with a network's curvatu
 from ntk_laplace.runtime.krylov.conjugate_gradients import conjugate_gradients, nearly_solved
 from ntk_laplace.runtime.krylov.deflation import Deflated, WrittenOut, downward
 from ntk_laplace.runtime.krylov.lanczos import Quadrature, lanczos
-from ntk_laplace.runtime.krylov.low_rank import LowRank, inner, low_rank, turned_
-from ntk_laplace.runtime.krylov.newton import Local, Minima, Objectives, minimize
+from ntk_laplace.runtime.krylov.low_rank import inner, low_rank
+from ntk_laplace.runtime.krylov.newton import Minima, minimize
 from ntk_laplace.runtime.krylov.quasi_newton import remembered
 
 __all__ = [
     "Deflated",
-    "Local",
-    "LowRank",
     "Minima",
-    "Objectives",
     "Quadrature",
     "WrittenOut",
     "conjugate_gradients",
@@ -27,5 +24,4 @@ __all__ = [
     "minimize",
     "nearly_solved",
     "remembered",
-    "turned_",
 ]

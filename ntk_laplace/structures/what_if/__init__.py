@@ -1,7 +1,7 @@
 """What-ifs: the posterior that other training data would have given, without retraining."""
 
 from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, ChangedPrecision
-from ntk_laplace.structures.what_if.changed_structure import ChangedStructure, rows_of
+from ntk_laplace.structures.what_if.changed_structure import rows_of
 from ntk_laplace.structures.what_if.changes import (
     Indices,
     drawn,
@@ -20,7 +20,6 @@ from ntk_laplace.structures.what_if.steps import at_optimum, stepped, stepped_on
 __all__ = [
     "HIGH_LEVERAGE",
     "ChangedPrecision",
-    "ChangedStructure",
     "Groups",
     "Indices",
     "at_minimum",

@@ -24,7 +24,6 @@ from ntk_laplace.structures.points import TrainingPoints
 __all__ = ["Iterate", "Objective", "descend", "refitted"]
 
 
-
 @dataclass(frozen=True)
 class Iterate:
     """θ - θ* (P,) and the training outputs at θ (N, C)."""
