@@ -19,7 +19,7 @@ from ntk_laplace.curvature import (
     find_parameter_blocks,
 )
 from ntk_laplace.errors import FitInterrupted
-from ntk_laplace.jacobian import FusedLayer, FusedLayers, Jacobian
+from ntk_laplace.jacobian import FusedLayer, FusedLayers, Jacobian, placed
 from ntk_laplace.model.data import Batches, Inputs, RowBuffer, Source, fill_buffer, num_examples
 from ntk_laplace.runtime.reduction import Reducer
 from ntk_laplace.runtime.signals import terminable, uninterrupted
@@ -202,11 +202,9 @@ class Accumulation:
         """First pass, one batch: find the parameter blocks (first batch only), add to the sums, store outputs."""
         n = num_examples(x)
         targets, weights = canonical_targets(model, y, n, seen), roots.weights(seen, n)
-        counts, done = counts_of(model, targets, weights), 0
-        fused_layers = self._fused_layers(model, moments=borrowed)
-        for rows in self._rows(model, roots, x, targets, seen, counts, fused_layers):
-            own = None if counts is None else counts[done : done + rows.num_examples]
-            done += rows.num_examples
+        counts, fused_layers = counts_of(model, targets, weights), self._fused_layers(model, moments=borrowed)
+        for here, rows in placed(self._rows(model, roots, x, targets, seen, counts, fused_layers)):
+            own = None if counts is None else counts[here]
             if not self.parameter_blocks:
                 found = find_parameter_blocks(rows, model.prior, self.spec.kind, self.spec.squares)
                 self.parameter_blocks = agreed_blocks(model, found, self.spec.kind)

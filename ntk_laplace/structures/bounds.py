@@ -17,7 +17,7 @@ from torch import Tensor
 from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
 from ntk_laplace.curvature.posterior_precision import group_numbers
 from ntk_laplace.errors import HyperparameterError, require_choice, require_whole
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.model.priors.names import assign
 from ntk_laplace.runtime import tuning
@@ -223,10 +223,7 @@ def _weighted_rows(fitted: FittedModel, index: Tensor, root: Tensor) -> Iterator
     """Rows of SᵀJ at some of the points, ascending: stored rows times S, or one backward pass for each column."""
     model, structure = fitted.model, fitted.structure
     if structure.source is None or structure.spec.keeps_jacobian:
-        seen = 0
-        for rows in fitted.rows_at(index):
-            yield rows.weighted(root[seen : seen + rows.num_examples])
-            seen += rows.num_examples
+        yield from (rows.weighted(root[here]) for here, rows in placed(fitted.rows_at(index)))
         return
     require_one_process(model)
     source = selected(model, structure.source, index, fitted.num_examples)

@@ -218,7 +218,7 @@ def compressed(spec: Nystrom, structure: Structure, curvature: CurvatureProducts
     """The low rank of another structure's curvature, with its points and its data, if it keeps them."""
     model = curvature.model
     found = SketchedStructure(spec, structure.source or Missing(), structure.points, structure.base, None)
-    spec.require_rank(model, 1)
+    spec.require_rank(model)
     _, found.at.sketch = spec.precision(curvature, None, 0.0, None)
     found.at.likelihood = copy.deepcopy(model.likelihood)
     found.at.values = present_values(model.prior, model.likelihood)

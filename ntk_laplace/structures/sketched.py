@@ -21,7 +21,7 @@ from ntk_laplace.curvature.posterior_draws import PosteriorDraws
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet
 from ntk_laplace.curvature.sketch import Sketch
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number, require_whole
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.data import Joined, Source, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.runtime import tuning
@@ -91,12 +91,12 @@ class SketchSpec(StructureSpec):
 
     def fit(self, model: LinearizedModel, source: Source) -> SketchedStructure:
         """Read outputs and targets; products follow on first use."""
-        self.require_rank(model, 1)
+        self.require_rank(model)
         return SketchedStructure(self, source, read_points(model, source)).displaced(model)
 
-    def require_rank(self, model: LinearizedModel, rank: int) -> None:
+    def require_rank(self, model: LinearizedModel) -> None:
         """Refuse a rank whose vectors do not fit in memory (MemoryBudgetError)."""
-        rank = min(self.rank or rank, model.network.num_parameters)
+        rank = min(self.rank or 1, model.network.num_parameters)
         require_memory(self.sketch_bytes(model, rank), model.network.device,
                        f"{self.copies:g} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
                        f"Use {'' if rank == 1 else 'a smaller rank, '}dtype=torch.float32, "
@@ -263,11 +263,9 @@ class SketchedStructure(StreamedStructure):
         if kept is None:
             yield from ((rows, None) for rows in read_rows(model, self.data, root, None, what))
             return
-        root, seen = own_rows(model, self.data, root), 0
-        own = sum(rows.num_examples for rows in kept)
-        for rows in shown(model, kept, what, own, lambda rows: rows.num_examples):
-            yield rows, root[seen : seen + rows.num_examples]
-            seen += rows.num_examples
+        root, own = own_rows(model, self.data, root), sum(rows.num_examples for rows in kept)
+        for here, rows in placed(shown(model, kept, what, own, lambda rows: rows.num_examples)):
+            yield rows, root[here]
 
     def _kept(self, model: LinearizedModel) -> list[Jacobian] | None:
         """Rows of J of the examples that this process reads, if half of the memory is enough for them."""
@@ -294,10 +292,9 @@ class SketchedStructure(StreamedStructure):
         """Jᵀr, (P,)."""
         if not self.rows:
             return super().vjp(model, residual)
-        own, seen, total = own_rows(model, self.data, residual), 0, torch.zeros_like(model.theta)
-        for rows in self.rows:
-            total += rows.vjp(own[seen : seen + rows.num_examples], model.network.shapes)
-            seen += rows.num_examples
+        own, total = own_rows(model, self.data, residual), torch.zeros_like(model.theta)
+        for here, rows in placed(self.rows):
+            total += rows.vjp(own[here], model.network.shapes)
         model.settings.reducer.sum_(total)
         return total
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.data import Joined, Missing, Source
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.structures.data_passes import common_factor, read_points, read_rows, selected
@@ -170,12 +170,10 @@ class SummedStructure(StreamedStructure):
         sums = {name: total.clone() for name, total in self.sums(model).items()}
         if len(moved) == 0:
             return sums
-        removed, start = self.spec.zeros(model), 0
-        for rows in other.rows_at(model, moved):
-            here = moved[start : start + rows.num_examples]
-            self.spec.add(sums, rows.weighted(root[here]), model)
-            self.spec.add(removed, rows.weighted(own[here]), model)
-            start += rows.num_examples
+        removed = self.spec.zeros(model)
+        for here, rows in placed(other.rows_at(model, moved)):
+            self.spec.add(sums, rows.weighted(root[moved[here]]), model)
+            self.spec.add(removed, rows.weighted(own[moved[here]]), model)
         return {name: total.sub_(removed[name]) for name, total in sums.items()}
 
     # --- storage
