@@ -46,10 +46,9 @@ class Remainder:
     def draw(self, count: int) -> None:
         """Draw more, until there are `count` in all."""
         generator = torch.Generator().manual_seed(self._probing.seed + 1 + len(self))
-        found, together = [self.draws], self._probing.together
-        for start in range(len(self), count, together):
-            found.append(self._drawn(min(together, count - start), generator))
-        self.draws = torch.cat(found) if len(found) > 1 else self.draws
+        together = self._probing.together
+        more = [self._drawn(min(together, count - start), generator) for start in range(len(self), count, together)]
+        self.draws = torch.cat([self.draws, *more]) if more else self.draws
 
     def _drawn(self, count: int, generator: torch.Generator) -> Tensor:
         curvature, base = self._probing.curvature, self._probing.base

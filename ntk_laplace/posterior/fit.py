@@ -264,8 +264,6 @@ def fitted_to(spec: StructureSpec | Auto, model: LinearizedModel, batches: Batch
 def _problem(model: LinearizedModel, batches: Batches, x: Inputs) -> Problem:
     """What the choice of a structure depends on; a stream is counted."""
     reducer = model.settings.reducer
-    if reducer.world_size > 1:
-        n = batches.numbers(reducer)[1]
-    else:
-        n = batches.length or sum(len(y) for _, y in batches)
+    alone = reducer.world_size == 1
+    n = batches.length or sum(len(y) for _, y in batches) if alone else batches.numbers(reducer)[1]
     return Problem(model, n, model.jacobian_pass.rows(take(x, slice(0, 2))), reducer.world_size)

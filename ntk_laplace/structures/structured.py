@@ -295,12 +295,11 @@ def _reuse_eigenbasis(accumulated: Accumulation, given: HasEigenbasis | None, mo
     if found.squares != accumulated.spec.squares and any(block.entries[0] > 1 for block in found.parameter_blocks):
         raise UnsupportedError("a basis of the same kind where convolutions have groups", repr(found.structure),
                                "Take the basis from a posterior of the same structure.")
-    if accumulated.spec.squares and any(isinstance(side, Reflections) for one in found.eigenbases
-                                        for side in (one.basis.left, one.basis.right)):
+    sides = [side for one in found.eigenbases for side in (one.basis.left, one.basis.right) if side is not None]
+    if accumulated.spec.squares and any(isinstance(side, Reflections) for side in sides):
         raise UnsupportedError("a basis= with all eigenvectors for INF", "one of KFAC(rank=...)",
                                "Leave the rank out of the basis, or fit EKFAC(basis=...).")
     dtype, device = model.jacobian_pass.dtype, model.network.device
-    sides = [side for one in found.eigenbases for side in (one.basis.left, one.basis.right) if side is not None]
     other = next((side.dtype for side in sides if side.dtype != dtype), None)
     if other is not None:
         raise UnsupportedError(f"basis= a posterior with dtype={dtype}", f"one with {other}",

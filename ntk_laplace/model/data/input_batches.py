@@ -22,6 +22,7 @@ from ntk_laplace.model.data.inputs import (
     refuse_input_gradients,
     take,
     to_device,
+    with_members,
 )
 from ntk_laplace.model.data.loaders import batches_of, samplers_of
 from ntk_laplace.runtime import tuning
@@ -144,7 +145,7 @@ def _part_like(x: Any, form: Inputs) -> Inputs | None:
         members: list[Any] = [_part_like(one, own) for one, own in zip(x, form, strict=True)]
         if any(one is None and own is not None for one, own in zip(members, form, strict=True)):
             return None
-        return type(form)(*members) if hasattr(form, "_fields") else type(form)(members)
+        return with_members(form, members)
     return x
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "refuse_input_gradients",
     "take",
     "to_device",
+    "with_members",
 ]
 
 # what a network takes; tensors share their first axis
@@ -56,11 +57,14 @@ def map_tensors(function: Callable[[Tensor], Any], x: Inputs) -> Any:
     if isinstance(x, Mapping):
         # a BatchEncoding and similar types become a plain dict with the same keys
         return {key: map_tensors(function, value) for key, value in x.items()}
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*(map_tensors(function, value) for value in x))
     if isinstance(x, (tuple, list)):
-        return type(x)(map_tensors(function, value) for value in x)
+        return with_members(x, [map_tensors(function, value) for value in x])
     return x
+
+
+def with_members(x: Any, members: list[Any]) -> Any:
+    """A list or tuple of the same type, which may be a named tuple, with other members."""
+    return type(x)(*members) if hasattr(x, "_fields") else type(x)(members)
 
 
 def leaves(x: Inputs) -> list[Tensor]:
@@ -122,8 +126,7 @@ def _concatenated(parts: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: _concatenated([part[key] for part in parts]) for key in first}
     if isinstance(first, (tuple, list)):
-        joined = [_concatenated([part[i] for part in parts]) for i in range(len(first))]
-        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+        return with_members(first, [_concatenated([part[i] for part in parts]) for i in range(len(first))])
     return first
 
 

@@ -235,8 +235,7 @@ class Predictions:
         """
         if self.labels:
             return 1.0 - self.frame["probability"].to_numpy()
-        spread = np.sqrt(_two(self.versions[CALIBRATED].variance))
-        return (spread / np.maximum(np.median(spread, 0), np.finfo(float).tiny)).mean(1)
+        return _spread(self.versions[CALIBRATED].variance)
 
     @cached_property
     def unfamiliarity(self) -> NDArray[np.float64]:
@@ -249,8 +248,7 @@ class Predictions:
         if self.labels:
             p = _class_table(plain)
             return -(p * np.log(np.maximum(p, np.finfo(float).tiny))).sum(1)
-        spread = np.sqrt(_two(plain.epistemic))
-        return (spread / np.maximum(np.median(spread, 0), np.finfo(float).tiny)).mean(1)
+        return _spread(plain.epistemic)
 
     def _of_labels(self) -> pandas.DataFrame:
         response = self.versions[CALIBRATED]
@@ -339,6 +337,12 @@ def _two(values: Tensor) -> NDArray[np.float64]:
     """One row per input."""
     array = _array(values).astype(np.float64)
     return array.reshape(len(array), -1)
+
+
+def _spread(variance: Tensor) -> NDArray[np.float64]:
+    """Standard deviations over their medians, averaged over the responses of each input, (n,)."""
+    spread = np.sqrt(_two(variance))
+    return (spread / np.maximum(np.median(spread, 0), np.finfo(float).tiny)).mean(1)
 
 
 def _array(values: Tensor) -> NDArray[Any]:
