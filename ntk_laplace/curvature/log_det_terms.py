@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
+from ntk_laplace.runtime.panels import panels
 
 __all__ = ["InputTerm", "LogDetTerm", "Spectrum"]
 
@@ -50,8 +51,7 @@ class Spectrum(LogDetTerm):
         """
         total, slope = shift.new_zeros(()), torch.zeros_like(shift)
         factors = torch.exp(-shift).to(self.values)
-        for start in range(0, len(self.values), tuning.EIGENVALUES):
-            part = slice(start, start + tuning.EIGENVALUES)
+        for part in panels(len(self.values), 1, tuning.EIGENVALUES):
             group = self.group if isinstance(self.group, int) else self.group[part]
             ratio = self.values[part].clamp_min(0.0).mul_(factors[group])
             total += torch.log1p(ratio).sum().to(shift)  # each piece in its own dtype, their sum in double

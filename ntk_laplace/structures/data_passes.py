@@ -13,6 +13,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Inputs, RowBuffer, Selected, Source, fill_buffer, num_examples
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.model import LinearizedModel
@@ -204,8 +205,7 @@ def common_factor(model: LinearizedModel, before: Likelihood, points: TrainingPo
         return 1.0
     factor: float | None = None
     tolerance = 64 * torch.finfo(points.f.dtype).eps
-    for start in range(0, len(points.f), tuning.HESSIAN_EXAMPLES):
-        part = slice(start, start + tuning.HESSIAN_EXAMPLES)
+    for part in panels(len(points.f), 1, tuning.HESSIAN_EXAMPLES):
         new, old = (
             model.curvature_type.curvature(likelihood.at(part), points.f[part], points.targets[part]).detach()
             for likelihood in (model.likelihood, before)

@@ -13,6 +13,7 @@ from ntk_laplace.jacobian.gram import Variances, diagonal_blocks
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.model import LinearizedModel
 
@@ -88,8 +89,7 @@ class CurvatureProducts:
         together = product_vectors(vectors.shape[1] * vectors.element_size())
         for rows, root in self.rows(f"{len(vectors):,} products"):
             curvature = None if root is None else root @ root.mT
-            for start in range(0, len(vectors), together):
-                chunk = slice(start, start + together)
+            for chunk in panels(len(vectors), 1, together):
                 pushed = rows.products(shapes.parts(vectors[chunk]))
                 if curvature is not None:
                     pushed = (curvature @ pushed.transpose(0, 1)).transpose(0, 1)

@@ -15,6 +15,7 @@ from ntk_laplace.model.data.inputs import Inputs, as_tensors, take
 from ntk_laplace.model.data.loaders import with_own_randomness
 from ntk_laplace.model.data.parts import examples_of, index_loader, only_batches, subset_of
 from ntk_laplace.model.data.weights import example_weights
+from ntk_laplace.runtime.panels import panels
 
 __all__ = ["LoaderReader", "TensorReader", "as_pair"]
 
@@ -40,8 +41,7 @@ class TensorReader:
 
     def triples(self, batch_size: int) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
         """Inputs, targets and weights of each batch."""
-        for start in range(0, len(self.y), batch_size):
-            part = slice(start, start + batch_size)
+        for part in panels(len(self.y), 1, batch_size):
             yield take(self.x, part), self.y[part], None if self.weights is None else self.weights[part]
 
     def only(self, numbers: Tensor, indices: list[Any], total: int, batch_size: int) -> TensorReader:

@@ -16,6 +16,7 @@ from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root,
 from ntk_laplace.model.likelihoods.mixture import MixtureResponse
 from ntk_laplace.model.predictive import normal_points
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures.points import TrainingPoints
 
 __all__ = ["Densities", "LeftOut", "NormalDensities", "Objective", "SampledDensities", "Setting", "densities"]
@@ -193,8 +194,7 @@ class SampledDensities:
         z = self._z[:samples] if bool(scale > 0) else self._z[:1] * 0.0
         n = len(points.mean)
         step = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
-        for start in range(0, n, step):
-            here = slice(start, start + step)
+        for here in panels(n, 1, step):
             own = self._likelihood if step >= n else self._likelihood.at(here)
             f = points.mean[here] + scale.sqrt() * torch.einsum("ncd,sd->snc", self._root[here], z)
             f = f / setting["temperature"] if "temperature" in setting else f

@@ -17,6 +17,7 @@ from ntk_laplace.posterior.explain.conditioned import Without, conditioned
 from ntk_laplace.posterior.explain.ranked import counted
 from ntk_laplace.posterior.explain.reliability import Reliability, reliability
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
@@ -226,8 +227,7 @@ def _predicted(
     integrated = []
     step = max(1, tuning.DRAWN_NUMBERS // (samples * points.num_outputs))
     with torch.no_grad():
-        for start in range(0, points.num_examples, step):
-            part = slice(start, start + step)
+        for part in panels(points.num_examples, 1, step):
             one = likelihood if step >= points.num_examples else likelihood.at(part)
             density = predictive(one, found.mean[part], found.covariance[part], "glm", samples, generator,
                                  network.scalar)

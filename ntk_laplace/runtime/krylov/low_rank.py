@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
+from ntk_laplace.runtime.panels import panels
 
 __all__ = ["LowRank", "inner", "low_rank", "turned_"]
 
@@ -61,10 +62,9 @@ def low_rank(
         core = (tests @ factor.T).double()
     else:
         factor, core = tests, tests.new_zeros(len(tests), len(tests), dtype=torch.float64)
-        for start in range(0, len(tests), together):
-            some = slice(start, start + together)
+        for some in panels(len(tests), 1, together):
             images = operator(tests[some])
-            core[start:, some] = (tests[start:] @ images.T).double()
+            core[some.start :, some] = (tests[some.start :] @ images.T).double()
             factor[some] = images
             del images  # before the next
         core = core.tril() + core.tril(-1).T
@@ -97,6 +97,5 @@ def turned_(turn: Tensor, vectors: Tensor) -> Tensor:
     return vectors if rank == len(vectors) else vectors[:rank].clone()
 
 
-def _tiles(vectors: Tensor) -> list[slice]:
-    width = max(1, tuning.PRODUCT_BYTES // (max(1, len(vectors)) * vectors.element_size()))
-    return [slice(start, start + width) for start in range(0, vectors.shape[1], width)]
+def _tiles(vectors: Tensor) -> Iterator[slice]:
+    return panels(vectors.shape[1], len(vectors) * vectors.element_size(), tuning.PRODUCT_BYTES)

@@ -15,6 +15,7 @@ from ntk_laplace.errors import DataError, is_whole
 from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import SPREADS
+from ntk_laplace.runtime.panels import panels
 
 __all__ = ["Attributor", "predicted"]
 
@@ -60,8 +61,7 @@ class Attributor:
         if count == 0:
             raise DataError("at least one test point", "none", "Pass one or more inputs.")
         sign = 1.0 if self.by in SPREADS else -1.0
-        for start in range(0, count, self.batch_size):
-            part = slice(start, start + self.batch_size)
+        for part in panels(count, 1, self.batch_size):
             y = None if targets is None else torch.as_tensor(targets)[part]
             found.append(sign * self.posterior.removal_effects(take(test, part), by=self.by, y=y))
         return torch.cat(found)
