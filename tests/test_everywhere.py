@@ -19,7 +19,7 @@ from ntk_laplace.model.network import linearized
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.meter import PeakMemory
-from ntk_laplace.structures import evidence as evidence_module
+from ntk_laplace.structures import forecast
 from reference import relative_error
 from refusals import refused
 
@@ -373,7 +373,7 @@ def test_the_evidence_of_many_positions_needs_no_dense_curvature(monkeypatch: py
     exact, posterior = fitted("diag"), fitted("diag")
     value = exact.log_marginal_likelihood()
     slope = torch.autograd.grad(value, exact.prior.log_precision)[0]
-    monkeypatch.setattr(evidence_module, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(forecast, "available_memory", lambda device: 1000)
     monkeypatch.setattr(ntkl.Everywhere, "curvature", None)
     found = posterior.log_marginal_likelihood()
     assert float(found) == pytest.approx(float(value), rel=1e-12)

@@ -18,9 +18,10 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import MemoryBudgetError, UnsupportedError
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.runtime.known_gradients import Gradient, scaled_by, with_gradients
-from ntk_laplace.runtime.resources import available_memory, require_memory
+from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.scalars import scalar
 from ntk_laplace.structures import FittedModel, NewtonStep
+from ntk_laplace.structures.forecast import memory_of
 from ntk_laplace.structures.points import UnsavedPoints, present_values, unmoved
 
 __all__ = ["Evidence", "evidence", "log_det", "log_likelihood", "log_prior"]
@@ -178,8 +179,7 @@ def _outgrows_memory(fitted: FittedModel) -> bool:
     """Whether outputs are at so many positions that Λ does not fit in memory."""
     if fitted.likelihood.positions is None or isinstance(fitted.points, UnsavedPoints):
         return False
-    budget = fitted.settings.memory_budget
-    return _hessian_bytes(fitted) > (available_memory(fitted.theta.device) if budget is None else budget)
+    return _hessian_bytes(fitted) > memory_of(fitted.model)
 
 
 def _form(fitted: FittedModel) -> DiagonalForm | None:

@@ -21,9 +21,9 @@ from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.posterior.estimates.paths import Path, uniform
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, symmetric_root
-from ntk_laplace.runtime.resources import available_memory
 from ntk_laplace.runtime.sampling import normal
 from ntk_laplace.structures import FittedModel
+from ntk_laplace.structures.forecast import memory_of
 from ntk_laplace.structures.weight_likelihood import ManyPoints, all_rows
 
 __all__ = ["Outputs", "SlicedPath"]
@@ -82,11 +82,10 @@ class SlicedPath(Path[Outputs]):
     @staticmethod
     def fits(fitted: FittedModel, chains: int) -> bool:
         """Whether the matrices of N C numbers fit in memory, and are of a size whose eigenvalues are computed."""
-        size, device = fitted.points.f.numel(), fitted.network.device
+        size = fitted.points.f.numel()
         rank = min(size, fitted.network.num_parameters)
         needed = (4 * size * rank + 2 * rank**2 + 8 * chains * size) * fitted.points.f.element_size()
-        budget = fitted.settings.memory_budget
-        return size <= tuning.SLICED_OUTPUTS and needed <= (available_memory(device) if budget is None else budget)
+        return size <= tuning.SLICED_OUTPUTS and needed <= memory_of(fitted.model)
 
     def start(self, count: int, generator: Generator) -> Outputs:
         return self._at(self._base[0] + self._noise(self._base[1], count, generator))
