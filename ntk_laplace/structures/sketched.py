@@ -34,7 +34,6 @@ from ntk_laplace.structures.data_passes import (
     read_batches,
     read_points,
     read_rows,
-    selected,
     shown,
 )
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
@@ -331,11 +330,6 @@ class SketchedStructure(StreamedStructure):
         other = of_kind(SketchedStructure, other)
         points = self.points.joined(model.likelihood, other.points)
         return self._with(points, Joined([self.data, other.data]), other, self._merged_base(model, other))
-
-    def subset(self, model: LinearizedModel, index: Tensor) -> SketchedStructure:
-        """Products over some points, from other passes."""
-        source = selected(model, self.data, index, self.points.num_examples)
-        return SketchedStructure(self.spec, source, self.points.subset(index), self._base_at(index))
 
     def changed(
         self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None

@@ -74,6 +74,11 @@ class StreamedStructure(Structure):
         source = self.data if len(index) == n else selected(model, self.data, index, n)
         yield from read_rows(model, source, None, self._batch(model, model.network.num_outputs), "Jacobians")
 
+    def subset(self, model: LinearizedModel, index: Tensor) -> Self:
+        """The structure of some points, from other passes; what was computed of all points is not theirs."""
+        source = selected(model, self.data, index, self.points.num_examples)
+        return type(self)(self.spec, source, self.points.subset(index), self._base_at(index))
+
     def _batch(self, model: LinearizedModel, cotangents: int) -> int | None:
         """Examples at a time; None leaves the batches as they are."""
         return max_batch(model, cotangents)

@@ -19,7 +19,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.data import Joined, Missing, Source
 from ntk_laplace.model.likelihoods import Likelihood
-from ntk_laplace.structures.data_passes import common_factor, read_points, read_rows, selected
+from ntk_laplace.structures.data_passes import common_factor, read_points, read_rows
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
 from ntk_laplace.structures.streamed import StreamedStructure, max_batch
@@ -137,11 +137,6 @@ class SummedStructure(StreamedStructure):
         at = _AtLikelihood({name: ours[name] + theirs[name] for name in ours}, copy.deepcopy(model.likelihood))
         points = self.points.joined(model.likelihood, other.points)
         return SummedStructure(self.spec, Joined([self.data, other.data]), points, self._merged_base(model, other), at)
-
-    def subset(self, model: LinearizedModel, index: Tensor) -> SummedStructure:
-        """The sums of some points, from another pass."""
-        source = selected(model, self.data, index, self.points.num_examples)
-        return SummedStructure(self.spec, source, self.points.subset(index), self._base_at(index))
 
     def changed(
         self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None
