@@ -12,7 +12,7 @@ from torch import distributions as td
 from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root, marginal_log_density
 from ntk_laplace.model.likelihoods.labels import as_probabilities
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
-from ntk_laplace.model.likelihoods.responses import Response
+from ntk_laplace.model.likelihoods.responses import ShapedResponse
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["LinearizedResponse"]
 
 
-class LinearizedResponse(Response):
+class LinearizedResponse(ShapedResponse):
     """The Gaussian response after linearization through the inverse link ([T20] 3.16).
 
     `log_prob` is the density of this Gaussian at the response. For classes the response is the vector of
@@ -49,13 +49,6 @@ class LinearizedResponse(Response):
     def mean(self) -> Tensor:
         """Mean response, the inverse link at the mean of f."""
         return self._drop(self.loc)
-
-    @property
-    def probs(self) -> Tensor:
-        """Probability of 1, for each output, or of each class."""
-        if not self.likelihood.classifies:
-            raise AttributeError(f"{type(self.likelihood).__name__} responses have no class probabilities")
-        return self.mean
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of the Gaussian at responses, or at labels (…, n), which are converted to indicators."""
@@ -94,6 +87,3 @@ class LinearizedResponse(Response):
         for name in ("covariance_matrix", "epistemic", "aleatoric"):  # the parts cannot be recovered from their sum
             setattr(whole, name, torch.cat([getattr(part, name) for part in parts]))
         return whole
-
-    def _drop(self, moments: Tensor) -> Tensor:
-        return moments.squeeze(-1) if self.scalar else moments

@@ -13,7 +13,7 @@ from torch import Size, Tensor
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
-from ntk_laplace.model.likelihoods.responses import Response
+from ntk_laplace.model.likelihoods.responses import Response, ShapedResponse
 from ntk_laplace.runtime import tuning
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["MixtureResponse"]
 
 
-class MixtureResponse(Response):
+class MixtureResponse(ShapedResponse):
     """Equal mixture over S samples of f: ``p(y) = 1/S Σ_s p(y given f_s)``, jointly over the outputs ([T20] 3.15).
 
     Parameters
@@ -71,13 +71,6 @@ class MixtureResponse(Response):
         with self._recorded():
             flat = self._at(index).response_variance(f.flatten(0, 1))
             return self._drop(flat.unflatten(0, f.shape[:2]).mean(0))
-
-    @property
-    def probs(self) -> Tensor:
-        """Probability of 1, for each output, or of each class."""
-        if not self.likelihood.classifies:
-            raise AttributeError(f"{type(self.likelihood).__name__} responses have no class probabilities")
-        return self.mean
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log of the average density in nats, one number per input; see `Response.log_prob`."""
@@ -155,9 +148,6 @@ class MixtureResponse(Response):
 
     def _at(self, index: Tensor) -> ObservationModel:
         return self.likelihood.at(index)
-
-    def _drop(self, moments: Tensor) -> Tensor:
-        return moments.squeeze(-1) if self.scalar else moments
 
 
 def plug_in(likelihood: ObservationModel, f: Tensor, scalar: bool = False) -> Response:

@@ -30,6 +30,7 @@ __all__ = [
     "MultivariateNormalResponse",
     "NormalResponse",
     "Response",
+    "ShapedResponse",
     "no_join",
 ]
 
@@ -142,6 +143,28 @@ class Response(td.Distribution):
                               f"shape {tuple(y.shape)}", "Pass one target for each predicted input.")
         sample_shape = y.shape[: y.dim() - len(inner)]
         return sample_shape, y.reshape((math.prod(sample_shape) * n, *event))
+
+
+class ShapedResponse(Response):
+    """A response of any likelihood, with events in the shape of the network's outputs.
+
+    Attributes
+    ----------
+    scalar : bool
+        The network's outputs have shape (N,): events are scalars.
+    """
+
+    scalar: bool
+
+    @property
+    def probs(self) -> Tensor:
+        """Probability of 1, for each output, or of each class."""
+        if not self.likelihood.classifies:
+            raise AttributeError(f"{type(self.likelihood).__name__} responses have no class probabilities")
+        return self.mean
+
+    def _drop(self, moments: Tensor) -> Tensor:
+        return moments.squeeze(-1) if self.scalar else moments
 
 
 def no_join(kind: type) -> UnsupportedError:
