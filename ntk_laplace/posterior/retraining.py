@@ -22,12 +22,13 @@ from ntk_laplace.errors import (
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Held
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior.alternation import alternate
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.calibration import CalibrationVerbs
 from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
-from ntk_laplace.structures import FittedModel, LinearizedModel
+from ntk_laplace.structures import KFAC, FittedModel, LinearizedModel
 from ntk_laplace.structures.data_passes import read_points
 from ntk_laplace.structures.points import coarsest
 
@@ -43,27 +44,27 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
     """A posterior of the network after more training."""
 
     def retrain(
-        self, data: Any, *, rounds: int = 1, steps: int = 1000, tolerance: float = MOST_DECREMENT,
-        groups: str | None = "layer", evidence_steps: int = 200, predictive: str | None = "loo",
+        self, data: Any, *, rounds: int = 10, steps: int = 1000, tolerance: float = MOST_DECREMENT,
+        groups: str | None = "layer", evidence_steps: int = 20, predictive: str | None = "loo",
     ) -> Self:
         """Posterior of the network trained on at hyperparameters that the evidence chooses; for overfitted networks.
 
-        A round maximizes the evidence at fixed weights over precisions and noise (`fit_hyperparameters`), and trains a
-        copy of the network at these hyperparameters, from its present weights to an optimum of the log joint. At the
-        end the predictive is fitted by leave-one-out. Training is deterministic: L-BFGS over all examples, in the mode
-        of the fit (dropout off and batch statistics frozen under ``eval()``). Above 8,192 examples minibatches precede
-        it. The caller's network and this posterior do not change.
+        A copy of the network goes on from its weights. The evidence is maximized over precisions and noise; then rounds
+        of Adam's minibatch steps and of ascent steps on the evidence follow each other, as in `train_with_evidence`
+        ([I21] Algorithm 1). At the end the copy is trained to an optimum of the log joint, by L-BFGS over all examples,
+        and the predictive is fitted by leave-one-out. The random order of the minibatches is always the same. All is in
+        the mode of the fit (dropout off and batch statistics frozen under ``eval()``). Above 8,192 examples minibatches
+        precede L-BFGS. The caller's network and this posterior do not change.
 
         Parameters
         ----------
         data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
             The training data, as for `laplace`.
         rounds : int
-            Number of rounds. The first one recovers most of what overfitting has cost. Further ones can lower the noise
-            of a Gaussian and move the precisions of layers far apart; of classes, with ``groups=None`` and one
-            precision, they gain a little more.
+            How often minibatches follow the evidence. All rounds together take at least 1,000 steps, and one pass over
+            the data each.
         steps : int
-            Iterations of L-BFGS in each round, at most.
+            Iterations of L-BFGS, at most.
         tolerance : float
             In nats per point: the largest Newton decrement ½ gᵀH⁻¹g/N that gives no warning. A gradient g that is left
             keeps a part of each point's own label in its leave-one-out prediction. Training goes on to a tenth of it,
@@ -71,7 +72,9 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         groups : str or None
             Groups that the precision of a prior with only one is given to, as in `GaussianPrior`; None leaves it one.
         evidence_steps : int
-            Steps of `fit_hyperparameters` in each round, at most; 0 leaves the prior and the noise as they are.
+            Ascent steps in each round, and ten times as many before the first. The evidence is that of the structure,
+            and of "kfac" where the structure is exact. 0 leaves the prior and the noise as they are: the copy is only
+            trained to the optimum.
         predictive : str or None
             "loo" calls ``fit_predictive("loo", strict=False)`` where leave-one-out is exact: structure "gp", "full" or
             "iterative", curvature "ggn"; where that is not possible, a warning says why. None does not.
@@ -79,9 +82,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         Returns
         -------
         Posterior
-            Of the copy, with the same structure. Its weights are ``posterior.network.theta``. Warnings tell of
-            hyperparameters at a bound, of an optimum that was not reached, and of leave-one-out that is not to be
-            trusted.
+            Of the copy, with the same structure. Its weights are ``posterior.network.theta``. Warnings tell of an
+            optimum that was not reached, and of leave-one-out that is not to be trusted.
 
         Raises
         ------
@@ -94,9 +96,9 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         RetrainingInterrupted
             On Ctrl-C, with the best network so far.
         """
-        require_whole("rounds", rounds, 1, "Pass rounds=1.")
+        require_whole("rounds", rounds, 1, "Leave it out for 10.")
         require_whole("steps", steps, 1, "Leave it out for 1000.")
-        require_whole("evidence_steps", evidence_steps, 0, "Leave it out for 200; 0 keeps the hyperparameters.")
+        require_whole("evidence_steps", evidence_steps, 0, "Leave it out for 20; 0 keeps the hyperparameters.")
         if not is_number(tolerance, above=0):
             raise HyperparameterError("a positive tolerance, nats per point", repr(tolerance),
                                       "Leave it out for the default.")
@@ -128,22 +130,20 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         before = float(self.log_likelihood().detach())
         precision = coarsest(network.precision, self._fitted.points.precision)
         read_points(model, batches).require_log_likelihood(model.likelihood, before, precision)
-        for _ in range(rounds):
+        model = model.at_weights(network.theta)
+        network, fit = model.network, partial(FittedModel.of, model)
+        objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, self.num_outputs,
+                              held.sum_of_weights)
+        try:
             if evidence_steps:
-                own = self._derived(FittedModel.of(model, spec, batches))
-                own.fit_hyperparameters(steps=evidence_steps)
-                model = own.fitted.model
-            model = model.at_weights(model.network.theta)
-            network = model.network
-            fit = partial(FittedModel.of, model, spec, batches)
-            objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, self.num_outputs,
-                                  held.sum_of_weights)
-            try:
-                fitted = converged(objective, held, fit, steps, tolerance, _AIM * tolerance, shown,
-                                   f"pass more than steps={steps}")
-            except KeyboardInterrupt as cause:
-                raise RetrainingInterrupted(network.module, model.likelihood, model.prior) from cause
-            model = fitted.model
+                own = KFAC() if spec.exact else spec
+                alternate(lambda: self._derived(fit(own, batches)), lambda: network.theta.to(self.dtype), objective,
+                          held, rounds, evidence_steps, shown)
+            fitted = converged(objective, held, partial(fit, spec, batches), steps, tolerance, _AIM * tolerance, shown,
+                               f"pass more than steps={steps}")
+        except KeyboardInterrupt as cause:
+            raise RetrainingInterrupted(network.module, model.likelihood, model.prior) from cause
+        model = fitted.model
         return self._derived(FittedModel(replace(model, settings=replace(settings, progress=shown)), fitted.structure))
 
 

@@ -107,6 +107,7 @@ STEPS_A_PAIR = 8  # steps allowed for each step remembered: few steps gain nothi
 FULL_BATCH_EXAMPLES = 8192  # examples above which the training to an optimum begins with minibatches
 MINIBATCH = 128  # examples of a minibatch
 ANNEALING_STEPS = 500  # minibatch steps before L-BFGS, or where it finds no decrease, at least
+RETRAINING_STEPS = 1000  # minibatch steps between evaluations of the evidence when a network is retrained, in all
 
 # --- products alone: structure "iterative"
 

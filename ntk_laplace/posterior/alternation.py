@@ -1,0 +1,64 @@
+"""Evidence and weights in turn: hyperparameter steps at fixed weights, and minibatches at fixed hyperparameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.model.objective import Objective
+from ntk_laplace.model.optimum import Held
+from ntk_laplace.posterior.hyperparameters import Ascent
+from ntk_laplace.posterior.hyperparameters.objectives import Evidence
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.progress import track
+
+__all__ = ["alternate"]
+
+_RATE = 2e-2  # of Adam; it falls to 0 as a cosine
+_LOG_RATE = 0.1  # of the ascent on the evidence, in log units
+_BOUNDS = (1e-10, 1e10)  # of precisions and variances
+_FIRST = 10  # times as many steps at the first weights, whose hyperparameters may be far from the evidence's optimum
+
+
+def alternate(
+    fit: Callable[[], Evidence], theta: Callable[[], Tensor], objective: Objective, data: Held, rounds: int, steps: int,
+    progress: bool | None,
+) -> None:
+    """Train a network together with its hyperparameters, from the weights that it has: [I21] Algorithm 1.
+
+    Where precisions are fitted at weights that have learned the noise, they keep it. Here they change while it is
+    forgotten.
+
+    Parameters
+    ----------
+    fit : callable
+        Fits a posterior at the network's present weights; its prior and likelihood are those of the objective.
+    theta : callable
+        Returns the weights, (P,).
+    objective : Objective
+    data : Held
+    rounds : int
+        Times that minibatches follow the evidence. It has the last word.
+    steps : int
+        Ascent steps on the evidence, each time.
+    progress : bool, optional
+    """
+    optimizer, ascent = torch.optim.Adam(list(objective.parameters.values())), Ascent(None, _LOG_RATE, _BOUNDS)
+    generator = torch.Generator().manual_seed(0)
+    batches = sum(1 for _ in data.minibatches(tuning.MINIBATCH, generator))
+    epochs = max(1, -(-tuning.RETRAINING_STEPS // (rounds * batches)))
+    total, done = rounds * epochs * batches, 0
+    found = [ascent.climb(fit(), theta(), _FIRST * steps)[1]]
+    for _ in track(range(rounds), lambda: f"ntk_laplace: retraining, evidence {found[-1]:.6g} nats", rounds, progress):
+        objective.settle()
+        for _ in range(epochs):
+            for x, y, weights in data.minibatches(tuning.MINIBATCH, generator):
+                optimizer.param_groups[0]["lr"] = 0.5 * _RATE * (1.0 + math.cos(math.pi * done / total))
+                objective.gradient(x, y, weights)
+                optimizer.step()
+                done += 1
+        found.append(ascent.climb(fit(), theta(), steps)[1])
+    objective.settle()
