@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Held
-from ntk_laplace.posterior.hyperparameters import Ascent
+from ntk_laplace.posterior.hyperparameters import Ascent, maximize
 from ntk_laplace.posterior.hyperparameters.objectives import Evidence
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
@@ -20,7 +22,7 @@ __all__ = ["alternate"]
 _RATE = 2e-2  # of Adam; it falls to 0 as a cosine
 _LOG_RATE = 0.1  # of the ascent on the evidence, in log units
 _BOUNDS = (1e-10, 1e10)  # of precisions and variances
-_FIRST = 10  # times as many steps at the first weights, whose hyperparameters may be far from the evidence's optimum
+_FIRST = 10  # times as many steps of L-BFGS at the first weights
 
 
 def alternate(
@@ -43,7 +45,7 @@ def alternate(
     rounds : int
         Times that minibatches follow the evidence. It has the last word.
     steps : int
-        Ascent steps on the evidence, each time.
+        Ascent steps on the evidence in each round; before the first at most ten times as many of L-BFGS.
     progress : bool, optional
     """
     optimizer, ascent = torch.optim.Adam(list(objective.parameters.values())), Ascent(None, _LOG_RATE, _BOUNDS)
@@ -51,7 +53,17 @@ def alternate(
     batches = sum(1 for _ in data.minibatches(tuning.MINIBATCH, generator))
     epochs = max(1, -(-tuning.RETRAINING_STEPS // (rounds * batches)))
     total, done = rounds * epochs * batches, 0
-    found = [ascent.climb(fit(), theta(), _FIRST * steps)[1]]
+
+    def ascend() -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NTKLaplaceWarning)  # of hyperparameters that go on
+            posterior = fit()
+            if done:
+                return ascent.climb(posterior, theta(), steps)[1]
+            # not by Adam: its later steps would be too short, after the slopes of hyperparameters that are far off
+            return maximize(posterior, theta(), steps=_FIRST * steps, bounds=_BOUNDS, progress=False).evidence[-1]
+
+    found = [ascend()]
     for _ in track(range(rounds), lambda: f"ntk_laplace: retraining, evidence {found[-1]:.6g} nats", rounds, progress):
         objective.settle()
         for _ in range(epochs):
@@ -60,5 +72,5 @@ def alternate(
                 objective.gradient(x, y, weights)
                 optimizer.step()
                 done += 1
-        found.append(ascent.climb(fit(), theta(), steps)[1])
+        found.append(ascend())
     objective.settle()

@@ -72,9 +72,9 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         groups : str or None
             Groups that the precision of a prior with only one is given to, as in `GaussianPrior`; None leaves it one.
         evidence_steps : int
-            Ascent steps in each round, and ten times as many before the first. The evidence is that of the structure,
-            and of "kfac" where the structure is exact. 0 leaves the prior and the noise as they are: the copy is only
-            trained to the optimum.
+            Ascent steps in each round; before the first at most ten times as many of L-BFGS. The evidence is that of
+            the structure, and of "kfac" where the structure is exact. 0 leaves the prior and the noise as they are: the
+            copy is only trained to the optimum.
         predictive : str or None
             "loo" calls ``fit_predictive("loo", strict=False)`` where leave-one-out is exact: structure "gp", "full" or
             "iterative", curvature "ggn"; where that is not possible, a warning says why. None does not.
