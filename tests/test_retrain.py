@@ -84,6 +84,30 @@ def test_a_linear_network_ends_at_ridge_regression(weighted: bool) -> None:
                                atol=1e-8)
 
 
+class Slope(nn.Module):
+    """The derivative of a linear energy: its bias has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(3, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            place = torch.zeros_like(x, requires_grad=True)
+            energy = self.energy(place * x).sum()
+            return torch.autograd.grad(energy, place, create_graph=True)[0].sum(1, keepdim=True)
+
+
+def test_a_weight_that_the_outputs_do_not_depend_on_goes_to_the_mean_of_its_prior() -> None:
+    x, y = torch.randn(25, 3, dtype=F64), torch.randn(25, 1, dtype=F64)
+    prior = ntkl.GaussianPrior(0.3, mean=0.2)
+    found = posterior_of(Slope(), (x, y), ntkl.Gaussian(0.4), prior=prior).retrain((x, y), tolerance=1e-16, **KEPT)
+    hessian = x.T @ x / 0.4 + 0.3 * torch.eye(3, dtype=F64)
+    expected = torch.linalg.solve(hessian, x.T @ y / 0.4 + 0.3 * 0.2)
+    torch.testing.assert_close(found.network.theta, torch.cat([expected[:, 0], torch.tensor([0.2], dtype=F64)]),
+                               rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("examples", [10**6, 8])
 def test_a_linear_classifier_ends_where_newton_does(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where minibatches begin."""

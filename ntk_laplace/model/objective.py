@@ -160,8 +160,8 @@ class Objective:
             self.parameters[name].copy_(value)
 
     def flat_gradient(self) -> Tensor:
-        """The gradient that `gradient` or `likelihood_gradient` has set, nats."""
-        named = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        """The gradient that `gradient` or `likelihood_gradient` has set, nats; zero where the outputs do not depend."""
+        named = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.parameters.items()}
         return self._layout.flat(named).double() * self.scale
 
     def units(self) -> tuple[Tensor, Tensor]:
