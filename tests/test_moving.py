@@ -13,7 +13,7 @@ import scipy.optimize
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call, hessian, vmap
+from torch.func import functional_call, grad, hessian, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -269,6 +269,34 @@ def test_far_changes_end_at_a_minimum():
     assert truth.gradient(found, own.x, y, weights).abs().max() < 1e-7
     curvature = hessian(lambda theta: truth.value(theta, own.x, y, weights))(found)
     assert torch.linalg.eigvalsh(curvature)[0] > 0
+
+
+class Force(nn.Module):
+    """Minus the derivative of an energy, by autograd or by `torch.func`, which refuses hooks on saved tensors."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.functional = functional
+        self.energy = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1, bias=False)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.functional:
+            return -vmap(grad(lambda place: self.energy(place).sum()))(x)
+        with torch.enable_grad():
+            place = x.clone().requires_grad_()
+            return -torch.autograd.grad(self.energy(place).sum(), place, create_graph=True)[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.func.vmap does not evaluate")
+def test_a_derivative_by_torch_func_moves_as_one_by_autograd():
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found, state = [], Force(True).state_dict()
+    for functional in (True, False):
+        own = Force(functional)
+        own.load_state_dict(state)
+        fitted = ntkl.laplace(own, (x, -x), ntkl.Gaussian(0.1), ntkl.GaussianPrior(2.0)).refit(linearization="moving")
+        found += [fitted.what_ifs([[0], [1]]).outputs(x) - fitted.outputs(x)]
+    assert relative_error(*found) < 1e-9
 
 
 def test_the_gradient_left_by_training_stays():

@@ -15,6 +15,7 @@ from ntk_laplace.errors import NTKLaplaceError, first_line, warn
 from ntk_laplace.model.data import Inputs, leaves, map_tensors, num_examples, take
 from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
+from ntk_laplace.model.network.precision import ResultBytes
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
@@ -134,8 +135,14 @@ class ManyWeights:
             return tensor
 
         theta = self.network.theta.requires_grad_()
-        with torch.enable_grad(), self._kernels(), torch.autograd.graph.saved_tensors_hooks(keep, _same):
-            found = self._one(theta, x)
+        with torch.enable_grad(), self._kernels():
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(keep, _same):
+                    found = self._one(theta, x)
+            except RuntimeError:  # torch.func in forward() refuses hooks
+                with ResultBytes() as results:
+                    self._one(theta, x)
+                return results.count
         return sum(seen.values()) + found.nbytes
 
     def at_once(self, x: Inputs, budget: int) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Autocast", "DtypesSeen", "Products", "computation_dtype", "outside_autocast", "whole_convolutions"]
+__all__ = ["Autocast", "DtypesSeen", "Products", "ResultBytes", "computation_dtype", "outside_autocast",
+           "whole_convolutions"]
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 _PRODUCTS = {
@@ -90,6 +91,19 @@ class DtypesSeen(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.found |= _floating(tree_leaves(result))
+        return result
+
+
+class ResultBytes(_Mode):
+    """Counts the bytes of all results in a block, which are at least those that autograd keeps of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
 
