@@ -13,6 +13,7 @@ from sklearn.impute import SimpleImputer
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.columns import InputColumns
+from ntk_laplace.tools.cli.tables import read_table
 
 QUICK = ["--epochs", "2", "--hidden", "3"]
 TABLE = Path("t.csv")
@@ -94,6 +95,34 @@ def test_later_tables_have_the_columns_as_they_are(frame: pandas.DataFrame, caps
     frame.to_csv("new.csv", index=False)
     assert cli.main(["explain", "own/model.joblib", "--inputs", "new.csv", "--out", "e.html"]) == 0
     assert "kind=ash" in Path("e.html").read_text()
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_codes_are_the_same_names_in_every_table(ending: str, frame: pandas.DataFrame) -> None:
+    """Also in one where gaps make them floating numbers; a CSV file keeps their zeros."""
+    gaps = frame.assign(code=frame["code"].where(frame.index > 1).astype(float))
+    codes = frame.assign(code=["7", "07", "10.0", "10"] * 5)
+    if ending == ".parquet":
+        pytest.importorskip("pyarrow")
+    for name, table in {"gaps": gaps, "whole": frame, "codes": codes}.items():
+        getattr(table, f"to_{ending[1:]}")(Path(name + ending), index=False)
+
+    def read(name: str) -> pandas.DataFrame:
+        return read_table(Path(name + ending), "rows", ["code"])
+
+    found = InputColumns.of(read("gaps"), TABLE, ["code"], ["code"], fill=True)
+    assert found.features == ["code=10", "code=7", "code missing"]
+    assert np.array_equal(found.rows(read("whole"), TABLE)[:2], [[0, 1, 0], [1, 0, 0]])
+    assert InputColumns.of(read("codes"), TABLE, ["code"], ["code"]).categories["code"] == ["07", "10", "7"]
+
+
+@pytest.mark.slow
+def test_a_few_codes_of_a_column_are_known(frame: pandas.DataFrame) -> None:
+    """pandas alone would read them as numbers, without their zeros."""
+    codes = frame.assign(code=np.array(["01", "0A"])[np.arange(20) % 2])
+    fitted(codes, "--category", "code")
+    codes.iloc[[0, 2]].to_csv("new.csv", index=False)
+    assert cli.main(["predict", "own/model.joblib", "--inputs", "new.csv", "--out", "p.csv"]) == 0
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ class InputColumns:
 
     def _indicators(self, column: pandas.Series, path: Path) -> np.ndarray:
         """Whether each row has each category, (n, categories)."""
-        known, texts = self.categories[str(column.name)], column.astype(str)
+        known, texts = self.categories[str(column.name)], _texts(column)
         number = np.where(column.notna(), pandas.Index(known).get_indexer(texts), len(known))
         if (number < 0).any():
             row = int(np.argmax(number < 0))
@@ -151,10 +151,15 @@ def _has_names(column: pandas.Series, path: Path) -> bool:
                     f"Correct the values, or take all as names, --category {shlex.quote(name)}.")
 
 
+def _texts(column: pandas.Series) -> pandas.Series:
+    """Values as names; a whole number has no fraction, also where gaps make the column one of floating numbers."""
+    return column.astype(str).str.replace(r"^([+-]?\d+)\.0+$", r"\1", regex=True)
+
+
 def _categories(column: pandas.Series, path: Path) -> list[str]:
     """The sorted names in a column."""
     require_names(column, path, f"Leave it out, --drop {shlex.quote(str(column.name))}.")
-    found = sorted(column.dropna().astype(str).unique())
+    found = sorted(_texts(column.dropna()).unique())
     if len(found) > min(_MOST, max(2, len(column) // 2)):
         raise DataError(f"at most {_MOST} categories in column {column.name!r} of {path}, of two rows each in the mean",
                         f"{len(found):,} in {len(column):,} rows, such as {found[0]!r}",

@@ -228,7 +228,7 @@ class Estimator:
         if self.columns is None:
             raise self._another("the table", path)
         names = all(isinstance(label, str) for label in getattr(self.model, "classes_", [None]))
-        frame = read_table(path, what, self.targets if names else ())
+        frame = read_table(path, what, [*self.columns.categories, *(self.targets if names else ())])
         frame = without_dropped(frame.drop(columns=self._left_out, errors="ignore"), path, dropped, self.targets)
         input_columns(frame, path, self.targets, self.columns.names, drop=True)
         x = self.columns.rows(frame, path)

@@ -129,7 +129,7 @@ def _require_classes(found: Examples, path: Path) -> None:
 
 
 def _table(path: Path, options: argparse.Namespace) -> Examples:
-    frame = read_table(path, "the data")
+    frame = read_table(path, "the data", options.category or ())
     targets = require_columns(frame, path, options.target)
     frame, labels = without_sources(frame, path, options.source, targets)
     sources = None if labels is None else np.array(labels, dtype=object)
