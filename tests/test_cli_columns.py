@@ -187,6 +187,21 @@ def test_truth_values_stay_numbers(frame: pandas.DataFrame) -> None:
     assert InputColumns.of(table, TABLE, list(table)).features == ["width", "kind"]
 
 
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_truth_values_may_be_missing(ending: str, frame: pandas.DataFrame) -> None:
+    """Objects in pandas, as are columns of a later table without any value."""
+    if ending == ".parquet":
+        pytest.importorskip("pyarrow")
+    flags = frame[["width"]].assign(kind=[True, None, False, True] * 5)
+    getattr(flags, f"to_{ending[1:]}")("own" + ending, index=False)
+    getattr(flags.assign(kind=None), f"to_{ending[1:]}")("none" + ending, index=False)
+    table, none = (read_table(Path(name + ending), "rows") for name in ("own", "none"))
+    found = InputColumns.of(table, TABLE, list(table), fill=True)
+    assert found.features == ["width", "kind", "kind missing"]
+    assert np.allclose(found.rows(table, TABLE).to_numpy()[:4, 1:], [[1, 0], [2 / 3, 1], [0, 0], [1, 0]])
+    assert np.allclose(found.rows(none, TABLE).to_numpy()[:, 1:], [2 / 3, 1])
+
+
 @pytest.mark.parametrize("option", [["--category", "0"], ["--fill-missing"]])
 def test_arrays_have_neither(option: list[str], frame: pandas.DataFrame, capsys: pytest.CaptureFixture) -> None:
     np.savez("a.npz", X=frame[["width"]].to_numpy(), y=frame["price"].to_numpy())

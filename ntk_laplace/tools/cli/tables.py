@@ -29,6 +29,8 @@ __all__ = ["COMPRESSED", "TABLES", "input_columns", "is_table", "named_classes",
 
 TABLES = ".csv, .parquet, .feather or .arrow"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
+# types of what pandas keeps as objects: the last two where values are missing
+_OF_OBJECTS = {"decimal": "float64", "boolean": "boolean", "empty": "float64"}
 # the default of later versions, which do not take the option
 _EXACT: dict[str, Any] = {"float_precision": "round_trip"} if int(pandas.__version__.partition(".")[0]) < 4 else {}
 
@@ -64,8 +66,8 @@ def read_table(path: Path, what: str, text: Sequence[str] = ()) -> pandas.DataFr
     if frame.empty:
         raise DataError("a table with at least one row below the names of its columns", f"{path} without rows",
                         "Check the file.")
-    decimal = [name for name, column in frame.items() if infer_dtype(column, skipna=True) == "decimal"]
-    return frame.astype(dict.fromkeys(decimal, float)) if decimal else frame
+    kinds = {name: infer_dtype(column, skipna=True) for name, column in frame.items() if column.dtype == object}
+    return frame.astype({name: _OF_OBJECTS[kind] for name, kind in kinds.items() if kind in _OF_OBJECTS})
 
 
 def _csv(path: Path, text: Sequence[str] = ()) -> pandas.DataFrame:
