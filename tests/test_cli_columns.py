@@ -147,7 +147,7 @@ REFUSED = {
                f"in column 'kind' of t.csv; got '1' in row 0, {ROWS}, as text."),
     "one each": ({"kind": [f"tree {row}" for row in range(20)]}, {}, "expected at most 100 categories in column 'kind' "
                  "of t.csv, of two rows each in the mean; got 20 in 20 rows, such as 'tree 0'. Leave the column out, "
-                 "--drop kind, or join names."),
+                 "--drop kind, join names, or make dates and amounts numbers."),
     "dates": ({"kind": pandas.date_range("2026-01-01", periods=20)}, {},
               "expected names or numbers in column 'kind' of t.csv; got a date or a time in row 0"),
     "lists": ({"kind": [["oak"]] * 20}, {}, "got a value of type list in row 0"),

@@ -289,7 +289,7 @@ VALUES = {
     "durations": (pandas.to_timedelta(np.arange(20), unit="D"), "classes", "got a date or a time in row 0"),
     "dates as text": ([f"2024-01-{day:02}" for day in range(1, 21)], None, "expected classes of several rows in "
                       "'price' of t.csv; got another value in each row, such as '2024-01-01'. Numbers are no classes "
-                      "with --task regression; make dates numbers, or name another target."),
+                      "with --task regression; make dates and amounts numbers, or name another target."),
     "numbers": (np.arange(20), "classes", "classes of several rows in 'price' of t.csv; got another value in each row, "
                 "such as 0."),
     "one name": (["x"] * 20, None, "expected at least two classes in 'price' of t.csv; got 'x' in each of 20 rows. Add "

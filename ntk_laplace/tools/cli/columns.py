@@ -128,7 +128,8 @@ class InputColumns:
 
     def __str__(self) -> str:
         """What the columns are taken as, beside numbers; empty if all are numbers without gaps."""
-        words = [f"{name} as {len(values)} categories" for name, values in self.categories.items()]
+        words = [f"{name} as {len(values)} {'category' if len(values) == 1 else 'categories'}"
+                 for name, values in self.categories.items()]
         words += [f"{name} filled where it is missing" for name in self.filled]
         return f"Inputs: {first_few(words, quote=False)}" if words else ""
 
@@ -163,5 +164,6 @@ def _categories(column: pandas.Series, path: Path) -> list[str]:
     if len(found) > min(_MOST, max(2, len(column) // 2)):
         raise DataError(f"at most {_MOST} categories in column {column.name!r} of {path}, of two rows each in the mean",
                         f"{len(found):,} in {len(column):,} rows, such as {found[0]!r}",
-                        f"Leave the column out, --drop {shlex.quote(str(column.name))}, or join names.")
+                        f"Leave the column out, --drop {shlex.quote(str(column.name))}, join names, or make "
+                        "dates and amounts numbers.")
     return found

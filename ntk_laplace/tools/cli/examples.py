@@ -124,8 +124,8 @@ def _require_classes(found: Examples, path: Path) -> None:
                              "Add rows of another class, or name another target.")
     if len(names) == count:
         raise ntkl.DataError(f"classes of several rows in {where}", f"another value in each row, such as {names[0]!r}",
-                             "Numbers are no classes with --task regression; make dates numbers, or name another "
-                             "target.")
+                             "Numbers are no classes with --task regression; make dates and amounts numbers, or "
+                             "name another target.")
 
 
 def _table(path: Path, options: argparse.Namespace) -> Examples:
