@@ -271,6 +271,22 @@ def test_far_changes_end_at_a_minimum():
     assert torch.linalg.eigvalsh(curvature)[0] > 0
 
 
+def test_an_objective_near_zero_has_the_rounding_of_its_terms():
+    """Where a log density's constant brings it there, the last steps gain less than that, and have converged."""
+    torch.manual_seed(4)
+    x = torch.randn(12, 2, dtype=torch.float64)
+    y, prior = 30 * torch.sin(2 * x), ntkl.GaussianPrior(3.0)
+    module = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    plain = ntkl.Gaussian(0.05)
+    fitted = ntkl.laplace(module, (x, y), plain, prior).refit(linearization="moving")
+    found = fitted.remove(0, linearization="moving")
+    value = 1.5 * found.network.theta.square().sum() - plain.log_prob(found.outputs(x), y)[1:].sum()
+    shifted = ntkl.CustomLikelihood(lambda f, t: plain.log_prob(f, t) + value.item() / 11)
+    other = ntkl.laplace(fitted.network.module, (x, y), shifted, prior).refit().what_ifs([[0]])
+    assert other.converged.all()
+    assert relative_error(other.thetas[0], found.network.theta) < 1e-6
+
+
 class Force(nn.Module):
     """Minus the derivative of an energy, by autograd or by `torch.func`, which refuses hooks on saved tensors."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -62,6 +62,7 @@ class ChangedObjectives:
     inverse: Callable[[Tensor], Tensor]
     _present: tuple[Tensor, WeightedLikelihood] | None = field(default=None, init=False)
     _passes: _Passes | None = field(default=None, init=False)  # while a descent goes on
+    _constant: Tensor | None = field(default=None, init=False)  # (G,), added to F meanwhile
 
     def __post_init__(self) -> None:
         prior, like = self.fitted.prior, self.fitted.theta
@@ -75,7 +76,9 @@ class ChangedObjectives:
         away = at - self._mean
         pull = self.precision * away
         values, gradients = self._of(rows).values_and_gradients(at)
-        return 0.5 * (pull * away).sum(1) - at @ self.remaining - values, pull - self.remaining - gradients
+        found = 0.5 * (pull * away).sum(1) - at @ self.remaining - values
+        found = found if self._constant is None else found + self._constant[rows]
+        return found, pull - self.remaining - gradients
 
     def _of(self, rows: Tensor) -> WeightedLikelihood:
         """The likelihood with the weights of these rows; what it has read of the data is kept while they stay."""
@@ -119,8 +122,22 @@ class ChangedObjectives:
     def minimize(self, start: Tensor) -> Minima:
         """The optimum of each change; a progress bar counts the gradients and the products with Hessians."""
         with torch.no_grad(), contextlib.closing(_Passes(self.fitted.model, len(start))) as self._passes:
+            self._constant = constant = self._cancelled(start)
             found = minimize(self, start, self._eps, _room(self.fitted.settings))
-        self._passes = None
+        self._passes = self._constant = None
+        return replace(found, values=found.values - constant)
+
+    def _cancelled(self, at: Tensor) -> Tensor:
+        """Twice what terms of F below zero take off the others at weights (G, P) of all changes, (G,).
+
+        The rounding of F is that of its terms, which may be large where F is near zero. With this constant, F is as
+        large as they are.
+        """
+        found = torch.zeros_like(at[:, 0])
+        for some in panels(len(at), 1, self.at_once()):
+            log_prob = self.likelihood.log_prob(self.likelihood.outputs(at[some]))
+            terms = -self.weights[some] * log_prob, -at[some] * self.remaining
+            found[some] = -2.0 * sum(each.clamp(max=0.0).sum(1) for each in terms)
         return found
 
 
