@@ -724,7 +724,7 @@ def student(f: Tensor, y: Tensor) -> Tensor:
 
 OWN_ERRORS = [
     (student, "root", "expected a log density that is concave in f; got a second derivative with eigenvalue +"),
-    (student, "root", "at example 2. Choose a log-concave likelihood, or override `curvature`"),
+    (student, "root", "at example 2. Choose a log-concave likelihood, override `curvature`"),
     (lambda f, y: -((f - y) ** 2), "residual", "expected log densities of shape (7,), one per example; got (7, 3)"),
     (lambda f, y: 0.0, "curvature", "got float from your log density. Sum over the outputs of each example"),
     (lambda f, y: -((f - f.mean(0) - y) ** 2).sum(1), "residual", "expected a log density that treats examples apart"),

@@ -358,6 +358,15 @@ def test_training_ends_without_a_predictive_that_cannot_be_fitted(monkeypatch: p
     assert found.posterior.log_marginal_likelihood() == whole.posterior.log_marginal_likelihood()
 
 
+def test_training_with_a_density_that_is_not_concave_ends_as_it_was() -> None:
+    """Exact inference, for a predictive by leave-one-out, needs the curvature that "ef" is in place of."""
+    x, y = sine()
+    likelihood = ntkl.CustomLikelihood(lambda f, t: torch.distributions.StudentT(3.0, f, 0.1).log_prob(t).sum(1))
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="no predictive is fitted, .* because exact inference is not poss"):
+        found = ntkl.train_with_evidence(mlp(1, 4, 1), (x, y), likelihood, curvature="ef", epochs=2, predictive="loo")
+    assert found.posterior.curvature_type.kind == "ef" and found.predictive is None
+
+
 def test_a_what_if_is_not_retrained() -> None:
     posterior = posterior_of(mlp(1, 3, 1), sine(), ntkl.Gaussian(0.1)).remove([0])
     with pytest.raises(ntkl.UnsupportedError, match="unchanged training data, to retrain"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, MemoryBudgetError, NonFiniteError, NumericalError, warn
+from ntk_laplace.errors import DataError, MemoryBudgetError, NonFiniteError, NumericalError, UnsupportedError, warn
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.model.optimum import Held
@@ -181,10 +181,11 @@ class Run:
             nonlocal model, reason, before
             try:
                 found = model.posterior(quietly=True)
-            except MemoryBudgetError as error:
+            except (MemoryBudgetError, UnsupportedError) as error:  # such as a density that only "ef" takes
                 if model is own:
                     raise
-                model, reason = own, f"as in the training, because exact inference does not fit: {error}"
+                why = "does not fit" if isinstance(error, MemoryBudgetError) else "is not possible"
+                model, reason = own, f"as in the training, because exact inference {why}: {error}"
                 before = None  # of another structure
                 found = own.posterior(quietly=True)
             reason = reason or found.reason

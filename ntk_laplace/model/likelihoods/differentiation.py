@@ -71,7 +71,8 @@ def root_of_hessian(hessian: Tensor) -> Tensor:
         raise UnsupportedError(
             "a log density that is concave in f",
             f"a second derivative with eigenvalue {-float(spectrum[index].min()):+.3g} at example {index}",
-            "Choose a log-concave likelihood, or override `curvature` with the Fisher information.",
+            "Choose a log-concave likelihood, override `curvature` with the Fisher information, or take "
+            'curvature="ef", which needs no second derivative.',
         )
     return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 
