@@ -13,10 +13,11 @@ from _shared import table
 __all__ = ["DEVELOPMENT", "NAMES", "PATH", "REFITTED", "STARTS", "Comparison", "Results", "clustered", "report"]
 
 DEVELOPMENT = ("boston", "yacht", "energy", "banana", "ionosphere")  # the path's settings were found on these
-PATH, STARTS, REFITTED = "recommended", "two_starts", "refitted"
+PATH, STARTS, REFITTED, RETRAINED = "recommended", "two_starts", "refitted", "retrained"
 RIVALS = ("network", "calibrated", "tuned_decay", "ensemble", "calibrated_ensemble", "dropout", "laplace_kron",
-          "laplace_last_layer", "leave_one_out", "retrained", "evidence_network", "evidence_posterior")
-NAMES = {PATH: "the path", STARTS: "the path from two starts", REFITTED: "the refitted path"}
+          "laplace_last_layer", "leave_one_out", RETRAINED, "evidence_network", "evidence_posterior")
+NAMES = {PATH: "the path", STARTS: "the path from two starts", REFITTED: "the refitted path",
+         RETRAINED: "the retrained network"}
 Run = tuple[str, int, str]
 
 
@@ -83,7 +84,7 @@ class Results:
         """Share of the way from the network to the path that retraining goes, where the path is ahead."""
         found = []
         for run in runs:
-            rows = [self.get(run, method) for method in ("network", PATH, "retrained")]
+            rows = [self.get(run, method) for method in ("network", PATH, RETRAINED)]
             if all(rows):
                 network, path, retrained = (row["log_likelihood"] for row in rows if row)
                 found += [(retrained - network) / (path - network)] if path > network + 0.05 else []
