@@ -298,4 +298,4 @@ def _tell_fall(before: float | None, after: float, count: float) -> None:
     """Warn where training to the optimum has cost evidence: there the network fits what the epochs have left alone."""
     if before is not None and before - after > _FALL * count:
         warn(f"training to the optimum of the log joint has lowered the evidence from {before:.4g} to {after:.4g} "
-             "nats; predictive=None ends at the weights before")
+             "nats; in Python, predictive=None ends at the weights before")
