@@ -967,7 +967,8 @@ def test_an_optimum_that_costs_evidence_is_told() -> None:
     y = (x[:, :1].sin() + torch.exp(0.8 * x[:, 1:] - 1) * torch.randn(20, 1)).double()
     network = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2)).double()
     options = {"epochs": 20, "batch_size": None}
-    with pytest.warns(ntkl.NTKLaplaceWarning, match="lowered the evidence from .* to .* nats; in Python, predictive=None ends"):
+    words = "lowered the evidence from .* to .* nats; in Python, predictive=None ends"
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=words):
         found = ntkl.train_with_evidence(network, (x, y), ntkl.HeteroscedasticGaussian(),
                                          ntkl.GaussianPrior(0.1, groups="layer"), predictive="loo", **options)
     own = found.posterior.log_marginal_likelihood().item()
