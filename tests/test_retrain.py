@@ -18,6 +18,7 @@ from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Descent, Held
 from ntk_laplace.posterior.explain.reliability import newton_decrement
 from ntk_laplace.runtime import tuning
+from ntk_laplace.structures import FittedModel
 
 F64 = torch.float64
 CPU = torch.device("cpu")
@@ -231,6 +232,24 @@ def test_rounds_are_those_of_algorithm_1(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(found.prior.precision, expected.prior.precision, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.likelihood.noise, expected.likelihood.noise, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.network.theta, expected.network.theta, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("width", "structures"), [(3, ["kfac", "gp"]), (9, ["gp"])])
+def test_wide_layers_have_the_evidence_of_an_exact_structure(
+    width: int, structures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Factors of 9 rows are larger than the matrix of 8 points."""
+    monkeypatch.setattr("ntk_laplace.posterior.retraining._WIDE", 1)
+    seen, fit = [], FittedModel.of
+
+    def fitted(model: Any, spec: Any, source: Any) -> FittedModel:
+        seen.append(spec.name)
+        return fit(model, spec, source)
+
+    posterior = posterior_of(mlp(1, width, 1), sine(8), ntkl.Gaussian(0.1))
+    monkeypatch.setattr(FittedModel, "of", fitted)
+    posterior.retrain(sine(8), rounds=1, tolerance=10.0, predictive=None)
+    assert list(dict.fromkeys(seen)) == structures
 
 
 def test_nothing_of_the_caller_moves() -> None:

@@ -17,7 +17,7 @@ from ntk_laplace.model.data import Batches, Inputs, num_bytes, num_examples, tak
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Descent", "Held"]
+__all__ = ["Annealing", "Descent", "Held"]
 
 Batch = tuple[Inputs, Tensor, Tensor | None]
 
@@ -68,6 +68,45 @@ class Held:
             for index in torch.randperm(len(y), generator=generator).split(size):
                 index = index.to(y.device)
                 yield take(x, index), y[index], None if weights is None else weights[index]
+
+
+class Annealing:
+    """Minibatch steps of Adam, whole epochs in an order that is always the same, at a rate that falls to 0 as a cosine.
+
+    Parameters
+    ----------
+    objective : Objective
+        Its network moves; `settle` it before each part.
+    data : Held
+    rate : float
+        Of the first step.
+    steps : int
+        In all parts together, at least.
+    size : int
+        Examples of a minibatch, at most.
+    parts : int
+        In how many calls of `advance` the steps are taken.
+    """
+
+    def __init__(
+        self, objective: Objective, data: Held, rate: float, steps: int, size: int, parts: int = 1
+    ) -> None:
+        self._objective, self._data, self._rate, self._size = objective, data, rate, size
+        self._optimizer = torch.optim.Adam(list(objective.parameters.values()))
+        self._generator = torch.Generator().manual_seed(0)
+        batches = sum(1 for _ in data.minibatches(size, self._generator))
+        self._epochs = max(1, -(-steps // (parts * batches)))
+        self._total, self._done = parts * self._epochs * batches, 0
+
+    def advance(self) -> None:
+        """Take the steps of one part."""
+        for _ in range(self._epochs):
+            for x, y, weights in self._data.minibatches(self._size, self._generator):
+                share = self._done / self._total
+                self._optimizer.param_groups[0]["lr"] = 0.5 * self._rate * (1.0 + math.cos(math.pi * share))
+                self._objective.gradient(x, y, weights)
+                self._optimizer.step()
+                self._done += 1
 
 
 class Descent:
@@ -127,17 +166,7 @@ class Descent:
         minibatches save passes over all of them. The best weights so far stay if the end is no better.
         """
         self.settle()
-        parameters = list(self._objective.parameters.values())
-        optimizer = torch.optim.Adam(parameters, lr=_RATE)
-        generator = torch.Generator().manual_seed(0)
-        epochs = max(1, -(-steps // max(1, -(-self._data.num_examples // size))))
-        total, done = epochs * sum(1 for _ in self._data.minibatches(size, generator)), 0
-        for _ in range(epochs):
-            for x, y, weights in self._data.minibatches(size, generator):
-                optimizer.param_groups[0]["lr"] = 0.5 * _RATE * (1.0 + math.cos(math.pi * done / total))
-                self._objective.gradient(x, y, weights)
-                optimizer.step()
-                done += 1
+        Annealing(self._objective, self._data, _RATE, steps, size).advance()
         self._u.data.copy_((self._objective.theta() - self._mean) / self._scale)
         self._evaluate()
         self._u.data.copy_(self._best)

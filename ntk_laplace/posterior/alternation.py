@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.model.objective import Objective
-from ntk_laplace.model.optimum import Held
+from ntk_laplace.model.optimum import Annealing, Held
 from ntk_laplace.posterior.hyperparameters import Ascent, maximize
 from ntk_laplace.posterior.hyperparameters.objectives import Evidence
 from ntk_laplace.runtime import tuning
@@ -48,29 +46,16 @@ def alternate(
         Ascent steps on the evidence in each round; before the first at most ten times as many of L-BFGS.
     progress : bool, optional
     """
-    optimizer, ascent = torch.optim.Adam(list(objective.parameters.values())), Ascent(None, _LOG_RATE, _BOUNDS)
-    generator = torch.Generator().manual_seed(0)
-    batches = sum(1 for _ in data.minibatches(tuning.MINIBATCH, generator))
-    epochs = max(1, -(-tuning.RETRAINING_STEPS // (rounds * batches)))
-    total, done = rounds * epochs * batches, 0
-
-    def ascend() -> float:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NTKLaplaceWarning)  # of hyperparameters that go on
-            posterior = fit()
-            if done:
-                return ascent.climb(posterior, theta(), steps)[1]
-            # not by Adam: its later steps would be too short, after the slopes of hyperparameters that are far off
-            return maximize(posterior, theta(), steps=_FIRST * steps, bounds=_BOUNDS, progress=False).evidence[-1]
-
-    found = [ascend()]
-    for _ in track(range(rounds), lambda: f"ntk_laplace: retraining, evidence {found[-1]:.6g} nats", rounds, progress):
-        objective.settle()
-        for _ in range(epochs):
-            for x, y, weights in data.minibatches(tuning.MINIBATCH, generator):
-                optimizer.param_groups[0]["lr"] = 0.5 * _RATE * (1.0 + math.cos(math.pi * done / total))
-                objective.gradient(x, y, weights)
-                optimizer.step()
-                done += 1
-        found.append(ascend())
+    annealing = Annealing(objective, data, _RATE, tuning.RETRAINING_STEPS, tuning.MINIBATCH, rounds)
+    ascent = Ascent(None, _LOG_RATE, _BOUNDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NTKLaplaceWarning)  # of hyperparameters and weights that go on
+        # not by Adam: its later steps would be too short, after the slopes of hyperparameters that are far off
+        first = maximize(fit(), theta(), steps=_FIRST * steps, bounds=_BOUNDS, progress=False)
+        found = [first.evidence[-1]]
+        for _ in track(range(rounds), lambda: f"ntk_laplace: retraining, evidence {found[-1]:.6g} nats", rounds,
+                       progress):
+            objective.settle()
+            annealing.advance()
+            found.append(ascent.climb(fit(), theta(), steps)[1])
     objective.settle()

@@ -28,7 +28,7 @@ from ntk_laplace.posterior.calibration import CalibrationVerbs
 from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
-from ntk_laplace.structures import KFAC, FittedModel, LinearizedModel
+from ntk_laplace.structures import KFAC, FittedModel, LinearizedModel, StructureSpec
 from ntk_laplace.structures.data_passes import read_points
 from ntk_laplace.structures.points import coarsest
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["RetrainingVerbs", "fitted_if_possible", "require_predictive"]
 
 _AIM = 0.1  # of the tolerance
+_WIDE = 1024  # inputs or outputs of a layer
 
 
 class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
@@ -73,8 +74,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
             Groups that the precision of a prior with only one is given to, as in `GaussianPrior`; None leaves it one.
         evidence_steps : int
             Ascent steps in each round; before the first at most ten times as many of L-BFGS. The evidence is that of
-            the structure, and of "kfac" where the structure is exact. 0 leaves the prior and the noise as they are: the
-            copy is only trained to the optimum.
+            the structure, or of "kfac" where the structure is exact and no layer is wider than 1,024 and than the
+            number of examples. 0 leaves the prior and the noise as they are: the copy is only trained to the optimum.
         predictive : str or None
             "loo" calls ``fit_predictive("loo", strict=False)`` where leave-one-out is exact: structure "gp", "full" or
             "iterative", curvature "ggn"; where that is not possible, a warning says why. None does not.
@@ -94,7 +95,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         NumericalError
             If training does not decrease the negative log joint.
         RetrainingInterrupted
-            On Ctrl-C, with the best network so far.
+            On Ctrl-C, with the network so far.
         """
         require_whole("rounds", rounds, 1, "Leave it out for 10.")
         require_whole("steps", steps, 1, "Leave it out for 1000.")
@@ -136,7 +137,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
                               held.sum_of_weights)
         try:
             if evidence_steps:
-                own = KFAC() if spec.exact else spec
+                own = _of_the_evidence(spec, objective)
                 alternate(lambda: self._derived(fit(own, batches)), lambda: network.theta.to(self.dtype), objective,
                           held, rounds, evidence_steps, shown)
             fitted = converged(objective, held, partial(fit, spec, batches), steps, tolerance, _AIM * tolerance, shown,
@@ -145,6 +146,13 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
             raise RetrainingInterrupted(network.module, model.likelihood, model.prior) from cause
         model = fitted.model
         return self._derived(FittedModel(replace(model, settings=replace(settings, progress=shown)), fitted.structure))
+
+
+def _of_the_evidence(spec: StructureSpec, objective: Objective) -> StructureSpec:
+    """KFAC in place of an exact structure, unless its factors would be the largest matrices."""
+    layers = [p for p in objective.parameters.values() if p.ndim > 1]
+    widest = max((max(len(p), p[0].numel()) for p in layers), default=0)
+    return KFAC() if spec.exact and widest <= max(_WIDE, objective.num_examples) else spec
 
 
 def _divided(model: LinearizedModel, groups: str) -> GaussianPrior:

@@ -57,9 +57,10 @@ class WithoutEach:
         most = max(1, tuning.EXPLAINED_BYTES // self.bytes_of_each)
         for test in chunks if self._stored else grouped(chunks, attrgetter("num_examples"), most):
             with torch.no_grad():
-                moved, widened = self._from_rows(test) if self._stored else self._from_data(test)
+                found = self._from_data(test) if self._removals is None else self._from_rows(test, self._removals)
+                moved, widened = found
                 tile = test.f, moved.add_(test.f.unsqueeze(1)), self._varying(test, widened)
-            del test, moved, widened  # before the rows of the next chunk are computed
+            del test, found, moved, widened  # before the rows of the next chunk are computed
             yield tile
             del tile
 
@@ -69,10 +70,9 @@ class WithoutEach:
             return None
         return widened.add_(require_finite(self._fitted.precision.variances_of_outputs(test)).unsqueeze(1))
 
-    def _from_rows(self, test: Jacobian) -> tuple[Tensor, Tensor | None]:
+    def _from_rows(self, test: Jacobian, removals: SingleRemovals) -> tuple[Tensor, Tensor | None]:
         """f_-i - f and V_-i - V_xx, (n, N, C), in function space."""
-        assert self._removals is not None
-        return self._removals.effects(test) if self._variances else (self._removals.changes(test), None)
+        return removals.effects(test) if self._variances else (removals.changes(test), None)
 
     def _from_data(self, test: Jacobian) -> tuple[Tensor, Tensor | None]:
         """The same in weight space: products of V_·x with the training points' rows, batch by batch."""
