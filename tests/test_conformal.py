@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -326,14 +327,26 @@ def test_split_sets_by_hand() -> None:
 # --- inputs, results, refusals
 
 
-def regression(structure: str = "gp", dtype: torch.dtype = torch.float64) -> ntkl.Posterior:
+def regression(structure: str = "gp", dtype: torch.dtype = torch.float64, **options: Any) -> ntkl.Posterior:
     network = mlp(1).to(dtype)
     return ntkl.laplace(network, (X.to(dtype), Y[:, :1].to(dtype)), ntkl.Gaussian(0.3), ntkl.GaussianPrior(2.0),
-                        structure=structure)
+                        structure=structure, **options)
 
 
-def classes(structure: str = "gp") -> ntkl.Posterior:
-    return ntkl.laplace(mlp(3), (X, LABELS), ntkl.Categorical(), ntkl.GaussianPrior(1.0), structure=structure)
+def classes(structure: str = "gp", **options: Any) -> ntkl.Posterior:
+    return ntkl.laplace(mlp(3), (X, LABELS), ntkl.Categorical(), ntkl.GaussianPrior(1.0), structure=structure,
+                        **options)
+
+
+def test_the_training_points_may_come_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own terms are computed in the first pass, batch by batch, and used in the next."""
+    wanted, sets = regression().predict_interval(X_NEW, LEVEL), classes().predict_set(X_NEW, LEVEL, score="cumulative")
+    monkeypatch.setattr(tuning, "EXPLAINED_BYTES", 1)
+    options = {"structure": "full", "settings": ntkl.Settings(batch_size=3)}
+    found = regression(**options).predict_interval(X_NEW, LEVEL, batch_size=2)
+    torch.testing.assert_close(torch.stack([found.lower, found.upper]), torch.stack([wanted.lower, wanted.upper]))
+    again = classes(**options).predict_set(X_NEW, LEVEL, score="cumulative", batch_size=2)
+    assert torch.equal(again.mask, sets.mask)
 
 
 @pytest.mark.parametrize("structure", EXACT)

@@ -21,8 +21,10 @@ import ntk_laplace as ntkl
 from minima import parts
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, minimize
+from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import NetworkLikelihood, likelihood_of
 from ntk_laplace.structures.what_if import objectives
+from ntk_laplace.structures.what_if.moving import checked_likelihood, moving_model, remaining_of
 from ntk_laplace.structures.what_if.objectives import ChangedObjectives
 from reference import outputs, relative_error, take
 from refusals import inputs, labels, network, refused
@@ -285,6 +287,22 @@ def test_an_objective_near_zero_has_the_rounding_of_its_terms():
     other = ntkl.laplace(fitted.network.module, (x, y), shifted, prior).refit().what_ifs([[0]])
     assert other.converged.all()
     assert relative_error(other.thetas[0], found.network.theta) < 1e-6
+
+
+def test_the_value_at_an_optimum_is_the_objective():
+    """Also where log densities are positive: what the descent has added to it is taken off."""
+    y, (module, x) = 0.1 * inputs()[:, :1], (network(1), inputs())
+    likelihood = ntkl.Gaussian(1e-3)
+    fitted = ntkl.laplace(module, (x, y), likelihood, ntkl.GaussianPrior(3.0)).refit(linearization="moving").fitted
+    model, points = moving_model(fitted), fitted.structure.points_to_change
+    own = checked_likelihood(model, points, training_inputs(fitted.model, fitted.structure), 1)
+    changed = ChangedObjectives(fitted, own, points.counts[None], remaining_of(model), fitted.solver.solve)
+    found = changed.minimize(1.01 * model.theta[None])
+    fitted.network.module.load_state_dict(model.network.at(found.at[0]).module.state_dict())
+    log_prob = likelihood.log_prob(fitted.network.module(x), y)
+    assert log_prob.sum() > 0
+    value = 1.5 * found.at.square().sum() - found.at[0] @ remaining_of(model) - log_prob.sum()
+    assert relative_error(found.values, value[None]) < 1e-9
 
 
 class Force(nn.Module):
