@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -45,37 +46,39 @@ __all__ = ["LaplaceEstimator", "training_data"]
 _PRECISIONS = (1.0, 0.1)  # prior precisions that the training of an "mlp" starts from
 
 
+@dataclass(eq=False, repr=False)
 class LaplaceEstimator(BaseEstimator):
     """Base class: parameters are those of `LaplaceRegressor` and `LaplaceClassifier`."""
 
-    network: Any
-    hidden_layer_sizes: Any
-    activation: str
-    precision: Any
-    groups: Any
-    structure: Any
-    curvature: Any
-    predictive: str | None
-    epochs: int
-    learning_rate: float
-    batch_size: int | None
-    standardize: bool | str
-    prefit: bool
-    verbose: bool
-    random_state: Any
+    network: Any = "mlp"
+    _: KW_ONLY
+    hidden_layer_sizes: Any = (32,)
+    activation: str = "tanh"
+    precision: Any = 1.0
+    groups: Any = "auto"
+    structure: Any = "kfac"
+    curvature: Any = "ggn"
+    predictive: str | None = "loo"
+    epochs: int = 100
+    learning_rate: float = 0.02
+    batch_size: int | None = 128
+    standardize: bool | str = "auto"
+    prefit: bool = False
+    verbose: bool = False
+    random_state: Any = None
 
     _spread = 1.0  # of the prior, for groups="input"
 
-    posterior_: Posterior
-    network_: nn.Module
-    history_: EvidenceHistory | None
-    predictive_fit_: PredictiveFit | None
-    training_index_: NDArray[np.intp]
-    training_point_: NDArray[np.intp]
-    y_train_: NDArray[Any]
-    n_iter_: int
-    n_features_in_: int
-    _constant: NDArray[np.bool_] | bool = False  # which features are; False in fits of earlier versions
+    posterior_: Posterior = field(init=False)
+    network_: nn.Module = field(init=False)
+    history_: EvidenceHistory | None = field(init=False)
+    predictive_fit_: PredictiveFit | None = field(init=False)
+    training_index_: NDArray[np.intp] = field(init=False)
+    training_point_: NDArray[np.intp] = field(init=False)
+    y_train_: NDArray[Any] = field(init=False)
+    n_iter_: int = field(init=False)
+    n_features_in_: int = field(init=False)
+    _constant: NDArray[np.bool_] | bool = field(init=False, default=False)  # which features are; False in earlier fits
 
     # --- training
 

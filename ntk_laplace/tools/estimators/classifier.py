@@ -58,28 +58,6 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
     (2, 3)
     """
 
-    def __init__(
-        self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32,), activation: str = "tanh",
-        precision: Any = 1.0, groups: Any = "auto", structure: Any = "kfac", curvature: Any = "ggn",
-        predictive: str | None = "loo", epochs: int = 100, learning_rate: float = 0.02, batch_size: int | None = 128,
-        standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False, random_state: Any = None,
-    ) -> None:
-        self.network = network
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.precision = precision
-        self.groups = groups
-        self.structure = structure
-        self.curvature = curvature
-        self.predictive = predictive
-        self.epochs = epochs
-        self.learning_rate = learning_rate
-        self.batch_size = batch_size
-        self.standardize = standardize
-        self.prefit = prefit
-        self.verbose = verbose
-        self.random_state = random_state
-
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceClassifier:
         """Train the network and its prior precisions.
 

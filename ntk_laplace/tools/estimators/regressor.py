@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -27,6 +28,7 @@ _STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their s
 _STEPS_OF_SEVERAL = 5, 0.4
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     """A network trained with its evidence, and the Gaussian process that it is, as a scikit-learn regressor.
 
@@ -107,31 +109,15 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     ((142,), (142,))
     """
 
-    _spread = 3.0  # with 1, irrelevant inputs stay in the function
+    hidden_layer_sizes: Any = (32, 32)
+    activation: str = "silu"
+    precision: Any = "auto"
+    noise: Any = 1.0
+    epochs: int = 300
+    learning_rate: float = 0.03
+    batch_size: int | None = 512
 
-    def __init__(
-        self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32, 32), activation: str = "silu",
-        precision: Any = "auto", groups: Any = "auto", noise: Any = 1.0, structure: Any = "kfac",
-        curvature: Any = "ggn", predictive: str | None = "loo", epochs: int = 300, learning_rate: float = 0.03,
-        batch_size: int | None = 512, standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False,
-        random_state: Any = None,
-    ) -> None:
-        self.network = network
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.precision = precision
-        self.groups = groups
-        self.noise = noise
-        self.structure = structure
-        self.curvature = curvature
-        self.predictive = predictive
-        self.epochs = epochs
-        self.learning_rate = learning_rate
-        self.batch_size = batch_size
-        self.standardize = standardize
-        self.prefit = prefit
-        self.verbose = verbose
-        self.random_state = random_state
+    _spread = 3.0  # with 1, irrelevant inputs stay in the function
 
     def _schedules(self) -> dict[str, Any]:
         """A rate that falls to 0, and more evaluations: precisions and noise must arrive before the epochs end."""
