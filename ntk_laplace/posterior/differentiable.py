@@ -12,7 +12,6 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.jacobian.differentiable import DifferentiableRows
 from ntk_laplace.model.data import as_tensors, leaves, num_examples, to_device
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 
 __all__ = ["DifferentiableModel", "wants_gradients"]
@@ -73,8 +72,7 @@ class DifferentiableModel:
         if n == 0:
             raise DataError("at least one input", "none", "Pass one or more inputs.")
         needed = _COPIES * n * network.num_outputs * network.num_parameters * self._rows.dtype.itemsize
-        require_memory(needed, network.device, f"J at {n:,} inputs with its graph",
-                       "Ask for fewer inputs at a time.", model.settings.memory_budget)
+        model.require_memory(needed, f"J at {n:,} inputs with its graph", "Ask for fewer inputs at a time.")
         f, jac = self._rows(to_device(x, network.device, network.input_dtype))
         moves = [move for move in (model.displacement, None if step is None else -step) if move is not None]
         return (f + jac @ sum(moves[1:], start=moves[0]) if moves else f), jac

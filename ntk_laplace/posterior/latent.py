@@ -21,7 +21,6 @@ from ntk_laplace.posterior.differentiable import DifferentiableModel, wants_grad
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_root
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import normal, require_generator
 
 __all__ = ["LatentVerbs"]
@@ -104,9 +103,9 @@ class LatentVerbs(Fitted):
             own = jac @ solved.mT
             return f, 0.5 * (own + own.mT)
         if positions > 1 and not per_position:
-            require_memory(3 * self.num_outputs**2 * self.dtype.itemsize, self.network.device,
-                           f"the covariance of {self.num_outputs:,} outputs of one example",
-                           "Ask for latent_moments(x, per_position=True).", self._fitted.settings.memory_budget)
+            self._fitted.model.require_memory(3 * self.num_outputs**2 * self.dtype.itemsize,
+                                              f"the covariance of {self.num_outputs:,} outputs of one example",
+                                              "Ask for latent_moments(x, per_position=True).")
         chunks = self._chunks(x, batch_size)
         means, blocks = RowBuffer(chunks.length or 0), RowBuffer(chunks.length or 0)
         for f, covariance in self._moments(chunks, mean, positions if per_position else 0):
@@ -198,15 +197,13 @@ class LatentVerbs(Fitted):
         size = count * self.num_outputs
         # K** and the whitened cross-covariance whose square is subtracted from it
         needed = (size + max(self.num_examples * self.num_outputs, 1)) * size * self.dtype.itemsize
-        require_memory(needed, self.network.device, f"the joint covariance of {size:,} outputs",
-                       "Ask for latent_moments(x), which never forms it, or for fewer inputs at a time.",
-                       self._fitted.settings.memory_budget)
+        self._fitted.model.require_memory(needed, f"the joint covariance of {size:,} outputs", "Ask for "
+                                          "latent_moments(x), which never forms it, or for fewer inputs at a time.")
 
     def _require_draws(self, count: int, size: int, what: str) -> None:
         """Refuse draws that do not fit in memory with the noise they are made of, the least that a structure needs."""
-        require_memory(2 * count * size * self.dtype.itemsize, self.network.device,
-                       f"{count:,} draws of {size:,} {what}", "Take fewer draws at a time.",
-                       self._fitted.settings.memory_budget)
+        self._fitted.model.require_memory(2 * count * size * self.dtype.itemsize, f"{count:,} draws of {size:,} {what}",
+                                          "Take fewer draws at a time.")
 
     def _step(self, mean: str) -> dict[str, Tensor] | None:
         """θ - θ̄ by parameter for ``mean="posterior"``; None for the network's outputs."""

@@ -16,7 +16,6 @@ from ntk_laplace.posterior.explain.ranked import counted, strongest
 from ntk_laplace.posterior.explain.reranking import Reranking
 from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.posterior.what_ifs import WhatIfsVerbs, changed_weights
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.what_if import Indices, positions
 
 __all__ = ["RerankingVerbs"]
@@ -119,6 +118,6 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         return torch.cat([*found, changed_weights(groups, counts, present)] if groups else found)
 
     def _require_outputs(self, inputs: int, networks: int) -> None:
-        require_memory(3 * networks * inputs * self.num_outputs * self.dtype.itemsize, self.network.device,
-                       f"outputs of {networks:,} networks at {inputs:,} inputs",
-                       "Pass fewer inputs at a time, or ask for fewer candidates.", self._fitted.settings.memory_budget)
+        self._fitted.model.require_memory(3 * networks * inputs * self.num_outputs * self.dtype.itemsize,
+                                          f"outputs of {networks:,} networks at {inputs:,} inputs",
+                                          "Pass fewer inputs at a time, or ask for fewer candidates.")

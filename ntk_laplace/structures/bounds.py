@@ -23,7 +23,6 @@ from ntk_laplace.model.priors.names import assign
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.data_passes import read_rows, selected
 from ntk_laplace.structures.evidence import log_likelihood, log_prior
 from ntk_laplace.structures.fitted_model import FittedModel
@@ -241,6 +240,6 @@ def _pieces(rows: Jacobian, layout: ParameterLayout) -> Iterator[Jacobian]:
 def _require_memory(fitted: FittedModel, summed: list[ParameterLayout], size: int) -> None:
     """Refuse the matrices of a block of `size` rows, and those of the parameters in weight space, if too large."""
     squares = [layout.num_parameters**2 for layout in summed]
-    require_memory((sum(squares) + max([size**2, *squares])) * fitted.theta.element_size(), fitted.network.device,
-                   f"the matrices of a block ({size:,} rows, {len(squares)} in weight space)",
-                   'Pass fewer examples=, or parameters="layers" or "diagonal".', fitted.settings.memory_budget)
+    fitted.model.require_memory((sum(squares) + max([size**2, *squares])) * fitted.theta.element_size(),
+                                f"the matrices of a block ({size:,} rows, {len(squares)} in weight space)",
+                                'Pass fewer examples=, or parameters="layers" or "diagonal".')

@@ -21,7 +21,6 @@ from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.model.network import varying
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import draw_sizes, require_generator
 from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.data_passes import shown
@@ -184,8 +183,8 @@ def _linearized(fitted: FittedModel, samples: int, generator: Generator | None) 
     mean = points.f
     expectation = Expectation(fitted.likelihood, samples, generator)
     n, c = mean.shape
-    require_memory(n * c * c * mean.element_size(), mean.device, f"the covariances of {c:,} outputs at {n:,} points",
-                   "Fit to fewer points.", model.settings.memory_budget)
+    model.require_memory(n * c * c * mean.element_size(), f"the covariances of {c:,} outputs at {n:,} points",
+                         "Fit to fewer points.")
     covariances = fitted.structure.training_covariances(model, fitted.precision)
     values, errors = expectation.log_prob(mean, covariances, points.targets)
     counts = points.counts.to(values)
@@ -202,8 +201,7 @@ def _network(
     if generator is None:  # the same draws on all processes
         generator = Generator(theta.device).manual_seed(0)
     pairs = -(-samples // 2)
-    require_memory(8 * pairs, theta.device, f"the log densities at {samples:,} weights", "Pass fewer samples.",
-                   model.settings.memory_budget)
+    model.require_memory(8 * pairs, f"the log densities at {samples:,} weights", "Pass fewer samples.")
     sizes = draw_sizes(pairs, len(theta), theta)
     found = theta.new_zeros(pairs, dtype=torch.float64)
 

@@ -18,7 +18,6 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import MemoryBudgetError, UnsupportedError
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.runtime.known_gradients import Gradient, scaled_by, with_gradients
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.scalars import scalar
 from ntk_laplace.structures import FittedModel, NewtonStep
 from ntk_laplace.structures.forecast import memory_of
@@ -164,8 +163,7 @@ def _bounds(fitted: FittedModel, value: float, det: float) -> tuple[float, float
 def _hessian(fitted: FittedModel) -> Tensor:
     """Λ_n, (N, C, C), with a graph only if a hyperparameter of the likelihood has one."""
     if _outgrows_memory(fitted):
-        require_memory(_hessian_bytes(fitted), fitted.theta.device, "the curvature of all positions", _FIXED,
-                       fitted.settings.memory_budget)
+        fitted.model.require_memory(_hessian_bytes(fitted), "the curvature of all positions", _FIXED)
     hessian = fitted.points.curvature(fitted.curvature_type, fitted.likelihood)
     return hessian if _moves(fitted.likelihood) else hessian.detach()
 

@@ -12,7 +12,7 @@ from ntk_laplace.jacobian import Jacobian, LayerRows
 from ntk_laplace.jacobian.blocks import Factored
 from ntk_laplace.model.predictive import SAMPLES, response_bytes
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.resources import available_memory, buffer_bytes, require_memory
+from ntk_laplace.runtime.resources import available_memory, buffer_bytes
 from ntk_laplace.structures.model import LinearizedModel
 
 __all__ = ["Forecast", "Problem", "Work", "memory_of"]
@@ -270,7 +270,7 @@ class Forecast:
         ------
         MemoryBudgetError
         """
-        require_memory(self.required - held, model.network.device, what, remedy, model.settings.memory_budget)
+        model.require_memory(self.required - held, what, remedy)
 
 
 def memory_of(model: LinearizedModel) -> int:

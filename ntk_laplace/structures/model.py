@@ -19,7 +19,7 @@ from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.distributed import ProcessGroupReducer
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess
-from ntk_laplace.runtime.resources import available_memory
+from ntk_laplace.runtime.resources import available_memory, require_memory
 from ntk_laplace.structures.points import TrainingPoints, unmoved
 
 __all__ = ["LinearizedModel", "RemainingGradient", "Settings"]
@@ -207,6 +207,10 @@ class LinearizedModel:
         with torch.no_grad():
             distance = self.from_prior_mean
             return self.prior.flat_precision().to(distance) * distance - backprojected
+
+    def require_memory(self, needed: int, what: str, remedy: str) -> None:
+        """Raise MemoryBudgetError if so many bytes are more than the fit may use; see `resources.require_memory`."""
+        require_memory(needed, self.network.device, what, remedy, self.settings.memory_budget)
 
     def at_weights(self, theta: Tensor) -> LinearizedModel:
         """The model with a copy of the network at other weights (P,)."""

@@ -25,7 +25,7 @@ from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.data import Joined, Source, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.resources import format_bytes, require_memory
+from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures.data_passes import (
     collected,
     common_factor,
@@ -96,11 +96,10 @@ class SketchSpec(StructureSpec):
     def require_rank(self, model: LinearizedModel) -> None:
         """Refuse a rank whose vectors do not fit in memory (MemoryBudgetError)."""
         rank = min(self.rank or 1, model.network.num_parameters)
-        require_memory(self.sketch_bytes(model, rank), model.network.device,
-                       f"{self.copies:g} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
-                       f"Use {'' if rank == 1 else 'a smaller rank, '}dtype=torch.float32, "
-                       'structure="kfac" or parameters="last_layer".',
-                       model.settings.memory_budget)
+        model.require_memory(self.sketch_bytes(model, rank),
+                             f"{self.copies:g} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
+                             f"Use {'' if rank == 1 else 'a smaller rank, '}dtype=torch.float32, "
+                             'structure="kfac" or parameters="last_layer".')
 
     def sketch_bytes(self, model: LinearizedModel, rank: int) -> int:
         """Bytes of a sketch at its peak."""

@@ -22,7 +22,6 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import take
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import KFAC, Diagonal, FittedModel, FullWeightSpace, FunctionSpace, LinearizedModel
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.structure import StructureSpec
@@ -103,10 +102,9 @@ class Matrix(Representation):
     def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
         """H, its factor, and a copy to resume from: 3 P² numbers."""
         p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
-        require_memory(3 * p * p * element, model.network.device,
-                       f"three {p:,} x {p:,} matrices (H, its factor, and a copy to resume from)",
-                       'Use structure="kfac", structure="gp", parameters="last_layer", or dtype=torch.float32.',
-                       model.settings.memory_budget)
+        model.require_memory(3 * p * p * element,
+                             f"three {p:,} x {p:,} matrices (H, its factor, and a copy to resume from)",
+                             'Use structure="kfac", structure="gp", parameters="last_layer", or dtype=torch.float32.')
 
     def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> DenseState:
         """H - P0 is diagonal."""
@@ -149,12 +147,10 @@ class Rows(Representation):
         few = self._few(model, examples)
         total = total if self.most_rows is None else min(total, self.most_rows)
         each = few.nbytes // (few.num_examples * few.num_cotangents)
-        require_memory(
-            3 * total * (total * model.jacobian_pass.dtype.itemsize + each), model.network.device,
-            f"{total:,} rows, {rows:,} a step, and three matrices over them",
-            'Pass fewer samples or steps, row_tolerance=1e-3, which drops old rows and says so, or structure="full".',
-            model.settings.memory_budget,
-        )
+        model.require_memory(3 * total * (total * model.jacobian_pass.dtype.itemsize + each),
+                             f"{total:,} rows, {rows:,} a step, and three matrices over them",
+                             "Pass fewer samples or steps, row_tolerance=1e-3, which drops old rows and says so, or "
+                             'structure="full".')
 
     def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> FunctionSpaceState:
         """H is diagonal, without rows."""

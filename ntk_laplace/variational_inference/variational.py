@@ -29,7 +29,6 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT, newton_decrement
 from ntk_laplace.posterior.fit import linearized
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.serialization import require_writable
 from ntk_laplace.structures import (
     FittedModel,
@@ -195,9 +194,8 @@ def variational(
         if isinstance(given, Posterior):
             require_same_network(given, model)
         p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
-        require_memory(method.weight_samples * p * element, model.network.device,
-                       f"{method.weight_samples:,} samples of {p:,} weights in a step", "Use fewer samples.",
-                       model.settings.memory_budget)
+        model.require_memory(method.weight_samples * p * element,
+                             f"{method.weight_samples:,} samples of {p:,} weights in a step", "Use fewer samples.")
         iteration: Iteration
         if relinearize:
             kept, with_start = step_sizes.kept(steps, forgotten)

@@ -22,7 +22,6 @@ from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.posterior.calibrate.densities import Setting
 from ntk_laplace.posterior.calibrate.search import Axis, climb
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 
 __all__ = ["LinearLeaveOneOut", "with_left_out_hyperparameters"]
@@ -136,5 +135,5 @@ def _require_order(order: int, remedy: str) -> None:
 
 
 def _require(needed: int, fitted: FittedModel) -> None:
-    require_memory(needed, fitted.network.device, "the eigenvectors of the linear model",
-                   "Use fewer points, or train with evidence.", fitted.settings.memory_budget)
+    fitted.model.require_memory(needed, "the eigenvectors of the linear model",
+                                "Use fewer points, or train with evidence.")

@@ -15,7 +15,6 @@ from ntk_laplace.posterior.estimates.paths import Path, backward, forward, sched
 from ntk_laplace.posterior.estimates.result import AnnealedEvidence, summary
 from ntk_laplace.posterior.estimates.slices import SlicedPath
 from ntk_laplace.posterior.estimates.symmetry import log_symmetries
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.weight_likelihood import likelihood_of
 
@@ -65,8 +64,8 @@ def annealed_evidence(
                                "Pass exact_draws=, which synthetic data have: the weights that made them. Or leave out "
                                "bounds=True.")
     count, shown = chains.number, fitted.settings.progress
-    require_memory(8 * chains.temperatures, fitted.model.network.device, f"{chains.temperatures:,} temperatures",
-                   "Use fewer; 1,000 is the default.", fitted.settings.memory_budget)
+    fitted.model.require_memory(8 * chains.temperatures, f"{chains.temperatures:,} temperatures",
+                                "Use fewer; 1,000 is the default.")
     betas, path = schedule(chains.temperatures), _path(fitted, chains, model, x)
     path.adapt(betas, count, generator, shown)
     log_weights = forward(path, betas, count, generator, shown)

@@ -11,7 +11,6 @@ from ntk_laplace.posterior.estimates.result import EvidenceEstimate, summary
 from ntk_laplace.posterior.estimates.symmetry import log_symmetries
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import draw_sizes
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.weight_likelihood import likelihood_of
@@ -23,8 +22,7 @@ def importance_evidence(
     fitted: FittedModel, samples: int, inflation: float, model: str, x: InputData | None, generator: Generator
 ) -> EvidenceEstimate:
     """log (1/S) Σ p(D, θ_s)/q(θ_s) for θ_s ~ q = N(m, c H⁻¹); arguments as those of the verb."""
-    require_memory(16 * samples, fitted.network.device, f"{samples:,} weights of importance sampling",
-                   "Take fewer samples.", fitted.settings.memory_budget)
+    fitted.model.require_memory(16 * samples, f"{samples:,} weights of importance sampling", "Take fewer samples.")
     sizes = draw_sizes(samples, len(fitted.theta), fitted.theta, tuning.SAMPLED_OUTPUTS // fitted.points.f.numel())
     likelihood, prior = likelihood_of(fitted, model, x, sizes[0]), prior_gaussian(fitted)
     proposal = posterior_gaussian(fitted, center(fitted, model), inflation)

@@ -32,7 +32,6 @@ from ntk_laplace.posterior.explain.algebra import leverages
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_of, solve_lower
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import rows_of
 
@@ -102,9 +101,9 @@ def conditioned(fitted: FittedModel, index: Tensor) -> tuple[Without, float]:
         raise DataError("at least two training points, to leave one out", f"{n}", "Score the model on other data.")
     count = -(-len(index) // max(1, int(n * tuning.LEFT_OUT_SHARE)))
     largest = -(-len(index) // count) * c
-    require_memory(_MATRICES * largest**2 * fitted.points.f.element_size(), fitted.points.f.device,
-                   f"{_MATRICES} matrices over {largest:,} outputs of points to leave out",
-                   "Leave out fewer points at a time.", fitted.settings.memory_budget)
+    fitted.model.require_memory(_MATRICES * largest**2 * fitted.points.f.element_size(),
+                                f"{_MATRICES} matrices over {largest:,} outputs of points to leave out",
+                                "Leave out fewer points at a time.")
     product = _Products(fitted)
     # every count-th point: neighbors in the data, often of one class, are not left out together
     groups = [torch.arange(start, len(index), count, device=index.device) for start in range(count)]

@@ -18,7 +18,6 @@ from ntk_laplace.posterior.explain.ranked import counted
 from ntk_laplace.posterior.explain.reliability import Reliability, reliability
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
@@ -271,10 +270,9 @@ def _kept(fitted: FittedModel) -> Without:
 def _streamed(fitted: FittedModel, index: Tensor) -> Without:
     """Weight space, batch by batch: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
     outputs, own = fitted.points.num_outputs, fitted.points.f.dtype.itemsize
-    require_memory(7 * len(index) * outputs**2 * own, fitted.network.device,  # measured: 5 to 6 matrices a point
-                   f"leave-one-out covariances of {outputs:,} outputs",
-                   "Leave out fewer points, points=10, or pass held-out data, calibrate(data).",
-                   fitted.settings.memory_budget)
+    # measured: 5 to 6 matrices a point
+    fitted.model.require_memory(7 * len(index) * outputs**2 * own, f"leave-one-out covariances of {outputs:,} outputs",
+                                "Leave out fewer points, points=10, or pass held-out data, calibrate(data).")
     points, parts = fitted.points.subset(index), []
     residual = fitted.residual()[index]
     with torch.no_grad():

@@ -22,7 +22,6 @@ from ntk_laplace.posterior.explain.quantity import SPREADS, Quantity
 from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
@@ -200,8 +199,7 @@ def _parts(fitted: FittedModel, test: Jacobian) -> Iterator[slice]:
         numbers = fitted.precision.cross_covariance(one.weighted(torch.ones_like(one.f).unsqueeze(-1))).numbers
     size = numbers * test.f.element_size()
     step = min(test.num_examples, max(1, tuning.DIRECTION_BYTES // size))
-    require_memory(3 * step * size, test.f.device, f"directions of {step} inputs", "Fit a smaller network.",
-                   fitted.settings.memory_budget)
+    fitted.model.require_memory(3 * step * size, f"directions of {step} inputs", "Fit a smaller network.")
     return panels(test.num_examples, 1, step)
 
 

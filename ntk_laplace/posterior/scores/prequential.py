@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.gram import cross_gram, gram
 from ntk_laplace.runtime.linalg import cholesky_, cholesky_log_det, solve_lower
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 
 __all__ = ["PrequentialEvidence"]
@@ -56,9 +55,9 @@ class PrequentialEvidence:
         """Compute the terms from the stored rows of a fit."""
         space, points = fitted.function_space, fitted.points
         n, k = space.weighted.num_examples, space.weighted.num_cotangents
-        require_memory(2 * (n * k) ** 2 * points.f.element_size(), points.f.device,
-                       f"B of {n * k:,} x {n * k:,} in the data's order and in another",
-                       "Use fewer points, or a structured posterior.", fitted.settings.memory_budget)
+        fitted.model.require_memory(2 * (n * k) ** 2 * points.f.element_size(),
+                                    f"B of {n * k:,} x {n * k:,} in the data's order and in another",
+                                    "Use fewer points, or a structured posterior.")
         residual = fitted.residual()
         with torch.no_grad():
             log_prob = points.log_prob(fitted.likelihood)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.weight_likelihood.base import (
     REMEDY,
@@ -42,8 +41,7 @@ class LinearizedLikelihood(WeightLikelihood):
         self._f, self._theta, self._shapes = points.f.detach(), model.theta, model.network.shapes
         self._points = ManyPoints(fitted.likelihood, points)
         held = 4 * count * (model.network.num_parameters + points.f.numel()) * points.f.element_size()
-        require_memory(held, model.network.device, f"outputs and gradients at {count:,} weights", REMEDY,
-                       model.settings.memory_budget)
+        model.require_memory(held, f"outputs and gradients at {count:,} weights", REMEDY)
         self._rows = all_rows(fitted)
 
     def outputs(self, thetas: Tensor) -> Tensor:
@@ -104,7 +102,6 @@ def all_rows(fitted: FittedModel) -> Jacobian:
     for rows in fitted.rows_at(torch.arange(n)):
         if not parts and rows.num_examples < n:
             needed = 2 * rows.nbytes * -(-n // rows.num_examples)
-            require_memory(needed, fitted.network.device, f"rows of J at {n:,} training points", REMEDY,
-                           fitted.settings.memory_budget)
+            fitted.model.require_memory(needed, f"rows of J at {n:,} training points", REMEDY)
         parts.append(rows)
     return Jacobian.concatenate(parts)

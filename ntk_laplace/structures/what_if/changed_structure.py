@@ -14,7 +14,6 @@ from ntk_laplace.curvature import ParameterBlock, PosteriorPrecision
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Source
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, LinearizedModel, Structure, StructureSpec
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import of_kind
@@ -298,9 +297,9 @@ def rows_of(fitted: FittedModel, index: Tensor) -> Jacobian:
     parts: list[Jacobian] = []
     for rows in fitted.rows_at(index):
         if not parts:
-            require_memory(rows.nbytes * len(index) // rows.num_examples, rows.f.device,
-                           f"the rows of {len(index):,} training points", "Ask about fewer points at a time.",
-                           fitted.settings.memory_budget)
+            fitted.model.require_memory(rows.nbytes * len(index) // rows.num_examples,
+                                        f"the rows of {len(index):,} training points",
+                                        "Ask about fewer points at a time.")
         parts.append(rows)
     if not parts:
         raise DataError(f"{len(index):,} training points", "none", "Pass the data of the fit.")

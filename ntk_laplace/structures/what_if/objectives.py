@@ -21,7 +21,6 @@ from ntk_laplace.errors import warn
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, downward, minimize, remembered
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings
 from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.weight_likelihood import LocalCurvature, WeightedLikelihood, WeightLikelihood
@@ -299,6 +298,6 @@ def require_room(model: LinearizedModel, count: int, held: int) -> int:
     learnt = each * most * (len(theta) * entry + most * theta.element_size())
     vectors = _MATRICES * model.network.num_parameters if _is_written_out(model, count) else 3 * tuning.DEFLATION
     known = one * min(vectors, 3 * (left // (2 * one)))
-    require_memory(held + (count + 12 * each) * one + learnt + known, model.network.device,
-                   f"the weights of {count:,} networks", _REMEDY, model.settings.memory_budget)
+    model.require_memory(held + (count + 12 * each) * one + learnt + known, f"the weights of {count:,} networks",
+                         _REMEDY)
     return each
