@@ -259,6 +259,21 @@ def require_whole(what: str, value: object, least: int, remedy: str) -> int:
     return int(value)
 
 
+def require_number(
+    expected: str, value: object, remedy: str, above: float = -math.inf, below: float = math.inf
+) -> float:
+    """Return a number strictly between two bounds as one of Python.
+
+    Raises
+    ------
+    HyperparameterError
+        If `value` is not such a number; `expected` says in words what it would be.
+    """
+    if not is_number(value, above, below):
+        raise HyperparameterError(expected, repr(value)[:80], remedy)
+    return float(value)
+
+
 def is_flag(value: object) -> bool:
     """Whether a value is True or False; 0, 1 and NumPy's booleans count as these."""
     return isinstance(value, (Integral, np.bool_)) and value in (0, 1)

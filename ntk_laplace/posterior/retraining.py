@@ -10,12 +10,11 @@ import torch
 
 from ntk_laplace.errors import (
     DataError,
-    HyperparameterError,
     NTKLaplaceError,
     RetrainingInterrupted,
     UnsupportedError,
-    is_number,
     require_choice,
+    require_number,
     require_whole,
     warn,
 )
@@ -100,9 +99,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         require_whole("rounds", rounds, 1, "Leave it out for 10.")
         require_whole("steps", steps, 1, "Leave it out for 1000.")
         require_whole("evidence_steps", evidence_steps, 0, "Leave it out for 20; 0 keeps the hyperparameters.")
-        if not is_number(tolerance, above=0):
-            raise HyperparameterError("a positive tolerance, nats per point", repr(tolerance),
-                                      "Leave it out for the default.")
+        require_number("a positive tolerance, nats per point", tolerance, "Leave it out for the default.", above=0)
         require_predictive(predictive)
         model = self._fitted.model
         if model.displacement is not None or model.training_gradient is not None:

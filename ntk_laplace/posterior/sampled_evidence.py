@@ -10,11 +10,10 @@ from torch import Generator, Tensor
 
 from ntk_laplace.errors import (
     DataError,
-    HyperparameterError,
     UnsupportedError,
-    is_number,
     require_choice,
     require_flags,
+    require_number,
     require_whole,
     warn,
 )
@@ -81,13 +80,12 @@ class SampledEvidenceVerbs(EvidenceVerbs):
             If the weights and outputs of one sample do not fit in memory.
         """
         require_whole("samples", samples, 1, "Leave it out for 2,000.")
-        if not is_number(inflation, above=0.5):
-            raise HyperparameterError(
-                "a positive, finite inflation of the covariance, above 1/2: below that the weights of a Gaussian "
-                "posterior have no variance", repr(inflation)[:80], "Leave it out for 1.2.")
+        inflation = require_number(
+            "a positive, finite inflation of the covariance, above 1/2: below that the weights of a Gaussian "
+            "posterior have no variance", inflation, "Leave it out for 1.2.", above=0.5)
         self._require_sampling(model, generator)
         with torch.inference_mode(False), torch.no_grad():
-            found = importance_evidence(self._fitted, samples, float(inflation), model, x, self._seeded(generator))
+            found = importance_evidence(self._fitted, samples, inflation, model, x, self._seeded(generator))
         return _told(found, f'by annealed_evidence(model="{model}")')
 
     def annealed_evidence(

@@ -17,6 +17,7 @@ from ntk_laplace.errors import (
     UnsupportedError,
     is_number,
     require_choice,
+    require_number,
     require_whole,
 )
 from ntk_laplace.model.data import Inputs, num_examples
@@ -309,5 +310,4 @@ def _require_options(
     for what, option, known in (("kind", kind, _KINDS), ("model", model, ("nn", "glm"))):
         require_choice(option, known, f"{what} among {', '.join(map(repr, known))}")
     require_generator(generator)
-    if not is_number(delta, above=0, below=1):
-        raise HyperparameterError("a probability delta between 0 and 1", f"{delta!r}"[:80], "Leave it out for 0.05.")
+    require_number("a probability delta between 0 and 1", delta, "Leave it out for 0.05.", above=0, below=1)

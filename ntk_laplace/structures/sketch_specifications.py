@@ -15,7 +15,7 @@ from ntk_laplace.curvature.leading_rows import leading_rows
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
 from ntk_laplace.curvature.sketch import RandomSketch, Sketch, sketched
-from ntk_laplace.errors import HyperparameterError, is_number, require_whole, warn
+from ntk_laplace.errors import require_number, require_whole, warn
 from ntk_laplace.model.data import Missing
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.forecast import Forecast, Problem, memory_of
@@ -73,9 +73,8 @@ class Iterative(SketchSpec):
         super().__post_init__()
         if self.probes is not None:
             vars(self)["probes"] = require_whole("probes", self.probes, 2, "Leave it out to have it chosen.")
-        if not is_number(self.variance_error, above=0, below=1):
-            raise HyperparameterError("a variance_error between 0 and 1", repr(self.variance_error),
-                                      "Leave it out for 0.05.")
+        require_number("a variance_error between 0 and 1", self.variance_error, "Leave it out for 0.05.", above=0,
+                       below=1)
 
     def precision(
         self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,

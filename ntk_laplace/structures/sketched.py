@@ -20,7 +20,7 @@ from ntk_laplace.curvature.leading_rows import LeadingRows, restored_sketch
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet
 from ntk_laplace.curvature.sketch import Sketch
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number, require_whole
+from ntk_laplace.errors import UnsupportedError, require_number, require_whole
 from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.data import Joined, Source, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
@@ -75,9 +75,8 @@ class SketchSpec(StructureSpec):
         if self.rank is not None:
             vars(self)["rank"] = require_whole("rank", self.rank, 1, "Leave it out to have it chosen.")
         vars(self)["seed"] = require_whole("seed", self.seed, 0, "Pass for instance seed=0.")
-        error = self.relative_error
-        if not is_number(error, above=0, below=1):
-            raise HyperparameterError("a relative_error between 0 and 1", repr(error), "Leave it out for 0.005.")
+        require_number("a relative_error between 0 and 1", self.relative_error, "Leave it out for 0.005.", above=0,
+                       below=1)
 
     @abstractmethod
     def precision(

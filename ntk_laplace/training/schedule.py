@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ntk_laplace.errors import HyperparameterError, is_number, require_whole
+from ntk_laplace.errors import HyperparameterError, is_number, require_number, require_whole
 from ntk_laplace.model.likelihoods import Likelihood
 
 __all__ = ["EvidenceSchedule"]
@@ -54,9 +54,8 @@ class EvidenceSchedule:
             if name != "patience" or self.patience is not None:
                 require_whole(name, getattr(self, name), least,
                               f"Pass for instance EvidenceSchedule({name}={max(least, 1)}).")
-        if not is_number(self.learning_rate, above=0):
-            raise HyperparameterError("a positive learning rate", f"{self.learning_rate!r}",
-                                      "Between 0.01 and 1 works; see [I21] section 3.4.")
+        require_number("a positive learning rate", self.learning_rate,
+                       "Between 0.01 and 1 works; see [I21] section 3.4.", above=0)
         pair = isinstance(self.bounds, Sequence) and len(self.bounds) == 2 and all(map(is_number, self.bounds))
         if not pair or not 0 < self.bounds[0] < self.bounds[1]:
             raise HyperparameterError("positive bounds (low, high)", f"{self.bounds}",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_number
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import private_copy, require_module
 from ntk_laplace.model.priors import GaussianPrior
@@ -58,8 +58,7 @@ def train_from_starts(
     if isinstance(starts, str) or not isinstance(starts, Sequence) or not starts:
         raise HyperparameterError("factors of the prior's precisions", repr(starts), "Pass starts=(1.0, 0.01).")
     for factor in starts:
-        if not is_number(factor, above=0):
-            raise HyperparameterError("positive finite starts", repr(factor), "Pass starts=(1.0, 0.01).")
+        require_number("positive finite starts", factor, "Pass starts=(1.0, 0.01).", above=0)
     _require_repeatable(options)
     prior, module = GaussianPrior.of(prior, groups="layer"), require_module(network)
     found: list[tuple[EvidenceTraining, nn.Module]] = []

@@ -6,7 +6,7 @@ from numbers import Real
 
 import torch
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number
+from ntk_laplace.errors import DataError, UnsupportedError, require_number
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Held
@@ -35,10 +35,8 @@ def checked_start(start: object) -> float | Posterior | None:
     if isinstance(start, Posterior):
         return start
     if isinstance(start, Real) and not isinstance(start, bool):
-        if not is_number(start, above=0):
-            raise HyperparameterError("a positive, finite precision as start", repr(start),
-                                      "Pass start=10.0 for H = 10 I at the network's weights.")
-        return float(start)
+        return require_number("a positive, finite precision as start", start,
+                              "Pass start=10.0 for H = 10 I at the network's weights.", above=0)
     if not isinstance(start, str) or start != "map":
         raise UnsupportedError('start="map", a Posterior of this network, or a precision', repr(start)[:80],
                                'Use start="map".')

@@ -19,6 +19,7 @@ from ntk_laplace.errors import (
     is_number,
     require_choice,
     require_flags,
+    require_number,
     require_whole,
     warn,
 )
@@ -340,9 +341,7 @@ def _step_size(value: object) -> float:
 
 
 def _positive(what: str, value: object, example: str) -> float:
-    if not is_number(value, above=0):
-        raise HyperparameterError(f"a positive {what}", repr(value), f"Pass {example}, or leave it out.")
-    return float(value)
+    return require_number(f"a positive {what}", value, f"Pass {example}, or leave it out.", above=0)
 
 
 def _signature(model: LinearizedModel, examples: Examples) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number
+from ntk_laplace.errors import UnsupportedError, require_number
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.mixture import plug_in
@@ -56,9 +56,7 @@ class Tempered(Likelihood):
         if not isinstance(likelihood, Likelihood) or isinstance(likelihood, Tempered):
             raise UnsupportedError("a likelihood that is not tempered yet", f"{likelihood!r}",
                                    "Multiply the weights instead.")
-        if not is_number(weight, above=0):
-            raise HyperparameterError("a positive finite weight", f"{weight!r}", "Pass for instance weight=5.")
-        self.weight = float(weight)
+        self.weight = require_number("a positive finite weight", weight, "Pass for instance weight=5.", above=0)
         self.likelihood = likelihood
         self.classifies, self.is_density = likelihood.classifies, likelihood.is_density
         self.positions = likelihood.positions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from ntk_laplace.errors import HyperparameterError, is_number
+from ntk_laplace.errors import require_number
 
 __all__ = ["checked_level", "fewest_points", "rank_of", "too_few", "words_of"]
 
@@ -32,10 +32,8 @@ def checked_level(level: object) -> float:
     HyperparameterError
         If it is something else.
     """
-    if not is_number(level, above=0, below=1):
-        raise HyperparameterError("a level between 0 and 1, without these", f"{level!r}",
-                                  "Pass for instance level=0.9.")
-    return float(level)
+    return require_number("a level between 0 and 1, without these", level, "Pass for instance level=0.9.", above=0,
+                          below=1)
 
 
 def rank_of(level: float, count: int) -> int:

@@ -17,6 +17,7 @@ from ntk_laplace.errors import (
     is_number,
     require_choice,
     require_flags,
+    require_number,
     require_whole,
     warn,
 )
@@ -355,10 +356,8 @@ def _follow_an_estimate(method: str, moving: list[str]) -> None:
 def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float], rate: float) -> None:
     require_choice(method, METHODS, f"a method among {', '.join(METHODS)}", "Use 'lbfgs' unless you know better.")
     require_whole("steps", steps, 1, "Leave it out for 200.")
-    if not is_number(tolerance, above=0):
-        raise HyperparameterError("a positive tolerance", repr(tolerance), "Leave it out for 1e-6.")
-    if not is_number(rate, above=0):
-        raise HyperparameterError("a positive learning_rate", repr(rate), "Leave it out for 0.1.")
+    require_number("a positive tolerance", tolerance, "Leave it out for 1e-6.", above=0)
+    require_number("a positive learning_rate", rate, "Leave it out for 0.1.", above=0)
     pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(map(is_number, bounds))
     if not pair or not 0 < bounds[0] < bounds[1]:
         raise HyperparameterError("positive bounds (low, high)", f"{bounds}", "Leave them out for (1e-10, 1e10).")

@@ -26,6 +26,7 @@ from ntk_laplace.errors import (
     is_number,
     is_whole,
     require_flags,
+    require_number,
     require_whole,
 )
 from ntk_laplace.model.likelihoods import Likelihood
@@ -173,9 +174,7 @@ class LaplaceEstimator(BaseEstimator):
     def _require_parameters(self) -> None:
         """Refuse what no later check names by the parameter of the estimator."""
         require_whole("epochs", self.epochs, 1, "Pass epochs=100, for instance.")
-        rate = self.learning_rate
-        if not is_number(rate, above=0):
-            raise HyperparameterError("a positive learning_rate", repr(rate), "Pass learning_rate=0.02.")
+        require_number("a positive learning_rate", self.learning_rate, "Pass learning_rate=0.02.", above=0)
         precision = self._precision
         several = isinstance(precision, (Sequence, np.ndarray)) and not isinstance(precision, str)
         each = list(precision) if several else [precision]
