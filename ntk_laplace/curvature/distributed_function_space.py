@@ -7,7 +7,6 @@ are equal on all processes, to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from ntk_laplace.runtime.block_rows import BlockRows
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.reduction import Reducer, collective_property
 from ntk_laplace.runtime.resources import require_memory
-from ntk_laplace.runtime.sampling import normal
 
 __all__ = ["DistributedFunctionSpacePrecision", "dealt_examples"]
 
@@ -137,27 +135,18 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
 
     # --- solves
 
-    def solve(self, vectors: Tensor) -> Tensor:
-        scaled = vectors.reshape(-1, self.num_parameters) / self.prior_precision
-        return (scaled - self._seen_many(scaled)).view_as(vectors)
+    def _white(self, shape: tuple[int, int], generator: torch.Generator | None) -> Tensor:
+        return self.reducer.broadcast(super()._white(shape, generator))  # as one process draws it
 
-    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from N(0, H⁻¹), (count, P), by Matheron's rule; the first process's random numbers."""
-        like, shape = self.rows.f, (self.weighted.num_examples, self.weighted.num_cotangents)
-        white = partial(normal, like=like, generator=generator)
-        draws = self.reducer.broadcast(white((count, self.num_parameters))) * self.prior_precision.rsqrt()
-        noise = white((count, shape[0] * shape[1])).view(count, *shape)  # as one process draws it
-        return draws - self._seen_many(draws, self.reducer.broadcast(noise))
-
-    def _seen_many(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
-        """P0⁻¹JᵀS B⁻¹ (SᵀJ u + ε), (m, P), for u (m, P) and ε (m, N, R): each process takes some of the m."""
+    def _seen(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        """As one process computes it: each takes some of the m."""
 
         def seen(part: slice) -> Tensor:
             inner = [self.weighted.jvp(self.shapes.named(one)) for one in scaled[part]]
             shape = self.weighted.num_examples, self.weighted.num_cotangents
             right = torch.stack(inner) if inner else scaled.new_zeros(0, *shape)
-            right = right if noise is None else right + noise[part]
-            right = right.flatten(1).T.contiguous()
+            right = right.flatten(1) if noise is None else right.flatten(1) + noise[part]
+            right = right.T.contiguous()
             solved = self.matrix.solve_transposed(self.matrix.solve(right)).T.reshape(-1, *shape)
             found = [self.weighted.vjp(one, self.shapes) / self.prior_precision for one in solved]
             return torch.stack(found) if found else scaled.new_zeros(0, self.num_parameters)

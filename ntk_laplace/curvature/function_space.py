@@ -6,7 +6,7 @@ A change of a hyperparameter requires only a new factorization of B. The Jacobia
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -194,10 +194,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P), by the Woodbury identity: P0⁻¹(v - JᵀS B⁻¹ SᵀJ P0⁻¹ v)."""
         scaled = vectors.reshape(-1, self.num_parameters) / self.prior_precision
-        inner = self.weighted.products(self.shapes.parts(scaled)).transpose(0, 1)  # SᵀJ P0⁻¹ v, (N, R, m)
-        solved = self.factor.solve(inner.reshape(-1, len(scaled))).view(inner.shape)
-        seen = self.weighted.transposed_products(solved.transpose(0, 1), self.shapes) / self.prior_precision
-        return (scaled - seen).view_as(vectors)
+        return (scaled - self._seen(scaled)).view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """H v = P0 v + JᵀS SᵀJ v for vectors (..., P)."""
@@ -207,13 +204,19 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: u - P0⁻¹JᵀS B⁻¹(SᵀJ u + ε), u ~ N(0, P0⁻¹)."""
-        rows = self.weighted
-        white = partial(normal, like=rows.f, generator=generator)
-        draws = white((count, self.num_parameters)) * self.prior_precision.rsqrt()
-        inner = rows.products(self.shapes.parts(draws)).transpose(0, 1)  # (N, R, count)
-        noisy = inner.flatten(0, 1) + white((count, inner.shape[0] * inner.shape[1])).T
-        solved = self.factor.solve(noisy).view(inner.shape)
-        return draws - rows.transposed_products(solved.transpose(0, 1), self.shapes) / self.prior_precision
+        draws = self._white((count, self.num_parameters), generator) * self.prior_precision.rsqrt()
+        noise = (count, self.weighted.num_examples * self.weighted.num_cotangents)
+        return draws - self._seen(draws, self._white(noise, generator))
+
+    def _white(self, shape: tuple[int, int], generator: torch.Generator | None) -> Tensor:
+        return normal(shape, self.weighted.f, generator)
+
+    def _seen(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        """P0⁻¹JᵀS B⁻¹ (SᵀJ u + ε), (m, P), for u (m, P) and ε (m, N R)."""
+        inner = self.weighted.products(self.shapes.parts(scaled)).transpose(0, 1)  # SᵀJ u, (N, R, m)
+        right = inner.flatten(0, 1)
+        solved = self.factor.solve(right if noise is None else right + noise.T).view(inner.shape)
+        return self.weighted.transposed_products(solved.transpose(0, 1), self.shapes) / self.prior_precision
 
     # --- covariance of f
 

@@ -154,14 +154,19 @@ class PosteriorPrecision(ABC):
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,), from solves with unit vectors."""
-        p = self.num_parameters
         counts = torch.bincount(self.groups, minlength=self._num_groups).to(self._by_group)
-        for here in panels(p, p * counts.element_size(), tuning.COVARIANCE_BYTES):
-            unit = counts.new_zeros(here.stop - here.start, p)
-            unit[:, here].fill_diagonal_(1.0)
+        for here, unit in self.unit_rows():
             variances = self._solved(unit)[:, here].diagonal()
             counts.index_add_(0, self.groups[here], -self.prior_precision[here] * variances)
         return counts
+
+    def unit_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of the identity (P, P), some at a time, with their places."""
+        like = self.prior_precision
+        for here in panels(len(like), like.nbytes, tuning.COVARIANCE_BYTES):
+            unit = like.new_zeros(here.stop - here.start, len(like))
+            unit[:, here].fill_diagonal_(1.0)
+            yield here, unit
 
     def information_gained(self) -> Tensor:
         """P - tr(P0 H⁻¹), in double precision: the sum of `effective_parameters`, unless H - P0 depends on P0."""

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from ntk_laplace.curvature import GivenPrecision, PosteriorPrecision
+from ntk_laplace.curvature import GivenPrecision
 from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.errors import DataError, require_choice, require_whole
 from ntk_laplace.model.data import InputData, Inputs, Source, num_examples
 from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.model.network import varying
-from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.sampling import draw_sizes, require_generator
 from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.data_passes import shown
@@ -143,21 +141,11 @@ def divergence_between(fitted: FittedModel, other: FittedModel) -> Divergence:
             curvature = other.points.curvature(other.curvature_type, other.likelihood)
             effective = against.information_gained() - (curvature * seen).sum(dtype=torch.float64)
         else:
-            effective = len(step) - _trace_of_product(precision, its, step)
+            products = ((here, its.multiply(precision.solve(unit))) for here, unit in precision.unit_rows())
+            traces = (part[:, here].diagonal().sum(dtype=torch.float64) for here, part in products)
+            effective = len(step) - sum(traces, start=distance.new_zeros(()))  # P - tr(H'H⁻¹)
     error = 0.5 * math.hypot(precision.standard_error, precision.effective_error, its.standard_error)
     return Divergence(0.5 * (distance + log_det - effective), error, distance, log_det, effective.to(distance))
-
-
-def _trace_of_product(precision: PosteriorPrecision, other: PosteriorPrecision, like: Tensor) -> Tensor:
-    """tr(H'H⁻¹) from columns of H⁻¹, a panel at a time."""
-    p, total = len(like), like.new_zeros((), dtype=torch.float64)
-    for part in panels(p, p * like.element_size(), tuning.COVARIANCE_BYTES):
-        columns = torch.arange(part.start, part.stop, device=like.device)
-        unit = torch.zeros(len(columns), p, dtype=like.dtype, device=like.device)
-        unit[torch.arange(len(columns)), columns] = 1.0
-        products = other.multiply(precision.solve(unit))
-        total += products.gather(1, columns.unsqueeze(1)).sum(dtype=torch.float64)
-    return total
 
 
 def lower_bound(

@@ -20,8 +20,6 @@ from ntk_laplace.curvature import (
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import take
-from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import KFAC, Diagonal, FittedModel, FullWeightSpace, FunctionSpace, LinearizedModel
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.structure import StructureSpec
@@ -113,15 +111,13 @@ class Matrix(Representation):
     def of(self, model: LinearizedModel, fitted: FittedModel) -> DenseState:
         """H of any posterior: a copy where it is a matrix, else its products with unit vectors."""
         theta, inner = fitted.theta.to(model.theta), _inner(fitted)
-        p, own = len(theta), inner.prior_precision
+        own = inner.prior_precision
         if isinstance(inner, FullPrecision):
             excess = inner.ggn.to(theta, copy=True)
             excess.diagonal().add_(own.to(theta))
         else:
-            excess = theta.new_zeros(p, p)
-            for here in panels(p, p * theta.element_size(), tuning.COVARIANCE_BYTES):
-                unit = own.new_zeros(here.stop - here.start, p)
-                unit[:, here].fill_diagonal_(1.0)
+            excess = theta.new_zeros(len(theta), len(theta))
+            for here, unit in inner.unit_rows():
                 excess[here] = inner.multiply(unit).to(theta)
         excess.diagonal().sub_(model.prior.flat_precision().detach().to(excess))
         return DenseState(theta, excess, model.prior, model.network.shapes)
