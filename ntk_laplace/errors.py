@@ -193,6 +193,15 @@ def warn(message: str) -> None:
 
 
 @contextmanager
+def untold(when: bool = True) -> Iterator[None]:
+    """Without the warnings of this library, where the caller tells otherwise what they say."""
+    with warnings.catch_warnings():
+        if when:
+            warnings.simplefilter("ignore", NTKLaplaceWarning)
+        yield
+
+
+@contextmanager
 def optional_package(name: str, remedy: str) -> Iterator[None]:
     """Import an optional package in the block.
 

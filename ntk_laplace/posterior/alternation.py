@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import untold
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Annealing, Held
 from ntk_laplace.posterior.hyperparameters import Ascent, maximize
@@ -48,8 +47,7 @@ def alternate(
     """
     annealing = Annealing(objective, data, _RATE, tuning.RETRAINING_STEPS, tuning.MINIBATCH, rounds)
     ascent = Ascent(None, _LOG_RATE, _BOUNDS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NTKLaplaceWarning)  # of hyperparameters and weights that go on
+    with untold():  # of hyperparameters and weights that go on
         # not by Adam: its later steps would be too short, after the slopes of hyperparameters that are far off
         first = maximize(fit(), theta(), steps=_FIRST * steps, bounds=_BOUNDS, progress=False)
         found = [first.evidence[-1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -14,7 +13,7 @@ from ntk_laplace.curvature.block_summary import Basis, is_sketched, num_tests
 from ntk_laplace.curvature.eigenbases import FactorEigen
 from ntk_laplace.curvature.parameter_blocks import SummedRows, find_parameter_blocks
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import untold
 from ntk_laplace.jacobian import FusedLayer, FusedLayers, LayerRows
 from ntk_laplace.jacobian.blocks import Factored, Lookup
 from ntk_laplace.model.data import Batches, Inputs, Source
@@ -146,8 +145,7 @@ class BlockSpec(StructureSpec):
 
     def forecast(self, problem: Problem) -> Forecast:
         """Sums and eigenvectors on every process; each process reads its share of the data, and sums are added."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NTKLaplaceWarning)  # the fit says it
+        with untold():  # the fit says it
             blocks = find_parameter_blocks(problem.sample, problem.model.prior, self.kind, self.squares)
         found = self.memory(blocks, problem.model, self._buffers(problem, blocks))
         sent = 2 * sum(found.stored.values()) * (problem.processes - 1) // problem.processes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import untold
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.objective import in_mode
 from ntk_laplace.model.priors import GaussianPrior
@@ -52,9 +51,7 @@ class Model:
 
     def posterior(self, quietly: bool = False) -> Posterior:
         """Fit at the current weights and hyperparameters in eval mode; `quietly` suppresses the library's warnings."""
-        with in_mode(self.network, training=False), warnings.catch_warnings():
-            if quietly:
-                warnings.simplefilter("ignore", NTKLaplaceWarning)
+        with in_mode(self.network, training=False), untold(quietly):
             return fitted_to(self.spec, *linearized(
                 self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature, dtype=self.dtype,
                 settings=self.settings, output=self.output, targets=self.targets))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ from ntk_laplace.curvature import (
     find_parameter_blocks,
     group_numbers,
 )
-from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import UnsupportedError, untold
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import take
 from ntk_laplace.structures import KFAC, Diagonal, FittedModel, FullWeightSpace, FunctionSpace, LinearizedModel
@@ -186,8 +185,7 @@ class Blocks(Representation):
     def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
         """The averages, those of the last eigendecomposition, those of a step, and a copy to resume from."""
         few = model.jacobian_pass.rows(take(next(examples.all()).x, slice(0, 2)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NTKLaplaceWarning)  # the first step warns of it
+        with untold():  # the first step warns of it
             blocks = find_parameter_blocks(few, model.prior, self.spec.kind, self.spec.squares)
         needed = self.spec.memory(blocks, model)
         replace(needed, stored={name: 4 * size for name, size in needed.stored.items()}).require(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -16,6 +15,7 @@ from torch import distributions
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
+from ntk_laplace.errors import untold
 from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table
 
 __all__ = ["Described", "Model", "describe", "tell_first", "tell_scores"]
@@ -80,8 +80,7 @@ def _numbers(
 def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any] | None, level: float) -> Described:
     p, inputs, sets = model.predict_proba(x), model.network_inputs(x), None
     if model.posterior_.fitted.exact:  # another has no leave-one-out to make sets from
-        with warnings.catch_warnings():  # the reasons of predictive_fit_, which are told, and too few points
-            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        with untold():  # the reasons of predictive_fit_, which are told, and too few points
             sets = model.posterior_.predict_set(inputs, level, never_empty=True)
     names = [str(name) for name in model.classes_]
     columns: dict[str, Any] = {"predicted": model.classes_[p.argmax(1)]}

@@ -11,6 +11,7 @@ import pandas
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from ntk_laplace.errors import untold
 from ntk_laplace.posterior.fit import spec_of
 from ntk_laplace.tools.cli.described import describe, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import load_estimator
@@ -103,8 +104,7 @@ def _require_exact(options: argparse.Namespace) -> None:
 
 def _calibrated(posterior: ntkl.Posterior, held_out: Any) -> tuple[ntkl.PredictiveFit, Judged]:
     """The fit of the predictive, and versions of predictions at the points that it was fitted to."""
-    with warnings.catch_warnings():  # the result has the reasons, which are told in the command's words
-        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+    with untold():  # the result has the reasons, which are told in the command's words
         fit = posterior.fit_predictive(strict=False) if held_out is None else posterior.calibrate(held_out)
     if held_out is None:
         return fit, Judged.without_themselves(posterior, fit.calibration)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from torch import Size, Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
+from ntk_laplace.errors import untold
 from ntk_laplace.model.calibration import CalibratedPredictive
 from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import joined
@@ -76,8 +76,7 @@ class Judged:
     @classmethod
     def without_themselves(cls, posterior: ntkl.Posterior, calibration: ntkl.Calibration) -> Judged:
         """At the training points, each predicted from all others by closed-form leave-one-out."""
-        with warnings.catch_warnings():  # the fit's reasons, which are told once
-            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        with untold():  # the fit's reasons, which are told once
             found = posterior.leave_one_out()
         settings = {NETWORK: ntkl.Calibration(scale=0.0), POSTERIOR: ntkl.Calibration(), CALIBRATED: calibration}
         versions = {}
@@ -195,8 +194,7 @@ class Predictions:
         versions = _versions(posterior, x)
         named = _names(names, _columns(versions[CALIBRATED], labels))
         judged = None if targets is None else Judged(versions, targets, labels)
-        with warnings.catch_warnings():  # the fit's reasons, and too few points: both are told below
-            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        with untold():  # the fit's reasons, and too few points: both are told below
             regions: Any = None
             if labels:
                 regions = posterior.predict_set(x, level, data=held_out, never_empty=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch.distributions import Distribution
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
+from ntk_laplace.errors import untold
 from ntk_laplace.tools.demo.networks import seeded, train_map
 from ntk_laplace.tools.demo.problems import Problem
 
@@ -150,8 +150,7 @@ def _usual(problem: Problem, seed: int) -> tuple[ntkl.Posterior, ntkl.Predictive
             likelihood = problem.likelihood(float((one.network(x).detach() - y).square().mean()))
         prior = ntkl.GaussianPrior(PRECISION)
         found.append(ntkl.laplace(one.network, (x, y), likelihood, prior, "auto", settings=_QUIET))
-    with warnings.catch_warnings():  # few held-out examples may all be right
-        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+    with untold():  # few held-out examples may all be right
         fit = found[1].calibrate((split.x_train[held], split.y_train[held]), temperature="network")
     found[0].predictive = fit.calibration
     return found[0], fit
@@ -183,8 +182,7 @@ def study(problem: Problem, seed: int, report: Report) -> Study:
     with part("network_and_calibration", "the network as it is usually trained"):
         network, usual = _usual(problem, seed)
     trained = seeded(problem.build, seed)
-    with part("training_with_evidence", "training with evidence"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # what speaks against leave-one-out is in the summary
+    with part("training_with_evidence", "training with evidence"), untold():  # the summary has what it would warn of
         training = ntkl.train_with_evidence(trained, data, problem.likelihood(1.0), epochs=problem.epochs,
                                             batch_size=None, predictive="loo", settings=_QUIET)
     own = training.posterior
