@@ -86,10 +86,6 @@ class Bernoulli(PerOutput):
         """``σ(f) σ(-f)`` on the diagonal, (N, C, C)."""
         return self.curvature(f)
 
-    def response_covariance(self, f: Tensor) -> Tensor:
-        """``σ(f) σ(-f)`` on the diagonal, (N, C, C)."""
-        return self.curvature(f)
-
     def response_variance(self, f: Tensor) -> Tensor:
         """``σ(f) σ(-f)``, (N, C)."""
         return torch.sigmoid(f) * torch.sigmoid(-f)

@@ -155,10 +155,6 @@ class HeteroscedasticGaussian(PerOutput):
         _, _, (mean_by_u, mean_by_s, _) = self._moments(f)
         return torch.cat([torch.diag_embed(mean_by_u), torch.diag_embed(mean_by_s)], -1)
 
-    def response_covariance(self, f: Tensor) -> Tensor:
-        """``diag(σ²)``, (N, D, D)."""
-        return torch.diag_embed(self.response_variance(f))
-
     def response_variance(self, f: Tensor) -> Tensor:
         """σ², (N, D)."""
         return self._moments(f)[1].exp()

@@ -52,6 +52,10 @@ class PerOutput(Likelihood):
         """Targets with NaN where `observed` is false."""
         return y.masked_fill(~observed, torch.nan)
 
+    def response_covariance(self, f: Tensor) -> Tensor:
+        """`response_variance` on the diagonal, (N, D, D): the responses are independent given f."""
+        return torch.diag_embed(self.response_variance(f))
+
     def record(self) -> dict[str, Any]:
         """The mark of missing targets."""
         return {"missing": self.missing}

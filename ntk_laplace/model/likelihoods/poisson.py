@@ -79,10 +79,6 @@ class Poisson(PerOutput):
         """``exp(f)`` on the diagonal, (N, C, C)."""
         return torch.diag_embed(f.exp())
 
-    def response_covariance(self, f: Tensor) -> Tensor:
-        """``exp(f)`` on the diagonal, (N, C, C)."""
-        return torch.diag_embed(f.exp())
-
     def response_variance(self, f: Tensor) -> Tensor:
         """``exp(f)``, (N, C)."""
         return f.exp()

@@ -103,12 +103,12 @@ def _option(text: str) -> tuple[str, Any]:
         return name.strip(), value.strip()
 
 
-def positive(text: str) -> float:
-    """A positive, finite number."""
+def positive(text: str, below: float = math.inf, expected: str = "a positive number") -> float:
+    """A positive number below a bound."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number; got {text!r}.")
+    if not 0 < value < below:
+        raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}.")
     return value

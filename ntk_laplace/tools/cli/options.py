@@ -190,13 +190,7 @@ def widths(text: str) -> tuple[int, ...]:
 
 def level(text: str) -> float:
     """A probability strictly between 0 and 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 1.0:
-        raise argparse.ArgumentTypeError(f"expected a probability between 0 and 1, such as 0.9; got {text!r}.")
-    return value
+    return positive(text, 1.0, "a probability between 0 and 1, such as 0.9")
 
 
 def directory(text: str) -> Path:
