@@ -8,10 +8,10 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -281,6 +281,28 @@ def require_number(
     if not is_number(value, above, below):
         raise HyperparameterError(expected, repr(value)[:80], remedy)
     return float(value)
+
+
+def require_bounds(bounds: Any) -> None:
+    """Refuse what is no pair of positive numbers in increasing order (HyperparameterError)."""
+    pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(map(is_number, bounds))
+    if not pair or not 0 < bounds[0] < bounds[1]:
+        raise HyperparameterError("positive bounds (low, high)", f"{bounds}", "Leave them out for (1e-10, 1e10).")
+
+
+def require_callables(callbacks: object, argument: str) -> Sequence[Callable[..., object]]:
+    """Return callbacks, of which one may be given alone, as a sequence; they take an `argument`.
+
+    Raises
+    ------
+    UnsupportedError
+        If one is not callable.
+    """
+    listed = [callbacks] if callable(callbacks) else callbacks
+    if not isinstance(listed, Sequence) or not all(map(callable, listed)):
+        raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks)[:80],
+                               f"Pass a function that takes a {argument}.")
+    return listed
 
 
 def is_flag(value: object) -> bool:

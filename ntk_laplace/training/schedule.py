@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ntk_laplace.errors import HyperparameterError, is_number, require_number, require_whole
+from ntk_laplace.errors import HyperparameterError, require_bounds, require_number, require_whole
 from ntk_laplace.model.likelihoods import Likelihood
 
 __all__ = ["EvidenceSchedule"]
@@ -56,10 +56,7 @@ class EvidenceSchedule:
                               f"Pass for instance EvidenceSchedule({name}={max(least, 1)}).")
         require_number("a positive learning rate", self.learning_rate,
                        "Between 0.01 and 1 works; see [I21] section 3.4.", above=0)
-        pair = isinstance(self.bounds, Sequence) and len(self.bounds) == 2 and all(map(is_number, self.bounds))
-        if not pair or not 0 < self.bounds[0] < self.bounds[1]:
-            raise HyperparameterError("positive bounds (low, high)", f"{self.bounds}",
-                                      "Leave them out for (1e-10, 1e10).")
+        require_bounds(self.bounds)
         named = self.hyperparameters
         listed = isinstance(named, Sequence) and len(named) > 0 and all(isinstance(name, str) for name in named)
         if named is not None and not listed:

@@ -19,6 +19,7 @@ from ntk_laplace.errors import (
     TrainingInterrupted,
     UnsupportedError,
     is_whole,
+    require_callables,
     require_choice,
 )
 from ntk_laplace.model.data import Batches, Inputs, take
@@ -138,13 +139,15 @@ def train_with_evidence(
     require_predictive(predictive)
     settings = Settings.of(settings)
     settings.reducer.require_one("training with evidence", "Train first, and fit the trained network on all of them.")
-    callbacks = [callbacks] if callable(callbacks) else callbacks
+    called = require_callables(callbacks, "TrainingState")
     if not is_whole(epochs, 1):
         raise HyperparameterError("at least one epoch", f"{epochs!r}", "Pass epochs=100, for instance.")
     if schedule is None:
         # a step costs about as much as a minibatch of a small network
         schedule = EvidenceSchedule() if predictive is None else EvidenceSchedule(max(1, epochs // 10), 20)
-    _require_kinds(schedule, callbacks)
+    elif not isinstance(schedule, EvidenceSchedule):
+        raise UnsupportedError("an EvidenceSchedule", repr(schedule),
+                               "Use ntk_laplace.EvidenceSchedule(frequency=10, steps=100).")
     require_choice(scheduler_interval, ("epoch", "batch"), 'scheduler_interval "epoch" or "batch"')
     if settings.checkpoint is not None:
         require_writable(settings.checkpoint)
@@ -182,17 +185,7 @@ def train_with_evidence(
         run.restore(FORMAT.state(settings.resume, device, "training"))
     _require_length(run, epochs)
     with torch.inference_mode(False), torch.enable_grad(), in_mode(network, training=True):
-        return _go(run, epochs, list(callbacks), settings, predictive)
-
-
-def _require_kinds(schedule: Any, callbacks: Any) -> None:
-    """Check types early that would otherwise fail during the training."""
-    if not isinstance(schedule, EvidenceSchedule):
-        raise UnsupportedError("an EvidenceSchedule", repr(schedule),
-                               "Use ntk_laplace.EvidenceSchedule(frequency=10, steps=100).")
-    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
-        raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks),
-                               "Pass a function that takes a TrainingState.")
+        return _go(run, epochs, called, settings, predictive)
 
 
 def _go(

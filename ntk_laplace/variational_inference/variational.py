@@ -17,6 +17,7 @@ from ntk_laplace.errors import (
     HyperparameterError,
     UnsupportedError,
     is_number,
+    require_callables,
     require_choice,
     require_flags,
     require_number,
@@ -176,7 +177,7 @@ def variational(
         _tell_noise(method, step_sizes.first)
     every, seed = _require_numbers(steps, seed, batch_size, tolerance, row_tolerance, elbo_every, elbo_samples)
     given = checked_start(start)
-    called = _callables(callbacks)
+    called = require_callables(callbacks, "VariationalStep")
     if settings.checkpoint is not None:
         require_writable(settings.checkpoint)
     form = representation(structure, 0, 0, row_tolerance)  # of "auto" any
@@ -292,16 +293,6 @@ def _require_numbers(
     if elbo_every is None:
         return max(1, count // _EVALUATIONS), checked
     return require_whole("elbo_every", elbo_every, 0, "Leave it out, or pass 0 for no estimates."), checked
-
-
-def _callables(callbacks: Callback | Sequence[Callback]) -> Sequence[Callback]:
-    """One or several functions, in a list."""
-    if callable(callbacks):
-        return [callbacks]
-    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
-        raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks)[:80],
-                               "Pass a function that takes a VariationalStep.")
-    return callbacks
 
 
 def _algorithm(name: object, samples: int | None, expectations: object) -> Algorithm:

@@ -14,7 +14,7 @@ from ntk_laplace.errors import (
     HyperparameterError,
     NumericalError,
     UnsupportedError,
-    is_number,
+    require_bounds,
     require_choice,
     require_flags,
     require_number,
@@ -358,6 +358,4 @@ def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float
     require_whole("steps", steps, 1, "Leave it out for 200.")
     require_number("a positive tolerance", tolerance, "Leave it out for 1e-6.", above=0)
     require_number("a positive learning_rate", rate, "Leave it out for 0.1.", above=0)
-    pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(map(is_number, bounds))
-    if not pair or not 0 < bounds[0] < bounds[1]:
-        raise HyperparameterError("positive bounds (low, high)", f"{bounds}", "Leave them out for (1e-10, 1e10).")
+    require_bounds(bounds)
