@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import CurvatureProducts, Nystrom, compressed
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["CompressionVerbs"]
 

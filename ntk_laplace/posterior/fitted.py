@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ntk_laplace.curvature import CurvatureType, ParameterBlock, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError, is_choice, require_flags
@@ -23,9 +24,6 @@ from ntk_laplace.structures import BlockBasis, FittedModel
 from ntk_laplace.structures.checkpoint import posterior_record
 from ntk_laplace.structures.points import present_values, unmoved
 from ntk_laplace.structures.what_if import refitted
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Fitted"]
 

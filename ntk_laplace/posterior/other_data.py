@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures.what_if import Indices, positions
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["OtherDataVerbs", "require_noise_of_new_points"]
 

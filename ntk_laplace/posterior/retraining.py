@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from ntk_laplace.errors import (
     DataError,
@@ -30,9 +31,6 @@ from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.structures import KFAC, FittedModel, LinearizedModel, StructureSpec
 from ntk_laplace.structures.data_passes import read_points
 from ntk_laplace.structures.points import coarsest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["RetrainingVerbs", "fitted_if_possible", "require_predictive"]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_choice, warn
 from ntk_laplace.model.data import Batches, InputData
@@ -30,9 +31,6 @@ from ntk_laplace.structures.what_if import (
     stepped,
     stepped_once,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["WhatIfVerbs", "is_moving"]
 

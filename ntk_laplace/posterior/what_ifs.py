@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ntk_laplace.errors import DataError, HyperparameterError, is_whole, require_whole
 from ntk_laplace.model.data import InputData, as_tensor
@@ -22,9 +23,6 @@ from ntk_laplace.structures.what_if import (
     require_left,
     tell_unreached,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["CrossValidation", "WhatIfs", "WhatIfsVerbs", "changed_weights"]
 

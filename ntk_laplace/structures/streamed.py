@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
@@ -17,9 +18,6 @@ from ntk_laplace.structures.data_passes import jvp, per_example, read_rows, sele
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import Structure, StructureSpec, require_one_process
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["StreamedStructure", "max_batch"]
 

@@ -6,18 +6,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reflections import Reflections
 from ntk_laplace.runtime.resources import buffer_bytes
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Block", "Factored", "GramCost", "LayerRows", "cat_positions", "over_cotangents", "steps", "weigh"]
 

@@ -6,10 +6,11 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Size, Tensor
+from typing_extensions import Self
 
 from ntk_laplace.errors import (
     HyperparameterError,
@@ -27,9 +28,6 @@ from ntk_laplace.model.likelihoods.registry import built, likelihood_record, reg
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read
 from ntk_laplace.model.network import channels_fit
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Everywhere", "EverywhereResponse", "positions_of"]
 

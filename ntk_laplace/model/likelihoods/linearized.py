@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Size, Tensor
 from torch import distributions as td
+from typing_extensions import Self
 
 from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root, marginal_log_density
 from ntk_laplace.model.likelihoods.labels import as_probabilities
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.responses import ShapedResponse
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["LinearizedResponse"]
 

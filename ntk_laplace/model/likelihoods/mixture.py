@@ -6,18 +6,16 @@ import inspect
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Size, Tensor
+from typing_extensions import Self
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.responses import Response, ShapedResponse
 from ntk_laplace.runtime import tuning
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["MixtureResponse"]
 

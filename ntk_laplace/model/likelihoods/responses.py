@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Size, Tensor
 from torch import distributions as td
+from typing_extensions import Self
 
 from ntk_laplace.errors import TargetError, UnsupportedError
 from ntk_laplace.model.likelihoods.covariances import cholesky, marginal_log_density, require_positive
 from ntk_laplace.model.likelihoods.labels import label_log_prob
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "BernoulliResponse",
