@@ -15,8 +15,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
 from ntk_laplace.runtime.reflections import Reflections, turned, turned_back
 
-__all__ = ["SHARING", "Basis", "Summary", "is_sketched", "num_tests", "sketch_vectors"]
-
 SHARING = ("expand", "reduce")
 
 

@@ -12,8 +12,6 @@ from ntk_laplace.errors import require_choice, require_whole
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.runtime.random_state import seeded_rng
 
-__all__ = ["CURVATURES", "CurvatureType", "Draws"]
-
 CURVATURES = ("ggn", "ef", "mc")
 Draws = tuple[tuple[int, int], ...]  # of points in turn: what is added to the seed, how many are drawn together
 

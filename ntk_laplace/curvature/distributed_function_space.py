@@ -22,8 +22,6 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.reduction import Reducer, collective_property
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["DistributedFunctionSpacePrecision", "dealt_examples"]
-
 
 class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
     """Factorization of B on several processes, for one setting of the hyperparameters.

@@ -17,8 +17,6 @@ from ntk_laplace.runtime.linalg import symmetric_eigen, symmetric_eigenvalues, u
 from ntk_laplace.runtime.reduction import Reducer
 from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record
 
-__all__ = ["Eigenbasis", "FactorEigen"]
-
 
 class FactorEigen:
     """Lazy eigendecomposition of semidefinite matrices: one factor of a parameter block, or an exact block.

@@ -24,8 +24,6 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["FullPrecision", "accumulate_ggn", "whitened"]
-
 
 def accumulate_ggn(ggn: Tensor, rows: Jacobian, shapes: Mapping[str, torch.Size]) -> None:
     """JᵀΛJ += (SᵀJ)ᵀ(SᵀJ) for rows of SᵀJ; lower triangle only."""

@@ -25,8 +25,6 @@ from ntk_laplace.runtime.reduction import Reducer, SingleProcess, collective_pro
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["FunctionSpacePrecision", "prior_variances"]
-
 
 class FunctionSpacePrecision(PosteriorPrecision):
     """Factorization of B for one setting of the hyperparameters.

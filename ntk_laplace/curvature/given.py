@@ -21,8 +21,6 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["BlockwisePrecision", "GivenPrecision"]
-
 
 class BlockwisePrecision(PosteriorPrecision):
     """H, block diagonal over whole parameters: diagonals and dense blocks, or one of all. Its own prior is N(0, I).

@@ -17,8 +17,6 @@ from ntk_laplace.runtime.linalg import cholesky_
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["given_precision"]
-
 _FORMS = "a tensor (P, P), a diagonal (P,), a mapping from parameter names to these, or a PosteriorPrecision"
 
 

@@ -18,8 +18,6 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["moved_precision", "no_record", "restored_precision"]
-
 
 def restored_precision(record: Mapping[str, Any], shapes: ParameterLayout) -> PosteriorPrecision:
     """The precision of which `PosteriorPrecision.record` returned this, factorized where it was."""

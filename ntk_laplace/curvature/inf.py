@@ -21,8 +21,6 @@ from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, solve_lowe
 from ntk_laplace.runtime.reflections import Reflections
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["InfBlock", "LowRank", "chosen_rank"]
-
 
 def chosen_rank(values: Tensor, rank: int | float | str) -> int:
     """Number of largest eigenvalues that `rank` selects; zero eigenvalues are excluded.

@@ -30,8 +30,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reduction import collective_property
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["IterativePrecision", "SketchLimits", "grown", "reaching"]
-
 
 @dataclass(frozen=True)
 class SketchLimits:

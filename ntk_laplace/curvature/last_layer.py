@@ -26,8 +26,6 @@ from ntk_laplace.runtime.reduction import collective_property
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["LastLayerPrecision", "last_layer"]
-
 
 def last_layer(rows: Jacobian, variances: Variances) -> Outer | None:
     """The rows of J as those of a last linear layer with one prior precision for each tensor; None if they are not."""

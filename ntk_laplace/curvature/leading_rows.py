@@ -19,8 +19,6 @@ from ntk_laplace.jacobian.gram import diagonal_blocks, gram
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
 
-__all__ = ["LeadingRows", "LeadingRowsPrecision", "leading_count", "leading_rows", "restored_sketch"]
-
 
 @dataclass(frozen=True)
 class LeadingRows(Sketch):

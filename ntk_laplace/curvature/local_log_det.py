@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of
 
-__all__ = ["approximate_log_det"]
-
 
 def approximate_log_det(cores: Tensor, left: Tensor, rest: float) -> Callable[[Tensor], Tensor]:
     """log det (I + Σ_g e^(-s_g) F_gF_gᵀ) + k log (1 + Σ_g e^(-s_g) t_g/k) + constant, in changes s_g of log δ_g.

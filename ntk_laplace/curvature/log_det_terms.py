@@ -12,8 +12,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
 from ntk_laplace.runtime.panels import panels
 
-__all__ = ["InputTerm", "LogDetTerm", "Spectrum"]
-
 
 class LogDetTerm(ABC):
     """A term of log det B, as a function of changes s of the log precisions."""

@@ -17,8 +17,6 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.krylov import inner
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["LowRankBase", "LowRankPrecision", "prior_deviation"]
-
 
 def prior_deviation(prior: GaussianPrior, like: Tensor) -> Tensor:
     """P0^-½, (P,), with dtype and device of `like`."""

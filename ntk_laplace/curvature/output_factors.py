@@ -29,8 +29,6 @@ from ntk_laplace.runtime.lower_triangle import require_definite
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["OutputFactors", "output_parts"]
-
 
 @dataclass(frozen=True)
 class OutputFactors:

@@ -20,8 +20,6 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reflections import Reflections, turned
 
-__all__ = ["ParameterBlock", "SummedRows", "find_parameter_blocks"]
-
 
 @dataclass(frozen=True)
 class ParameterBlock:

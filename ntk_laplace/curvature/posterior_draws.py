@@ -10,9 +10,6 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["PosteriorDraws", "draws_suffice"]
-
-
 _BLOCK = 8  # draws from one seed
 
 

@@ -23,8 +23,6 @@ from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import available_memory
 
-__all__ = ["CrossCovariance", "PosteriorPrecision", "checked_form", "group_numbers", "less_", "require_finite"]
-
 _DIGITS = 0.01  # relative error of a variance, above which a warning is issued
 
 

@@ -17,8 +17,6 @@ from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos,
 from ntk_laplace.runtime.linalg import log_det_curve
 from ntk_laplace.runtime.reduction import collective_property
 
-__all__ = ["LogDet", "ProbedLogDet", "Wished", "student", "sufficient"]
-
 Wished = Callable[[float], float]
 
 

@@ -12,8 +12,6 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["Remainder"]
-
 
 class Remainder:
     """Draws d with the covariance M⁻¹ - (P0^-½HP0^-½)⁻¹, in units of the prior.

@@ -19,8 +19,6 @@ from ntk_laplace.runtime.linalg import symmetric_eigen
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["Curvature", "RandomSketch", "Sketch", "growing", "sketched"]
-
 
 class Curvature(Protocol):
     """JᵀΛJ over the training points, by products, and the prior beside it."""

@@ -21,8 +21,6 @@ from ntk_laplace.jacobian.blocks.outer_products import separated
 from ntk_laplace.runtime.linalg import cross_approximation
 from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record, turned, turned_back
 
-__all__ = ["DampedKroneckerBlock", "DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
-
 
 class SpectralBlock(BlockPrecision):
     """H = U (λ + δ) Uᵀ on one parameter block, with orthonormal U.

@@ -17,8 +17,6 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.sampling import normal
 
-__all__ = ["BlockDiagonalPrecision", "BlockPrecision"]
-
 
 class BlockPrecision(ABC):
     """H on one parameter block, factorized at fixed hyperparameters; vectors are (..., G, o, i).

@@ -14,8 +14,6 @@ from ntk_laplace.model.data import refuse_input_gradients
 from ntk_laplace.model.network import Network
 from ntk_laplace.runtime import tuning
 
-__all__ = ["CachedRows"]
-
 # linear_operator marks the inputs of a kernel that is not evaluated yet, in the Kronecker products of LMC models
 _FIXED = ("fix inducing points, learn_inducing_locations=False or inducing_points.requires_grad_(False); call an LMC "
           "model under gpytorch.settings.lazily_evaluate_kernels(False); for acquisition functions use "

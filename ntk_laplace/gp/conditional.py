@@ -20,8 +20,6 @@ from ntk_laplace.gp.whitened import WhitenedGram
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.runtime.known_gradients import require_first_derivative, with_gradients
 
-__all__ = ["ConditionalMarginalLogLikelihood"]
-
 _WHAT = "the conditional evidence"
 
 

@@ -23,8 +23,6 @@ from ntk_laplace.runtime.known_gradients import with_gradients
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["FullGram", "GramDiagonal", "weighted_by_prior"]
-
 
 class GramFunction(Protocol):
     """A function that is linear in the prior variances, Σ_p v_p (...)_p."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.model.network import Network
 
-__all__ = ["InputFormat"]
-
 
 @dataclass(frozen=True)
 class InputFormat:

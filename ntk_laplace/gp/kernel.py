@@ -17,8 +17,6 @@ from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
 
-__all__ = ["NTKKernel"]
-
 
 class NTKKernel(Kernel):
     """Finite-width NTK of a network under a prior, K = J P0⁻¹ Jᵀ, for GPyTorch.

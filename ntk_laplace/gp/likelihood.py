@@ -18,8 +18,6 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.likelihoods.mixture import plug_in
 from ntk_laplace.model.predictive import predictive
 
-__all__ = ["ResponseLikelihood"]
-
 
 class _UnitNoise(Noise):
     """Noise 1, not a hyperparameter: the curvature root S contains the noise."""

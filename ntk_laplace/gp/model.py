@@ -24,8 +24,6 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import laplace, spec_of
 
-__all__ = ["LaplaceGP"]
-
 
 class _LogJoint(AddedLossTerm):
     """The terms of the evidence other than -½ log det B: the log joint density and the constant of N(0; 0, B)."""

@@ -12,8 +12,6 @@ from ntk_laplace.model.data import Inputs, as_tensors, to_device
 from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
 
-__all__ = ["empirical_ntk"]
-
 
 def empirical_ntk(
     network: nn.Module, x1: Inputs, x2: Inputs | None = None, prior: GaussianPrior | None = None,

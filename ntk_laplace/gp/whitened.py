@@ -20,8 +20,6 @@ from ntk_laplace.jacobian.gram import diagonal_blocks, gram, multiply
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 
-__all__ = ["WhitenedGram", "WhitenedNormal"]
-
 
 class WhitenedGram(LinearOperator):
     """SᵀKS over the training rows in the order n*R + r, or B = I + SᵀKS, at the posterior's current hyperparameters.

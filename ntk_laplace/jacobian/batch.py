@@ -17,8 +17,6 @@ from ntk_laplace.model.data import Inputs, check_finite, take
 from ntk_laplace.model.network import Network
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Batch", "all_finite", "mixed"]
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -16,8 +16,6 @@ from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import buffer_bytes
 
-__all__ = ["Edge", "batch_size", "edges_of"]
-
 
 @dataclass(frozen=True)
 class Edge:

@@ -27,8 +27,6 @@ from ntk_laplace.jacobian.storage import compacted
 from ntk_laplace.model.data import Inputs, num_examples, take
 from ntk_laplace.model.network import Network
 
-__all__ = ["CheckedBlocks"]
-
 
 class CheckedBlocks:
     """Computes and checks the blocks of batches; keeps the plan of every graph.

@@ -17,8 +17,6 @@ from ntk_laplace.jacobian.passes import passing
 from ntk_laplace.model.data import Inputs, leaves, map_tensors, num_examples, take
 from ntk_laplace.model.network import Network
 
-__all__ = ["DifferentiableRows"]
-
 
 class DifferentiableRows:
     """Outputs f and rows of J of a frozen network, differentiable in the inputs.

@@ -14,8 +14,6 @@ from ntk_laplace.jacobian.graph import rows_dtype
 from ntk_laplace.model.data import Inputs, map_tensors, num_examples, take
 from ntk_laplace.model.network import Network
 
-__all__ = ["NOT_VECTORIZED", "Fallback", "vectorized_rows"]
-
 # of vmap: no batching rule, data-dependent control flow, or a custom function without `setup_context`
 NOT_VECTORIZED = (RuntimeError, NotImplementedError, ValueError, TypeError)
 

@@ -32,11 +32,6 @@ from ntk_laplace.runtime.linalg import add_outer_lower_
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import buffer_bytes
 
-__all__ = [
-    "NO_FUSED_LAYERS", "FusedAccumulation", "FusedLayer", "FusedLayers", "FusedSums", "Products",
-    "gradient_buffer", "side_by_side",
-]
-
 # --- fused accumulation
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ntk_laplace.jacobian.blocks import Block, summed
 from ntk_laplace.jacobian.graph import rows_dtype
 
-__all__ = ["GradientCheck", "agree"]
-
 _AGREEMENT = {torch.float64: 1e-8, torch.float32: 2e-3}
 _COARSE = 5e-2  # for 16-bit types
 _CANCELLED, _NOTHING_ELSE = 4, 8  # rounding errors of one sum, and what all gradients are then, relative to them

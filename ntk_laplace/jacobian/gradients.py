@@ -22,8 +22,6 @@ from ntk_laplace.jacobian.blocks import Block, Dense
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedSums, gradient_buffer
 from ntk_laplace.jacobian.graph import Graph
 
-__all__ = ["Extraction", "Gradients", "edges", "kept_whole"]
-
 
 @dataclass(frozen=True)
 class Extraction:

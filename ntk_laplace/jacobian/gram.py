@@ -19,8 +19,6 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_full_preci
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
-
 
 def gram(left: Jacobian, right: Jacobian | None, variances: Variances, budget: int | None = None) -> Tensor:
     """K between two sets of rows, interleaved.

@@ -13,10 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-__all__ = [
-    "Graph", "Step", "is_view", "node_kind", "output_shape", "pull_back", "rows_dtype", "uncast", "view_positions",
-]
-
 # nodes that only permute, select or convert entries of a parameter
 _CAST = "ToCopyBackward"
 _VIEWS = {

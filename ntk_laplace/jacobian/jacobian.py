@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, summed, written_out
 
-__all__ = ["Jacobian", "grouped", "placed"]
-
 
 @dataclass(frozen=True)
 class Jacobian:

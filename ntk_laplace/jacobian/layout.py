@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "find_layouts", "shape_layout"]
-
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _COARSE = 3e-2  # for 16-bit types
 

@@ -27,8 +27,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.random_state import preserved_rng
 
-__all__ = ["JacobianPass", "RootFunction", "passing"]
-
 
 class RootFunction(Protocol):
     """A root that is computed from the outputs, as in one pass over streaming data."""

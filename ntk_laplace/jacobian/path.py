@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.jacobian.graph import is_view, node_kind, output_shape, pull_back, uncast, view_positions
 
-__all__ = ["ParameterPath"]
-
 
 @dataclass(frozen=True)
 class ParameterPath:

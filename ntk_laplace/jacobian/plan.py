@@ -14,8 +14,6 @@ from ntk_laplace.jacobian.layout import Layout
 from ntk_laplace.jacobian.path import ParameterPath
 from ntk_laplace.jacobian.rules import RULES, Extractor, Use
 
-__all__ = ["Plan", "UsePlan", "extractor_of", "joined"]
-
 
 @dataclass(frozen=True)
 class UsePlan:

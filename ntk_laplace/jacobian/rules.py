@@ -23,8 +23,6 @@ from ntk_laplace.jacobian.layout import Layout
 from ntk_laplace.jacobian.path import ParameterPath
 from ntk_laplace.runtime import tuning
 
-__all__ = ["RULES", "Extractor", "Rule", "Use", "register_rule"]
-
 
 @dataclass(frozen=True)
 class Use:

@@ -29,8 +29,6 @@ from ntk_laplace.jacobian.plan import Plan, UsePlan, extractor_of, joined
 from ntk_laplace.jacobian.rules import Extractor
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Search", "make_plan"]
-
 
 @dataclass
 class Search:

@@ -13,8 +13,6 @@ from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.model.data import Inputs, leaves
 from ntk_laplace.runtime import tuning
 
-__all__ = ["apart_from", "compacted"]
-
 
 def compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
     """Choose each block's storage, and sum the written-out rows of each parameter."""

@@ -11,8 +11,6 @@ from ntk_laplace.errors import HyperparameterError, is_number
 from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import Predictive
 
-__all__ = ["CalibratedPredictive", "Calibration"]
-
 
 @dataclass(frozen=True)
 class Calibration:

@@ -22,8 +22,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["Expectation"]
-
 _RANDOMIZATIONS = 8  # independent shifts of the points of an example, from which its standard error follows
 _FEWEST = 4  # draws: two pairs
 

@@ -15,8 +15,6 @@ from ntk_laplace.model.network import Caller
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["Objective", "constant", "in_mode"]
-
 
 class Objective:
     """The negative log joint ([I21] Eq. 6), divided by the number of examples to match the scale of a mean loss.

@@ -17,8 +17,6 @@ from ntk_laplace.model.data import Batches, Inputs, num_bytes, num_examples, tak
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Annealing", "Descent", "Held"]
-
 Batch = tuple[Inputs, Tensor, Tensor | None]
 
 _RATE = 1e-3  # Adam's learning rate, where L-BFGS finds no decrease: steps of the weights themselves

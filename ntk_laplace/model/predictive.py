@@ -16,11 +16,6 @@ from ntk_laplace.model.likelihoods.responses import Response, no_join
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = [
-    "METHODS", "SAMPLES", "Predictive", "joined", "normal_points", "predictive", "predictive_from_samples",
-    "response_bytes",
-]
-
 SAMPLES = 1000  # points of f of a prediction, by default
 
 

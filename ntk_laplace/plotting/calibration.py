@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike
 from ntk_laplace.metrics import Reliability
 from ntk_laplace.plotting.style import BLUE, GREY, SERIES, VERMILION, flat, literal, tidy
 
-__all__ = ["confidence_histograms", "coverage_diagram", "reliability_diagram"]
-
 
 def reliability_diagram(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
     """Accuracy against confidence of several predictions, one panel per held-out data set.

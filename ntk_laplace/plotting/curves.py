@@ -10,8 +10,6 @@ from numpy.typing import ArrayLike
 from ntk_laplace.plotting.style import DARK_BLUE, LIGHT_GREY
 from ntk_laplace.posterior.scores import LearningCurve
 
-__all__ = ["learning_curve", "removal_curves"]
-
 _WINDOW = 20  # maximum window of the running mean, in points; a tenth of the curve if that is less
 
 

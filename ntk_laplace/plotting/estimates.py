@@ -12,8 +12,6 @@ from ntk_laplace.plotting.style import BLUE, GREY, VERMILION, tidy
 if TYPE_CHECKING:
     from ntk_laplace.posterior.estimates import ApproximationErrors
 
-__all__ = ["approximation_errors"]
-
 
 def approximation_errors(found: ApproximationErrors) -> Figure:
     """Three evidences from Laplace's to the network's, with bars of two standard errors and the steps between them.

@@ -16,8 +16,6 @@ from ntk_laplace.model.data.pictures import pictures_of, shades
 from ntk_laplace.plotting.style import BLUE, LIGHT_GREY, VERMILION, in_brackets, literal
 from ntk_laplace.posterior.explain import Entry, Ranked
 
-__all__ = ["explanation"]
-
 _FOR, _AGAINST = BLUE, VERMILION
 _FEATURES = 8  # maximum columns of a feature table in a figure
 

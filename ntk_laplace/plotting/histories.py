@@ -14,8 +14,6 @@ from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.variational_inference.result import VariationalHistory
 
-__all__ = ["hyperparameter_history", "training_history", "variational_history"]
-
 _MOST_LINES = 12  # maximum hyperparameters plotted
 _MOST_INSIDE, _LONG = 4, 20  # entries, and letters per entry, of a legend inside the axes
 

@@ -12,8 +12,6 @@ from numpy.typing import ArrayLike
 from ntk_laplace.errors import DataError
 from ntk_laplace.plotting.style import BLUE, VERMILION
 
-__all__ = ["ImageExplanation", "image_explanations"]
-
 
 @dataclass(frozen=True)
 class ImageExplanation:

@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike
 
 from ntk_laplace.plotting.style import BLUE, GREY, VERMILION, flat, tidy
 
-__all__ = ["Panel", "prediction_intervals", "predictive_1d", "predictive_2d"]
-
 
 def predictive_1d(
     grid: ArrayLike, mean: ArrayLike, epistemic: ArrayLike, total: ArrayLike, data: tuple[ArrayLike, ArrayLike],

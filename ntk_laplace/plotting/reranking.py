@@ -7,8 +7,6 @@ from matplotlib.figure import Figure
 from ntk_laplace.plotting.style import BLUE, GREY, ORANGE, VERMILION, in_brackets, tidy
 from ntk_laplace.posterior.explain import Reranking
 
-__all__ = ["reranking"]
-
 
 def reranking(found: Reranking) -> Figure:
     """Moving effects against linear ones, one dot for each input and candidate; groups as squares."""

@@ -13,8 +13,6 @@ from numpy.typing import ArrayLike
 
 from ntk_laplace.plotting.style import BLUE, GREY, ORANGE, SERIES, flat, literal, tidy
 
-__all__ = ["evidence_comparison", "model_ranking", "selection_curves"]
-
 _MOST_NAMES, _LONGEST_NAME = 10, 14  # limits for labels at the points, to avoid overlaps
 
 

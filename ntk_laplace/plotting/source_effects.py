@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from ntk_laplace.plotting.style import BLUE, GREY, LIGHT_GREY, VERMILION, in_brackets, literal, tidy
 from ntk_laplace.posterior.explain import SourceEffects
 
-__all__ = ["source_effects"]
-
 _MOST = 30  # sources in a figure
 _FEW = 12  # inputs that are dots
 

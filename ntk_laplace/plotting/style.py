@@ -12,9 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["BLUE", "DARK_BLUE", "GREEN", "GREY", "LIGHT_GREY", "ORANGE", "SERIES", "VERMILION", "flat",
-           "in_brackets", "literal", "png", "tidy"]
-
 BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#5B6470"
 DARK_BLUE, LIGHT_GREY = "#1F4E79", "#9AA3AD"
 SERIES = ((ORANGE, "s", "--"), (BLUE, "o", "-"), (GREEN, "^", ":"))  # color, marker and line style of each series

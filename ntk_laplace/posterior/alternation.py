@@ -14,8 +14,6 @@ from ntk_laplace.posterior.hyperparameters.objectives import Evidence
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 
-__all__ = ["alternate"]
-
 _RATE = 2e-2  # of Adam; it falls to 0 as a cosine
 _LOG_RATE = 0.1  # of the ascent on the evidence, in log units
 _BOUNDS = (1e-10, 1e10)  # of precisions and variances

@@ -17,8 +17,6 @@ from ntk_laplace.posterior.prediction import PredictionVerbs
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if import Indices, drawn
 
-__all__ = ["CalibrationVerbs"]
-
 _LEFT_OUT = 300  # training points, where the structure is fitted again without them
 _TEMPERATURES = {"draws": "temperature", "average": "average_temperature", "network": "temperature"}
 

@@ -13,8 +13,6 @@ from ntk_laplace.runtime.resources import buffer_bytes
 from ntk_laplace.structures import LinearizedModel, merged_batches
 from ntk_laplace.structures.data_passes import shown
 
-__all__ = ["Chunks"]
-
 
 class Chunks:
     """Inputs from tensors, a loader or a dataset, chunk by chunk, in order.

@@ -14,8 +14,6 @@ from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import CurvatureProducts, Nystrom, compressed
 
-__all__ = ["CompressionVerbs"]
-
 
 class CompressionVerbs(Fitted):
     """A smaller posterior with the same predictions, nearly."""

@@ -16,8 +16,6 @@ from ntk_laplace.posterior.calibrate import LeftOut, densities, fit_calibration
 from ntk_laplace.runtime.sampling import draw_sizes
 from ntk_laplace.structures import FittedModel
 
-__all__ = ["SCALES", "TEMPERATURES", "Rest", "rest_given"]
-
 _TUNED = 17  # one of 17 conditioned points is held out: 5 % of all data if 85 % are conditioned on
 SCALES = torch.logspace(-3, 1, 17, dtype=torch.float64)
 TEMPERATURES = {"draws": "temperature", "average": "average_temperature"}

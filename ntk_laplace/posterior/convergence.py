@@ -12,8 +12,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures import FittedModel
 
-__all__ = ["converged"]
-
 _ITERATIONS = 10  # of L-BFGS between two looks
 
 

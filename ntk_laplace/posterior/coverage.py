@@ -31,8 +31,6 @@ from ntk_laplace.posterior.conformal import (
 )
 from ntk_laplace.posterior.explain import LeaveOneOut, leave_one_out
 
-__all__ = ["CoverageVerbs"]
-
 
 class CoverageVerbs(CalibrationVerbs):
     """Prediction intervals and sets whose coverage comes from points that the model does not know.

@@ -14,8 +14,6 @@ from ntk_laplace.jacobian.differentiable import DifferentiableRows
 from ntk_laplace.model.data import as_tensors, leaves, num_examples, to_device
 from ntk_laplace.structures import FittedModel
 
-__all__ = ["DifferentiableModel", "wants_gradients"]
-
 _COPIES = 4  # of J: the rows, H⁻¹Jᵀ, and what their backward passes keep
 
 

@@ -9,9 +9,6 @@ from torch import Generator, Tensor
 
 from ntk_laplace.runtime.sampling import draw_sizes
 
-__all__ = ["Sampler", "WeightDraws"]
-
-
 Sampler = Callable[[int, Generator | None], Tensor]
 
 

@@ -17,8 +17,6 @@ from ntk_laplace.structures import bounds, evidence
 from ntk_laplace.structures.bounds import EvidenceBound
 from ntk_laplace.structures.evidence import Evidence
 
-__all__ = ["EvidenceVerbs", "tell_rounding"]
-
 _ROUNDING = 0.05  # nats, above which a warning is issued
 
 

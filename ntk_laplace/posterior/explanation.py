@@ -30,8 +30,6 @@ from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.what_if import Indices, drawn
 
-__all__ = ["ExplanationVerbs"]
-
 
 class ExplanationVerbs(Fitted):
     """Explanations of predictions by training points."""

@@ -37,8 +37,6 @@ from ntk_laplace.structures.data_passes import ModelSignature, digest
 from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.structures.points import present_values
 
-__all__ = ["fitted_to", "gaussian_posterior", "laplace", "linearized", "load", "spec_of"]
-
 _LOG = logging.getLogger("ntk_laplace")
 
 

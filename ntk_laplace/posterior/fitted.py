@@ -25,8 +25,6 @@ from ntk_laplace.structures.checkpoint import posterior_record
 from ntk_laplace.structures.points import present_values, unmoved
 from ntk_laplace.structures.what_if import refitted
 
-__all__ = ["Fitted"]
-
 
 class Fitted:
     """A fitted model with a public interface; base class of the posterior's methods.

@@ -23,8 +23,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.sampling import normal, require_generator
 
-__all__ = ["LatentVerbs"]
-
 
 class LatentVerbs(Fitted):
     """Outputs at new inputs, and their distribution.

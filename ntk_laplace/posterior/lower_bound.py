@@ -10,8 +10,6 @@ from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures import elbo
 from ntk_laplace.structures.elbo import Divergence, LowerBound
 
-__all__ = ["LowerBoundVerbs"]
-
 
 class LowerBoundVerbs(Fitted):
     """The evidence lower bound of q = N(θ, H⁻¹), for every structure and likelihood."""

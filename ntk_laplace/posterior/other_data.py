@@ -14,8 +14,6 @@ from ntk_laplace.model.network import Network
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures.what_if import Indices, positions
 
-__all__ = ["OtherDataVerbs", "require_noise_of_new_points"]
-
 
 class OtherDataVerbs(Fitted):
     """Posteriors of other data, from what is stored of these."""

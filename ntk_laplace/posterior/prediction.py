@@ -20,8 +20,6 @@ from ntk_laplace.posterior.latent import LatentVerbs
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.sampling import require_generator
 
-__all__ = ["PredictionVerbs"]
-
 _OutputsAt = Callable[[Inputs, int], Callable[[Tensor], Tensor]]  # outputs of inputs as a function of θ
 
 

@@ -18,8 +18,6 @@ from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.posterior.what_ifs import WhatIfsVerbs, changed_weights
 from ntk_laplace.structures.what_if import Indices, positions
 
-__all__ = ["RerankingVerbs"]
-
 _GUARANTEES = (
     "moving effects are those of the network at its own optimum next to its weights, where converged",
     "linear effects of single points are those of explain(); of groups, those of the optimum of the linearized network",

@@ -32,8 +32,6 @@ from ntk_laplace.structures import KFAC, FittedModel, LinearizedModel, Structure
 from ntk_laplace.structures.data_passes import read_points
 from ntk_laplace.structures.points import coarsest
 
-__all__ = ["RetrainingVerbs", "fitted_if_possible", "require_predictive"]
-
 _AIM = 0.1  # of the tolerance
 _WIDE = 1024  # inputs or outputs of a layer
 

@@ -29,8 +29,6 @@ from ntk_laplace.posterior.estimates import (
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.runtime.sampling import require_generator
 
-__all__ = ["SampledEvidenceVerbs"]
-
 _MODELS = ("nn", "glm")
 _LONGER = "with more temperatures or chains"
 _Estimate = TypeVar("_Estimate", bound=EvidenceEstimate)

@@ -17,8 +17,6 @@ from ntk_laplace.posterior.other_data import OtherDataVerbs
 from ntk_laplace.posterior.scores import LearningCurve, PrequentialEvidence, orders, require_beginning
 from ntk_laplace.structures.what_if import Indices, drawn
 
-__all__ = ["SelectionVerbs"]
-
 _METHODS = ("auto", "evidence", "average", "samples")
 _ORDERS = 10  # random orders of a closed-form conditional evidence
 

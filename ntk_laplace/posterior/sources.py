@@ -18,8 +18,6 @@ from ntk_laplace.posterior.what_if import is_moving
 from ntk_laplace.posterior.what_ifs import WhatIfs, WhatIfsVerbs
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["SourceVerbs"]
-
 _GUARANTEES = {
     "fixed": "each source leaves as a whole, and the answer is the exact optimum of the linearized network without it",
     "moving": "each source leaves as a whole, and the answer is the network at its own optimum without it, next to its "

@@ -32,8 +32,6 @@ from ntk_laplace.structures.what_if import (
     stepped_once,
 )
 
-__all__ = ["WhatIfVerbs", "is_moving"]
-
 
 class WhatIfVerbs(Fitted):
     """Posteriors for changed training data, without retraining: of the linearized network, or of a copy that moves.

@@ -24,8 +24,6 @@ from ntk_laplace.structures.what_if import (
     tell_unreached,
 )
 
-__all__ = ["CrossValidation", "WhatIfs", "WhatIfsVerbs", "changed_weights"]
-
 _REFITTED = (
     "training has stopped at no minimum of the objective, so that any change would let the network leave: moving "
     "effects are about the minimum next to its weights",

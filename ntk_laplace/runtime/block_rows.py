@@ -17,8 +17,6 @@ from ntk_laplace.runtime.linalg import solve_lower
 from ntk_laplace.runtime.lower_triangle import more_digits, pivot_rounding
 from ntk_laplace.runtime.reduction import Reducer
 
-__all__ = ["BlockRows"]
-
 
 class BlockRows:
     """The lower triangle of a symmetric (n, n) matrix, or its Cholesky factor, in block rows.

@@ -17,8 +17,6 @@ from torch import Tensor
 from ntk_laplace.errors import ProcessLostError, UnsupportedError, first_line, is_number
 from ntk_laplace.runtime.reduction import Reducer
 
-__all__ = ["ProcessGroupReducer", "process_group"]
-
 _Value = TypeVar("_Value")
 
 

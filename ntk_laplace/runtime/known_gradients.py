@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError
 
-__all__ = ["Gradient", "require_first_derivative", "scaled_by", "with_gradients"]
-
 Gradient = Callable[[Tensor], Tensor]
 
 

@@ -15,23 +15,6 @@ from torch import Tensor
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_definite, require_full_precision
 
-__all__ = [
-    "add_outer_lower_",
-    "cholesky_",
-    "cholesky_by_torch_",
-    "cholesky_log_det",
-    "cholesky_of",
-    "cross_approximation",
-    "log_det_curve",
-    "mirror_lower_",
-    "solve_lower",
-    "solve_spd",
-    "symmetric_eigen",
-    "symmetric_eigenvalues",
-    "symmetric_root",
-    "unique_null_space_",
-]
-
 
 def cholesky_(matrix: Tensor, block: int | None = None) -> Tensor:
     """Factor a positive definite matrix in place, ``A = L Lᵀ``.

@@ -14,8 +14,6 @@ from torch import Tensor
 from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.runtime import tuning
 
-__all__ = ["LowerTriangle", "more_digits", "panel_rows", "require_definite", "require_full_precision"]
-
 
 class LowerTriangle:
     """A symmetric matrix A (n, n), or its Cholesky factor L, by its lower triangle.

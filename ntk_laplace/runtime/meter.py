@@ -12,8 +12,6 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["PeakMemory", "Stopwatch"]
-
 _STATM = Path("/proc/self/statm")
 _PERIOD = 0.002  # seconds between two samples of the resident memory
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["panels"]
-
 
 def panels(count: int, each: int, most: int) -> Iterator[slice]:
     """Slices of `count` rows: as many rows as `most` numbers or bytes allow if a row takes `each`, but at least one."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError
 
-__all__ = ["ParameterLayout"]
-
 
 class ParameterLayout(Mapping[str, torch.Size]):
     """Mapping from parameter name to shape, in the order that flattens θ; converts flat vectors to tensors by name.

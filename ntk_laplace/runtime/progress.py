@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["track"]
-
 T = TypeVar("T")
 _live: list[Progress] = []  # the display, while there is one
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["preserved_rng", "seeded_rng"]
-
 
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:

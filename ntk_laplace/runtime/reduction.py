@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError
 
-__all__ = ["Reducer", "SingleProcess", "collective_property"]
-
 _Value = TypeVar("_Value")
 
 

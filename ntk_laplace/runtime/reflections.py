@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Reflections", "side_from_record", "side_record", "turned", "turned_back"]
-
 
 @dataclass(frozen=True)
 class Reflections:

@@ -10,8 +10,6 @@ import torch
 from ntk_laplace.errors import MemoryBudgetError
 from ntk_laplace.runtime import tuning
 
-__all__ = ["available_memory", "buffer_bytes", "format_bytes", "is_about_memory", "require_memory"]
-
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 

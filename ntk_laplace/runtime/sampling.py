@@ -8,8 +8,6 @@ from torch import Generator, Tensor
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.runtime import tuning
 
-__all__ = ["draw_sizes", "normal", "require_generator"]
-
 
 def require_generator(given: object) -> None:
     """Refuse what is neither None nor a generator (UnsupportedError)."""

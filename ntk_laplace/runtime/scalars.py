@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Scalar", "plain", "scalar"]
-
 
 class Scalar(Tensor):
     """A tensor () with a gradient; ``float(value)`` returns its value without torch's warning about the lost gradient.

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from ntk_laplace.runtime.reduction import Reducer
 
-__all__ = ["terminable", "uninterrupted"]
-
 
 @contextlib.contextmanager
 def terminable(reducer: Reducer) -> Iterator[None]:

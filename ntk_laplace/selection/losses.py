@@ -13,8 +13,6 @@ from torch.nn.functional import one_hot
 from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number, require_choice
 from ntk_laplace.model.likelihoods import Likelihood
 
-__all__ = ["BoundedLoss", "CustomLoss", "bounded_loss"]
-
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs (n, C) and canonical targets to losses (n,)."""
 

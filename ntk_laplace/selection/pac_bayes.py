@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["binary_divergence", "catoni", "germain", "inverse_divergence", "mcallester", "seeger"]
-
 _HALVINGS = 100  # of an interval in [0, 1]: down to neighboring numbers
 
 

@@ -32,8 +32,6 @@ from ntk_laplace.selection.losses import BoundedLoss, CustomLoss, bounded_loss
 from ntk_laplace.selection.validity import require_valid
 from ntk_laplace.structures import merged_batches
 
-__all__ = ["RiskBound", "risk_bound"]
-
 _KINDS = ("seeger", "mcallester", "catoni", "germain")
 _BETAS = tuple(2.0**power for power in range(-3, 5))  # values of β in Catoni's bound, fixed before any data
 

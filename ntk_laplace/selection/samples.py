@@ -14,8 +14,6 @@ from ntk_laplace.posterior.estimates import ConditionalEstimate, conditional_est
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["conditional_from_samples"]
-
 _KINDS = ("joint", "marginal")
 
 

@@ -14,8 +14,6 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT, newton_decrement
 from ntk_laplace.structures.points import present_values, unmoved
 
-__all__ = ["require_valid"]
-
 _CHANCE = 5  # points that may equal one of the prior's, beside twice as many as the prior's points suggest
 _OTHERS = "Train a network on the first points alone, fit prior_posterior to them, and pass the other points as data."
 

@@ -32,8 +32,6 @@ from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.registry import structure_of
 from ntk_laplace.structures.structure import of_kind
 
-__all__ = ["FIRST", "SECOND", "SECOND_SUMS", "Accumulation"]
-
 FIRST, SECOND = "first", "second"  # passes: factors, blocks and diagonals; then second moments in the eigenbasis
 SECOND_SUMS = ("moments", "squares")  # what the second pass adds to a Kronecker block
 

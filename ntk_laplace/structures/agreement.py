@@ -12,8 +12,6 @@ from ntk_laplace.curvature import ParameterBlock, Summary, diagonal_block
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.structures.model import LinearizedModel
 
-__all__ = ["agreed_blocks", "joined_summaries", "plain_blocks", "total", "unreached", "without_own"]
-
 
 def agreed_blocks(model: LinearizedModel, found: list[ParameterBlock], kind: str) -> list[ParameterBlock]:
     """Parameter blocks for all processes: those of rank 0's first batch, then what the others' first batches add.

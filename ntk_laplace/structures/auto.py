@@ -12,8 +12,6 @@ from ntk_laplace.structures.full import FullWeightSpace
 from ntk_laplace.structures.function_space import FunctionSpace
 from ntk_laplace.structures.structure import StructureSpec
 
-__all__ = ["Auto"]
-
 
 @dataclass(frozen=True)
 class Auto:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from ntk_laplace.model.data import BATCH_BYTES, InputBatches, Source, alike, concatenate, num_bytes, num_examples
 from ntk_laplace.model.network import Network, independent_of_batches
 
-__all__ = ["merged_batches"]
-
 
 def merged_batches(batches: Source | InputBatches, network: Network) -> Iterator[tuple]:
     """Merge consecutive batches up to the source's batch size; the examples and their order do not change.

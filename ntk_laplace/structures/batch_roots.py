@@ -15,8 +15,6 @@ from ntk_laplace.structures.data_passes import collected, read_batches
 from ntk_laplace.structures.last_layer import has_form
 from ntk_laplace.structures.model import LinearizedModel
 
-__all__ = ["BatchRoot", "Roots", "canonical_targets", "counts_of"]
-
 
 @dataclass(frozen=True)
 class BatchRoot:

@@ -21,8 +21,6 @@ from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.structure import StructureSpec
 
-__all__ = ["BlockBasis", "BlockSpec", "HasEigenbasis"]
-
 
 @dataclass(frozen=True)
 class BlockBasis:

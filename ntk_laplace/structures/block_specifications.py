@@ -20,8 +20,6 @@ from ntk_laplace.structures.block_spec import HasEigenbasis
 from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.structured import StructuredSpec
 
-__all__ = ["EKFAC", "INF", "KFAC", "Diagonal"]
-
 
 class KroneckerSpec(StructuredSpec):
     """Base of the structures with Kronecker-factored eigenvectors."""

@@ -28,8 +28,6 @@ from ntk_laplace.structures.evidence import log_likelihood, log_prior
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.structure import require_one_process
 
-__all__ = ["EvidenceBound", "evidence_bound"]
-
 _PARAMETERS = (None, "layers", "diagonal")
 _OUTPUTS = ("all", "one")
 

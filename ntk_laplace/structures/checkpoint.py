@@ -27,8 +27,6 @@ from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, coarses
 from ntk_laplace.structures.registry import structure_named, structure_of
 from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, require_unchanged
 
-__all__ = ["posterior_record", "restored_model"]
-
 _FORMAT = FileFormat("ntk_laplace posterior", 1, "a checkpoint of a posterior",
                      "Pass the path of a file written by posterior.save(path).")
 _NAMES = ("weight", "bias", "spans")  # fields of Jacobian blocks and parameter blocks

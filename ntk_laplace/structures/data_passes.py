@@ -19,24 +19,6 @@ from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 
-__all__ = [
-    "ModelSignature",
-    "collected",
-    "collected_jacobian",
-    "collected_points",
-    "common_factor",
-    "digest",
-    "jvp",
-    "own_rows",
-    "per_example",
-    "read_batches",
-    "read_points",
-    "read_rows",
-    "selected",
-    "shown",
-    "vjp",
-]
-
 T = TypeVar("T")
 
 

@@ -25,8 +25,6 @@ from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.training_inputs import training_inputs
 
-__all__ = ["Divergence", "LowerBound", "divergence", "divergence_between", "lower_bound"]
-
 _METHODS = ("glm", "nn")
 _FEWEST = 4  # draws: two pairs, of which a standard error follows
 

@@ -23,8 +23,6 @@ from ntk_laplace.structures import FittedModel, NewtonStep
 from ntk_laplace.structures.forecast import memory_of
 from ntk_laplace.structures.points import UnsavedPoints, present_values, unmoved
 
-__all__ = ["Evidence", "evidence", "log_det", "log_likelihood", "log_prior"]
-
 
 @dataclass(frozen=True)
 class Evidence:

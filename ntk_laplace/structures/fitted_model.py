@@ -29,8 +29,6 @@ from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import NewtonStep, Structure, StructureSpec, require_laplace
 
-__all__ = ["FittedModel"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import available_memory, buffer_bytes
 from ntk_laplace.structures.model import LinearizedModel
 
-__all__ = ["Forecast", "Problem", "Work", "memory_of"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -15,8 +15,6 @@ from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.summed import SummedSpec, Sums
 
-__all__ = ["FullWeightSpace"]
-
 
 @register_structure
 @dataclass(frozen=True)

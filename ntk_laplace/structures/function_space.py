@@ -30,8 +30,6 @@ from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, of_kind
 
-__all__ = ["FunctionSpace", "FunctionSpaceStructure"]
-
 
 @register_structure
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.streamed import StreamedStructure
 from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, require_laplace
 
-__all__ = ["GaussianStructure", "GivenGaussian"]
-
 
 @register_structure
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["by_output", "forecast_by_output", "has_form", "precision_by_output"]
-
 
 def by_output(model: LinearizedModel, rows: Jacobian) -> bool:
     """Whether rows are those of a last linear layer, Λ has a diagonal form, and one matrix per output is smaller."""

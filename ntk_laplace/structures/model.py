@@ -22,8 +22,6 @@ from ntk_laplace.runtime.reduction import Reducer, SingleProcess
 from ntk_laplace.runtime.resources import available_memory, require_memory
 from ntk_laplace.structures.points import TrainingPoints, unmoved
 
-__all__ = ["LinearizedModel", "RemainingGradient", "Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

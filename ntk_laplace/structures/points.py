@@ -16,8 +16,6 @@ from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 _CHECKED = 4  # points at which the methods of a likelihood are compared
 _AGREEMENT = 1e-3  # relative difference of a residual and the derivative: float32 likelihoods differ by rounding
 
-__all__ = ["TrainingPoints", "UnsavedPoints", "coarsest", "present_values", "unmoved"]
-
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
     """The floating type of the largest rounding."""

@@ -17,8 +17,6 @@ from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.model import LinearizedModel
 
-__all__ = ["CurvatureProducts", "product_vectors"]
-
 
 def product_vectors(vector_bytes: int) -> int:
     """Vectors of so many bytes that share a product with the rows of a batch."""

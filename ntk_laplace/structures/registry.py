@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.structures.structure import StructureSpec
 
-__all__ = ["REGISTERED", "register_structure", "require_name", "structure_named", "structure_names", "structure_of"]
-
 _Spec = TypeVar("_Spec", bound=type[StructureSpec])
 REGISTERED: dict[str, type[StructureSpec]] = {}
 """Specification classes by name."""

@@ -26,8 +26,6 @@ from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import ModelSignature
 from ntk_laplace.structures.model import LinearizedModel, Settings
 
-__all__ = ["require_same_model", "resumed", "save_regularly"]
-
 _FORMAT = FileFormat("ntk_laplace fit", 2, "a checkpoint of an interrupted fit",
                      "Pass the path that was given as Settings(checkpoint=...).", key="accumulation")
 

@@ -19,22 +19,6 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.products import product_vectors
 
-__all__ = [
-    "LANCZOS_VECTORS",
-    "STEPS",
-    "WEIGHTED_EXAMPLES",
-    "Growth",
-    "covariance_bytes",
-    "draw_bytes",
-    "expected_logs",
-    "expected_products",
-    "expected_rows",
-    "forecast_of_rows",
-    "product_bytes",
-    "rows_limit",
-    "tolerance",
-]
-
 Left = Callable[[int], tuple[float, float]]
 STEPS, _LATER_STEPS = 6, 3  # products with one of the first probes and of the others, expected
 LANCZOS_VECTORS = 15  # of one of these probes, at the peak

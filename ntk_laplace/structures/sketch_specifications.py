@@ -33,8 +33,6 @@ from ntk_laplace.structures.sketch_forecast import (
 from ntk_laplace.structures.sketched import SketchedStructure, SketchSpec
 from ntk_laplace.structures.structure import Structure, of_kind
 
-__all__ = ["Iterative", "Nystrom", "compressed"]
-
 _LOG = logging.getLogger("ntk_laplace")
 
 

@@ -57,8 +57,6 @@ from ntk_laplace.structures.structure import (
     of_kind,
 )
 
-__all__ = ["SketchSpec", "SketchedStructure"]
-
 _LOG = logging.getLogger("ntk_laplace")
 
 

@@ -19,8 +19,6 @@ from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import Structure, StructureSpec, require_one_process
 
-__all__ = ["StreamedStructure", "max_batch"]
-
 
 @dataclass
 class StreamedStructure(Structure):

@@ -19,18 +19,6 @@ from ntk_laplace.structures.forecast import Forecast, Problem
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = [
-    "NewtonStep",
-    "Saved",
-    "Structure",
-    "StructureSpec",
-    "no_basis",
-    "of_kind",
-    "require_laplace",
-    "require_one_process",
-    "require_unchanged",
-]
-
 
 @dataclass(frozen=True)
 class NewtonStep:

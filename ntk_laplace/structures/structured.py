@@ -37,8 +37,6 @@ from ntk_laplace.structures.resuming import require_same_model, resumed, save_re
 from ntk_laplace.structures.streamed import StreamedStructure
 from ntk_laplace.structures.structure import Saved, Structure, no_basis, of_kind
 
-__all__ = ["StructuredSpec", "StructuredStructure", "block_precision"]
-
 
 class StructuredSpec(BlockSpec):
     """A `BlockSpec` with its fit."""

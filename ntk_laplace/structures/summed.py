@@ -25,9 +25,6 @@ from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present
 from ntk_laplace.structures.streamed import StreamedStructure, max_batch
 from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, of_kind
 
-__all__ = ["SummedSpec", "SummedStructure", "Sums"]
-
-
 Sums = dict[str, Tensor]
 
 

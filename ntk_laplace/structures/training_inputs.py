@@ -10,8 +10,6 @@ from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import coarsest
 from ntk_laplace.structures.structure import Structure
 
-__all__ = ["training_inputs"]
-
 
 def training_inputs(
     model: LinearizedModel, structure: Structure, x: InputData | None = None, verb: str | None = None

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ntk_laplace.errors import DataError
 
-__all__ = ["Page", "document"]
-
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2127; --soft: #55606c; --paper: #ffffff; --line: #d9dee4;
         --stripe: #f5f7f9; --accent: #00598c; }

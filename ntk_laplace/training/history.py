@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["EvidenceHistory"]
-
 
 @dataclass
 class EvidenceHistory:

@@ -25,8 +25,6 @@ from ntk_laplace.model.data import (
     to_device,
 )
 
-__all__ = ["Minibatches", "count_examples", "sum_of_weights"]
-
 
 class Minibatches:
     """Minibatches of one epoch per iteration.

@@ -20,8 +20,6 @@ from ntk_laplace.posterior.fit import fitted_to, linearized, spec_of
 from ntk_laplace.runtime.serialization import load_tensors, module_tensors
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 
-__all__ = ["Model"]
-
 
 @dataclass(frozen=True)
 class Model:

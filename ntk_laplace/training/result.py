@@ -16,8 +16,6 @@ from ntk_laplace.training.history import EvidenceHistory
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Callback", "EvidenceTraining", "TrainingState"]
-
 
 @dataclass
 class TrainingState:

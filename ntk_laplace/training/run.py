@@ -32,8 +32,6 @@ from ntk_laplace.training.result import EvidenceTraining
 from ntk_laplace.training.schedule import EvidenceSchedule
 from ntk_laplace.training.step_evidence import PosteriorEvidence, StepEvidence
 
-__all__ = ["FORMAT", "Run", "required"]
-
 FORMAT = FileFormat(
     "ntk_laplace training", 1, "a checkpoint of a training",
     "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path).",

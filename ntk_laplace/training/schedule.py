@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ntk_laplace.errors import HyperparameterError, require_bounds, require_number, require_whole
 from ntk_laplace.model.likelihoods import Likelihood
 
-__all__ = ["EvidenceSchedule"]
-
 
 @dataclass(frozen=True)
 class EvidenceSchedule:

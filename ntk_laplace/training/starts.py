@@ -16,8 +16,6 @@ from ntk_laplace.structures import Settings
 from ntk_laplace.training.result import EvidenceTraining
 from ntk_laplace.training.train import train_with_evidence
 
-__all__ = ["train_from_starts"]
-
 
 def train_from_starts(
     network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None, *,

@@ -22,8 +22,6 @@ from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.training.model import Model
 
-__all__ = ["Evaluation", "PosteriorEvidence", "StepEvidence", "SubsetEvidence", "step_evidence"]
-
 
 @dataclass(frozen=True)
 class Evaluation:

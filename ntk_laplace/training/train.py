@@ -41,8 +41,6 @@ from ntk_laplace.training.run import FORMAT, Run, required
 from ntk_laplace.training.schedule import EvidenceSchedule
 from ntk_laplace.training.step_evidence import StepEvidence, step_evidence
 
-__all__ = ["train_with_evidence"]
-
 _RATE = 2e-2  # of the default optimizer
 _SNAPSHOT = 1.0  # maximum work in seconds that an interruption loses
 

@@ -26,8 +26,6 @@ from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.variational_inference.examples import Part
 from ntk_laplace.variational_inference.states import DataTerms, VariationalState
 
-__all__ = ["LGVA", "OGGN", "VOGGN", "Algorithm", "SampledLGVA", "samples_of"]
-
 
 class Algorithm(ABC):
     """Evaluates the shares of a step's examples in ĝ and Ĝ."""

@@ -32,8 +32,6 @@ from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.structured import block_precision
 from ntk_laplace.variational_inference.states import DataTerms, VariationalState, prior_times
 
-__all__ = ["BlockState"]
-
 
 class BlockState(VariationalState):
     """q = N(μ, H⁻¹) with the sums of a block-diagonal structure in place of H.

@@ -21,8 +21,6 @@ from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.data_passes import digest
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["Examples", "Part"]
-
 
 @dataclass(frozen=True)
 class Part:

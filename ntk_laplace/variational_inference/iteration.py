@@ -15,8 +15,6 @@ from ntk_laplace.variational_inference.algorithms import Algorithm
 from ntk_laplace.variational_inference.examples import Examples
 from ntk_laplace.variational_inference.states import FunctionSpaceState, VariationalState
 
-__all__ = ["Iteration", "SampledIteration", "StateIteration"]
-
 
 class Iteration(ABC):
     """An algorithm with its state. The loop calls `step`, and knows nothing else about either."""

@@ -27,8 +27,6 @@ from ntk_laplace.variational_inference.block_state import BlockState
 from ntk_laplace.variational_inference.examples import Examples
 from ntk_laplace.variational_inference.states import DenseState, FunctionSpaceState, VariationalState
 
-__all__ = ["Blocks", "Matrix", "Representation", "Rows", "representation"]
-
 _NAMES = ("full", "gp", "auto", "kfac", "diag")
 
 

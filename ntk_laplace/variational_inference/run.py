@@ -20,8 +20,6 @@ from ntk_laplace.structures import Settings
 from ntk_laplace.variational_inference.iteration import Iteration
 from ntk_laplace.variational_inference.result import Callback, VariationalHistory, VariationalStep
 
-__all__ = ["Bound", "Run", "StepSizes"]
-
 _FORMAT = FileFormat(
     "ntk_laplace variational", 1, "the state of variational inference",
     "Pass Settings(resume=error.state) of a VariationalInterrupted, or the path of Settings(checkpoint=path).",

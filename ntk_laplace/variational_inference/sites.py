@@ -29,8 +29,6 @@ from ntk_laplace.structures import FittedModel
 from ntk_laplace.variational_inference.iteration import Iteration, StateIteration
 from ntk_laplace.variational_inference.states import DataTerms, DenseState
 
-__all__ = ["AnchoredSites", "AnchoredWeights"]
-
 
 class _Anchor:
     """The linearized network with its training data.

@@ -15,8 +15,6 @@ from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.structures import FittedModel, LinearizedModel, StructureSpec
 
-__all__ = ["Start", "checked_start", "optimum", "require_same_network"]
-
 Start = str | float | Posterior
 """``start=`` of ntk_laplace.variational."""
 

@@ -19,8 +19,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["DataTerms", "DenseState", "FunctionSpaceState", "VariationalState", "prior_times"]
-
 
 @dataclass(frozen=True)
 class DataTerms:

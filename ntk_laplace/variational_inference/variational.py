@@ -50,8 +50,6 @@ from ntk_laplace.variational_inference.run import Run, StepSizes
 from ntk_laplace.variational_inference.sites import AnchoredSites, AnchoredWeights
 from ntk_laplace.variational_inference.start import Start, checked_start, optimum, require_same_network
 
-__all__ = ["variational"]
-
 _POINTS = 256  # of f for each example, LGVA
 _EVALUATIONS = 20  # of the ELBO in a run, by default
 _ROUNDING = 0.01  # of the relative rounding: rows of that weight are dropped, whatever the tolerance

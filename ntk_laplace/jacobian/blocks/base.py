@@ -17,8 +17,6 @@ from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reflections import Reflections
 from ntk_laplace.runtime.resources import buffer_bytes
 
-__all__ = ["Block", "Factored", "GramCost", "LayerRows", "cat_positions", "over_cotangents", "steps", "weigh"]
-
 
 @dataclass(frozen=True)
 class LayerRows(ABC):

@@ -10,8 +10,6 @@ from torch import Tensor
 from ntk_laplace.jacobian.blocks.base import Block
 from ntk_laplace.jacobian.blocks.outer import Outer
 
-__all__ = ["Cluster", "clusters", "summed", "written_out"]
-
 Cluster = tuple[Block, ...]
 
 

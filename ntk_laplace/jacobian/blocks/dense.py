@@ -11,8 +11,6 @@ from torch import Tensor
 from ntk_laplace.jacobian.blocks.base import Block
 from ntk_laplace.runtime.reflections import Reflections, turned
 
-__all__ = ["Dense"]
-
 
 @dataclass(frozen=True)
 class Dense(Block):

@@ -12,8 +12,6 @@ from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_posi
 from ntk_laplace.jacobian.blocks.dense import Dense
 from ntk_laplace.runtime.reflections import Reflections, turned
 
-__all__ = ["Lookup"]
-
 
 @dataclass(frozen=True)
 class Lookup(Factored):

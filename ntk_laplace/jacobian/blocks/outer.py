@@ -22,8 +22,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reflections import Reflections, turned
 
-__all__ = ["Outer"]
-
 
 @dataclass(frozen=True)
 class Outer(Factored):

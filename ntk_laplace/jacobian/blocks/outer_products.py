@@ -14,9 +14,6 @@ from ntk_laplace.jacobian.blocks.base import steps
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 
-__all__ = ["add_pulled_", "add_pushed_", "factors_are_cheaper", "position_product", "projected", "separated",
-           "summed_product"]
-
 
 def factors_are_cheaper(b: Tensor, a: Tensor, count: int) -> bool:
     """Whether `count` products with factors take fewer multiply-adds than writing rows out and products with these.

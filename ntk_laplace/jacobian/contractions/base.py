@@ -13,8 +13,6 @@ from torch import Tensor
 from ntk_laplace.jacobian.blocks import Block, Cluster, written_out
 from ntk_laplace.jacobian.contractions.tile import Tile, Variance, Variances, scaled
 
-__all__ = ["Contraction"]
-
 B = TypeVar("B", bound=Block)
 
 

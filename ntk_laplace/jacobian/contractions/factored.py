@@ -12,8 +12,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import buffer_bytes
 
-__all__ = ["Hadamard", "Positions", "same_factors"]
-
 
 class Hadamard(Contraction[Outer]):
     """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ; a Kronecker product if b is constant, as in the last layer."""
@@ -24,7 +22,7 @@ class Hadamard(Contraction[Outer]):
     def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
         (one, *_), (two, *_) = left, right
         single = isinstance(one, Outer) and isinstance(two, Outer) and one.single and two.single
-        return single and same_factors(left, right) and one_variance_each(one, variances)
+        return single and same_factors(left, right) and _one_variance_each(one, variances)
 
     @property
     def cost(self) -> int:
@@ -63,7 +61,7 @@ class Positions(Contraction[Factored]):
 
     @classmethod
     def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
-        return same_factors(left, right) and one_variance_each(left[0], variances)
+        return same_factors(left, right) and _one_variance_each(left[0], variances)
 
     @property
     def cost(self) -> int:
@@ -110,7 +108,7 @@ def same_factors(left: Cluster, right: Cluster) -> bool:
     return len(left) == len(right) == 1 and isinstance(left[0], Factored) and left[0].matches(right[0])
 
 
-def one_variance_each(block: Block, variances: Variances) -> bool:
+def _one_variance_each(block: Block, variances: Variances) -> bool:
     return all(isinstance(variances[name], float) for name in block.names if name in variances)
 
 

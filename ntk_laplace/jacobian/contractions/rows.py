@@ -16,8 +16,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import buffer_bytes
 
-__all__ = ["Panels", "Rows", "Written"]
-
 
 class Rows(Contraction[Dense]):
     """Both sides are matrices of written-out rows: one matrix product per run of columns of one prior variance."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Tile", "Variance", "Variances", "interleaved", "read_once", "scaled", "tile_rows"]
-
 Variance = Tensor | float
 """Prior variance (one over precision) of a parameter: a number, or a tensor with one entry or one per entry of it."""
 

@@ -33,8 +33,6 @@ from ntk_laplace.model.data.row_buffer import RowBuffer
 from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.reduction import Reducer
 
-__all__ = ["BATCH_BYTES", "Batches", "changed"]
-
 _BATCH = 512  # default batch size
 _LARGEST_BATCH = 5_000  # largest batch size for small examples, if their use allows it
 _UNKNOWN_BATCH = 2048  # largest batch size until `limit_batch_size` is called

@@ -27,8 +27,6 @@ from ntk_laplace.model.data.inputs import (
 from ntk_laplace.model.data.loaders import batches_of, samplers_of
 from ntk_laplace.runtime import tuning
 
-__all__ = ["InputBatches"]
-
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _READ = 64  # examples of a dataset that are collated at a time
 _MOST_MEMBERS = 3  # of a batch that is a tuple: inputs, targets and weights

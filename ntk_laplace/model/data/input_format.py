@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ntk_laplace.model.data.inputs import Inputs, leaves, map_tensors
 
-__all__ = ["describe_inputs", "format_of", "input_remedy", "same_input_format"]
-
 
 def format_of(x: Inputs) -> Inputs:
     """The same inputs with zero examples, which keeps keys, shapes and types."""

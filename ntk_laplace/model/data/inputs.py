@@ -13,26 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError
 
-__all__ = [
-    "InputData",
-    "InputDtype",
-    "Inputs",
-    "alike",
-    "as_tensor",
-    "as_tensors",
-    "check_finite",
-    "concatenate",
-    "differentiable",
-    "leaves",
-    "map_tensors",
-    "num_bytes",
-    "num_examples",
-    "refuse_input_gradients",
-    "take",
-    "to_device",
-    "with_members",
-]
-
 # what a network takes; tensors share their first axis
 Inputs: TypeAlias = Tensor | Mapping[str, "Inputs"] | Sequence["Inputs"]
 

@@ -11,16 +11,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from ntk_laplace.errors import DataError
 
-__all__ = [
-    "batches_of",
-    "generators_of",
-    "length_of",
-    "require_every_example_once",
-    "samplers_of",
-    "with_own_randomness",
-    "with_own_workers",
-]
-
 
 def batches_of(loader: DataLoader) -> Iterator[Any]:
     """A loader's batches, the same in every pass; the caller's random state does not change."""

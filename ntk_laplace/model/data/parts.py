@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ntk_laplace.errors import DataError
 
-__all__ = ["dealt", "examples_of", "index_loader", "only_batches", "subset_of"]
-
 
 def dealt(left: Tensor, sizes: Sequence[int] | None, ranks: int) -> list[Tensor]:
     """Numbers of examples for each of several processes: consecutive, about equally many, whole batches.

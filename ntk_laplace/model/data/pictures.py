@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, is_whole
 
-__all__ = ["pictures_of", "require_picture", "shades"]
-
 _SMALLEST = 4  # sides of an image, at least; a shorter axis is one of features
 
 

@@ -17,8 +17,6 @@ from ntk_laplace.model.data.parts import examples_of, index_loader, only_batches
 from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.panels import panels
 
-__all__ = ["LoaderReader", "TensorReader", "as_pair"]
-
 _USUAL = ("labels", "label", "targets", "target", "y")  # keys of targets, for messages
 
 

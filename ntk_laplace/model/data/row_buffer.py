@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError
 
-__all__ = ["RowBuffer", "fill_buffer"]
-
 
 class RowBuffer:
     """Rows that are appended batch by batch to one preallocated tensor.

@@ -13,8 +13,6 @@ from ntk_laplace.model.data.batches import Batches, changed
 from ntk_laplace.model.data.inputs import Inputs, take
 from ntk_laplace.runtime.reduction import Reducer
 
-__all__ = ["Joined", "Missing", "Replaced", "Selected", "Source", "kept_or_missing"]
-
 
 class Joined:
     """Several sources in sequence, with the interface of `Batches`.

@@ -10,8 +10,6 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, is_number
 from ntk_laplace.model.data.inputs import as_tensors
 
-__all__ = ["example_weights"]
-
 
 def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
     """Split (x, y, w) into (x, y) and one weight per example, float64; other data are returned with None.

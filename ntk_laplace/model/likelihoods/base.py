@@ -16,8 +16,6 @@ from ntk_laplace.model.likelihoods.mixture import MixtureResponse
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import first_bad, read
 
-__all__ = ["Likelihood"]
-
 
 class Likelihood(nn.Module):
     """An observation model p(y given f), where f (N, C) is the network's output, such as the natural parameter.

@@ -17,8 +17,6 @@ from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import BernoulliResponse, Response
 from ntk_laplace.model.likelihoods.targets import require
 
-__all__ = ["Bernoulli"]
-
 
 @register_likelihood
 class Bernoulli(PerOutput):

@@ -11,10 +11,6 @@ from ntk_laplace.errors import NumericalError, warn
 from ntk_laplace.model.likelihoods.targets import first_bad
 from ntk_laplace.runtime.lower_triangle import more_digits
 
-__all__ = [
-    "cholesky", "covariance_root", "diagonal_blocks", "marginal_factor", "marginal_log_density", "require_positive",
-]
-
 
 def diagonal_blocks(matrices: Tensor, size: int) -> Tensor:
     """Blocks (..., L, size, size) on the diagonal of matrices (..., L size, L size)."""

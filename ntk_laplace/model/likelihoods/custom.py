@@ -9,8 +9,6 @@ from torch import Tensor
 from ntk_laplace.errors import UnsupportedError, require_flags
 from ntk_laplace.model.likelihoods.base import Likelihood
 
-__all__ = ["CustomLikelihood"]
-
 
 class CustomLikelihood(Likelihood):
     """A likelihood from ``log_density(f, y)``; residual, curvature and root come from automatic differentiation.

@@ -10,8 +10,6 @@ from torch import Tensor
 from ntk_laplace.errors import NonFiniteError, UnsupportedError
 from ntk_laplace.model.likelihoods.targets import first_bad
 
-__all__ = ["gradient", "jacobian", "negative_hessian", "root_of_hessian"]
-
 
 def gradient(log_density: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
     """Per-example gradient in f of ``log_density(f)`` (N,), (N, C).

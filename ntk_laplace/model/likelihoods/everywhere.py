@@ -29,8 +29,6 @@ from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read
 from ntk_laplace.model.network import channels_fit
 
-__all__ = ["Everywhere", "EverywhereResponse", "positions_of"]
-
 
 def positions_of(likelihood: Likelihood, batches: Batches) -> Size | None:
     """Positions of a likelihood, which takes them from the first batch if it was given none."""

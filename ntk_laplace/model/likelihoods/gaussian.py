@@ -28,8 +28,6 @@ from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import MultivariateNormalResponse, NormalResponse, Response
 from ntk_laplace.runtime.scalars import scalar
 
-__all__ = ["Gaussian"]
-
 
 @register_likelihood
 class Gaussian(PerOutput):

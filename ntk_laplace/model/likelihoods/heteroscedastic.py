@@ -16,8 +16,6 @@ from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
 from ntk_laplace.model.likelihoods.targets import first_bad
 
-__all__ = ["HeteroscedasticGaussian"]
-
 _PARAMETRIZATIONS = ("natural", "log variance")
 _FAR = -20.0  # below, log softplus(s) equals s - exp(s)/2 up to rounding in float64
 

@@ -11,8 +11,6 @@ from torch.nn.functional import one_hot
 from ntk_laplace.model.data import as_tensor
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read_labels, read_probabilities
 
-__all__ = ["as_probabilities", "is_observed", "label_log_prob", "label_mass", "read_classes"]
-
 
 def read_classes(y: Any, num_examples: int, num_classes: int) -> Tensor:
     """Class labels (N,), int64, or floating rows of probabilities (N, C); see `read_labels`, `read_probabilities`."""

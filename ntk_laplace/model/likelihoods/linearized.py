@@ -15,8 +15,6 @@ from ntk_laplace.model.likelihoods.labels import as_probabilities
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.responses import ShapedResponse
 
-__all__ = ["LinearizedResponse"]
-
 
 class LinearizedResponse(ShapedResponse):
     """The Gaussian response after linearization through the inverse link ([T20] 3.16).

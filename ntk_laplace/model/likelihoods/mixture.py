@@ -17,8 +17,6 @@ from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.responses import Response, ShapedResponse
 from ntk_laplace.runtime import tuning
 
-__all__ = ["MixtureResponse"]
-
 
 class MixtureResponse(ShapedResponse):
     """Equal mixture over S samples of f: ``p(y) = 1/S Σ_s p(y given f_s)``, jointly over the outputs ([T20] 3.15).

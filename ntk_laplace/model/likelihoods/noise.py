@@ -9,8 +9,6 @@ from torch import Size, Tensor
 
 from ntk_laplace.errors import HyperparameterError
 
-__all__ = ["KINDS", "filled", "kind_of", "numbers", "one_number", "positive", "possible_kinds", "unit_factors"]
-
 KINDS = ("auto", "scalar", "output", "point", "covariance")
 
 

@@ -11,8 +11,6 @@ from ntk_laplace.errors import HyperparameterError, require_choice
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.targets import read_columns
 
-__all__ = ["PerOutput"]
-
 
 class PerOutput(Likelihood):
     """A likelihood with one target per response, (N, D), that may mark missing targets.

@@ -15,8 +15,6 @@ from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
 from ntk_laplace.model.likelihoods.targets import first_bad, require
 
-__all__ = ["Poisson"]
-
 
 @register_likelihood
 class Poisson(PerOutput):

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 from torch import Size, Tensor
 from torch import distributions as td
 
-__all__ = ["ObservationModel"]
-
 
 class ObservationModel(Protocol):
     """The part of `Likelihood` that responses use; its methods are documented there."""

@@ -11,8 +11,6 @@ from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 
-__all__ = ["expectation_by_output", "repeated"]
-
 # The rule converges exponentially for functions that are analytic in a strip. log σ(m + s z) has its first singularity
 # at a distance π/s of the real line: the error is of order exp(-2π²/(s h)), below 1e-15 up to a deviation s of 4.
 _STEP, _REACH = 0.125, 10.0

@@ -16,15 +16,6 @@ from torch import Tensor
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods.base import Likelihood
 
-__all__ = [
-    "built",
-    "command_name",
-    "likelihood_from_record",
-    "likelihood_record",
-    "register_likelihood",
-    "registered_likelihoods",
-]
-
 _REGISTERED: dict[str, type[Likelihood]] = {}
 _Class = TypeVar("_Class", bound=type[Likelihood])
 

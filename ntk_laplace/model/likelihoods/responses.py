@@ -21,17 +21,6 @@ from ntk_laplace.model.likelihoods.covariances import cholesky, marginal_log_den
 from ntk_laplace.model.likelihoods.labels import label_log_prob
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 
-__all__ = [
-    "BernoulliResponse",
-    "CategoricalResponse",
-    "FactorizedResponse",
-    "MultivariateNormalResponse",
-    "NormalResponse",
-    "Response",
-    "ShapedResponse",
-    "no_join",
-]
-
 
 class Response(td.Distribution):
     """Distribution of y given x, one per input; it accepts the same targets as the likelihood.

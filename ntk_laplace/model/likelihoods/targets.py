@@ -10,10 +10,6 @@ from torch import Tensor
 from ntk_laplace.errors import NonFiniteError, TargetError
 from ntk_laplace.model.data import as_tensor
 
-__all__ = [
-    "MISSING_LABEL", "first_bad", "read", "read_columns", "read_labels", "read_probabilities", "require",
-]
-
 MISSING_LABEL = -100  # the default `ignore_index` of torch.nn.CrossEntropyLoss
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}  # tolerance of a sum of probabilities; larger for 16-bit types
 _REMEDY = "Remove or impute examples with missing targets."

@@ -16,8 +16,6 @@ from ntk_laplace.model.likelihoods.mixture import plug_in
 from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 
-__all__ = ["Tempered"]
-
 
 def _forwarded(name: str) -> Any:
     """A method of the likelihood without the weight, under its own name."""

@@ -16,8 +16,6 @@ from ntk_laplace.errors import NetworkError, is_whole
 from ntk_laplace.model.data import Inputs, map_tensors
 from ntk_laplace.model.network.precision import Autocast
 
-__all__ = ["Caller"]
-
 
 class Caller(nn.Module):
     """Calls a module on one input, or unpacks a tuple or dict if its `forward` accepts the parts as arguments.

@@ -19,8 +19,6 @@ from ntk_laplace.model.data import (
 from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.runtime.resources import is_about_memory
 
-__all__ = ["CheckedOutputs"]
-
 
 class CheckedOutputs:
     """Outputs of a network's calls, each checked against those of earlier calls.

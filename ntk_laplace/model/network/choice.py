@@ -9,8 +9,6 @@ from torch import nn
 
 from ntk_laplace.errors import NetworkError
 
-__all__ = ["ParameterChoice", "choose", "owner"]
-
 ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
 

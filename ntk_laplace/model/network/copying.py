@@ -12,9 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from ntk_laplace.errors import NetworkError
 
-__all__ = ["compressed_copies", "dense_parts", "private_copy", "require_module"]
-
-
 _BY_ROW, _BY_COLUMN = (Tensor.crow_indices, Tensor.col_indices), (Tensor.ccol_indices, Tensor.row_indices)
 _COMPRESSED = {torch.sparse_csr: _BY_ROW, torch.sparse_bsr: _BY_ROW, torch.sparse_csc: _BY_COLUMN,
                torch.sparse_bsc: _BY_COLUMN}

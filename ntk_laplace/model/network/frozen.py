@@ -22,8 +22,6 @@ from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["Network"]
-
 
 class Network(CheckedOutputs):
     """A network frozen at its trained weights, as a function of inputs and of the chosen parameters.

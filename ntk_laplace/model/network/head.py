@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Size, Tensor, nn
 
-__all__ = ["Head", "owner_of"]
-
 
 def owner_of(names: Sequence[str]) -> str:
     """Name of the innermost module that owns all parameters of these names; empty for the whole network."""

@@ -20,8 +20,6 @@ from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 
-__all__ = ["ManyWeights", "twice_differentiable"]
-
 
 @contextmanager
 def twice_differentiable(module: nn.Module) -> Iterator[None]:

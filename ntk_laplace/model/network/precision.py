@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Autocast", "DtypesSeen", "Products", "ResultBytes", "computation_dtype", "outside_autocast",
-           "whole_convolutions"]
-
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 _PRODUCTS = {
     getattr(torch.ops.aten, name).default

@@ -17,8 +17,6 @@ from ntk_laplace.model.network.precision import DtypesSeen, computation_dtype
 from ntk_laplace.model.network.readings import padding_rows, readers
 from ntk_laplace.runtime.random_state import preserved_rng
 
-__all__ = ["independent_of_batches", "probe"]
-
 _FIRST = 4  # examples that are evaluated together; every other one is then evaluated again without the rest
 _EVAL = "Call network.eval() before the fit (and keep dropout off)."
 

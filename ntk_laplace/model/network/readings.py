@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["padding_rows", "readers"]
-
 
 def readers(out: Tensor) -> dict[int, list[Any]]:
     """The autograd nodes that read each leaf of the outputs' graph, by the leaf's `id`."""

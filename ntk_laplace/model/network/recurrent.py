@@ -13,8 +13,6 @@ from torch._decomp import get_decompositions
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["unrolled"]
-
 _LAYERS = {getattr(torch, kind): getattr(torch.ops.aten, kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _STEPS = get_decompositions(list(_LAYERS.values()))
 _SCRIPTED = {layer.__name__ for layer in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)}

@@ -13,8 +13,6 @@ from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.head import Head
 from ntk_laplace.runtime.random_state import preserved_rng
 
-__all__ = ["linear_at", "linearized", "varying"]
-
 
 def varying(network: Network, x: Inputs, offset: int = 0) -> Callable[[Tensor], Tensor]:
     """Outputs (N, C) at `x` as a function of the chosen parameters' values (P,), as `with_parameters`.

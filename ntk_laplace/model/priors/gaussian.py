@@ -15,8 +15,6 @@ from ntk_laplace.model.priors.grouping import Grouping
 from ntk_laplace.model.priors.names import GROUPS, Value, checked_mean, checked_precision, describe, flat_mean, names_of
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["GaussianPrior"]
-
 
 class GaussianPrior(nn.Module):
     """Gaussian prior ``θ ~ N(μ0, P0⁻¹)`` with diagonal P0: one precision per group of parameters.

@@ -12,8 +12,6 @@ from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.model.priors.names import Value, assign, flatten, shorten, unknown
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["Grouping"]
-
 
 @dataclass(frozen=True)
 class Grouping:

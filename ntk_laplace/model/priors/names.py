@@ -11,20 +11,6 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = [
-    "GROUPS",
-    "Value",
-    "assign",
-    "checked_mean",
-    "checked_precision",
-    "describe",
-    "flat_mean",
-    "flatten",
-    "names_of",
-    "shorten",
-    "unknown",
-]
-
 Value = float | Tensor
 GROUPS = ("all", "layer", "tensor", "input", "parameter")
 

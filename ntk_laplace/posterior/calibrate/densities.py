@@ -19,8 +19,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["Densities", "LeftOut", "NormalDensities", "Objective", "SampledDensities", "Setting", "densities"]
-
 _SAMPLES = 1000  # points of f, as `predict` takes them
 _GRID_SAMPLES, _FEWEST_SAMPLES = 50, 128  # of a search's grid, and of a search over many points
 

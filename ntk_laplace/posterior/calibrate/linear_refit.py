@@ -24,8 +24,6 @@ from ntk_laplace.posterior.calibrate.search import Axis, climb
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel
 
-__all__ = ["LinearLeaveOneOut", "with_left_out_hyperparameters"]
-
 _AXES = {"precision": Axis(1e-10, 1e10, 1e-6, 1e6, 13), "noise": Axis(1e-6, 1e6, 1e-4, 1e4, 13)}
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.posterior.explain import Reliability
 
-__all__ = ["PredictiveFit"]
-
 
 @dataclass(frozen=True)
 class PredictiveFit:

@@ -15,7 +15,6 @@ from ntk_laplace.errors import UnsupportedError, is_choice
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.posterior.calibrate.densities import Densities, NormalDensities, Objective, Setting
 
-__all__ = ["Axis", "climb", "fit_calibration", "mean_log_density"]
 
 @dataclass(frozen=True)
 class Axis:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import ArrayLike
 
-__all__ = ["INTERVAL_SCORES", "PredictionIntervals", "ends", "response_scale"]
-
 INTERVAL_SCORES = ("normalized", "absolute")
 
 

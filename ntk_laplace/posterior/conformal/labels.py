@@ -18,10 +18,6 @@ from ntk_laplace.posterior.explain import Reliability
 if TYPE_CHECKING:
     import pandas
 
-__all__ = [
-    "SET_SCORES", "PredictionSets", "class_probabilities", "hard_labels", "label_scores", "members", "require_classes",
-]
-
 _Name = TypeVar("_Name")
 SET_SCORES = ("probability", "cumulative", "randomized")
 

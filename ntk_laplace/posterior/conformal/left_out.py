@@ -16,8 +16,6 @@ from ntk_laplace.posterior.explain.algebra import SingleRemovals, removal_terms
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel
 
-__all__ = ["WithoutEach"]
-
 
 class WithoutEach:
     """Moments of f at new inputs without each training point: one Newton step of the linearized model.

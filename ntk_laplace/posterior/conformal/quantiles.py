@@ -7,8 +7,6 @@ from fractions import Fraction
 
 from ntk_laplace.errors import require_number
 
-__all__ = ["checked_level", "fewest_points", "rank_of", "too_few", "words_of"]
-
 _PLUS = (
     "jackknife+: if each left-out model is the one fitted without its point, points are exchangeable and the fit is "
     "symmetric in them, a new target is covered with a probability of at least {low:.3g} (1 - 2a for level 1 - a), "

@@ -18,8 +18,6 @@ from ntk_laplace.posterior.estimates.symmetry import log_symmetries
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.weight_likelihood import likelihood_of
 
-__all__ = ["Chains", "annealed_evidence"]
-
 _STARTS = ("posterior", "prior")
 _EFFECTIVE = 0.5  # share of effective chains above which few chains are trusted
 

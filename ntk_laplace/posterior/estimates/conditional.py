@@ -11,8 +11,6 @@ from torch import Tensor
 from ntk_laplace.errors import warn
 from ntk_laplace.posterior.estimates.weights import effective_samples, log_mean
 
-__all__ = ["ConditionalEstimate", "autocorrelation_time", "conditional_estimate", "warn_of"]
-
 _FEWEST = 10.0  # independent samples below which their own spread is not known
 _EFFECTIVE = 100.0  # effective samples whose average is trusted at any variance: the logs may have a tail to the left
 _LEVEL = 0.9  # of the interval

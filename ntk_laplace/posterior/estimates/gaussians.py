@@ -15,8 +15,6 @@ from ntk_laplace.runtime.linalg import cholesky_of
 from ntk_laplace.runtime.sampling import normal
 from ntk_laplace.structures import FittedModel
 
-__all__ = ["DenseGaussian", "DiagonalGaussian", "WeightGaussian", "posterior_gaussian", "prior_gaussian"]
-
 _LOG_2PI = math.log(2 * math.pi)
 
 

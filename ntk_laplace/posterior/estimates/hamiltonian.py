@@ -15,8 +15,6 @@ from ntk_laplace.posterior.estimates.paths import Path, uniform
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures.weight_likelihood import WeightLikelihood
 
-__all__ = ["HamiltonianPath", "Weights"]
-
 _WISHED = 0.8  # acceptance that the steps are adapted to
 _RATE = 0.5  # change of a log step for an acceptance that is off by 1
 _PILOT_TEMPERATURES, _PILOT_CHAINS = 25, 16

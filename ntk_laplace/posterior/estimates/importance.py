@@ -15,8 +15,6 @@ from ntk_laplace.runtime.sampling import draw_sizes
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.weight_likelihood import likelihood_of
 
-__all__ = ["center", "importance_evidence"]
-
 
 def importance_evidence(
     fitted: FittedModel, samples: int, inflation: float, model: str, x: InputData | None, generator: Generator

@@ -19,8 +19,6 @@ from torch import Generator, Tensor
 
 from ntk_laplace.runtime.progress import track
 
-__all__ = ["Path", "backward", "forward", "schedule", "uniform"]
-
 _STEEPNESS = 4.0  # of the sigmoid: the first step of 1,000 is 1e-4, and the largest 2e-3
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["AnnealedEvidence", "ApproximationErrors", "EvidenceEstimate"]
-
 _TOLD = 0.01  # share of diverged trajectories from which words tell them
 _FEWEST = 10.0  # effective samples below which their own spread is not known
 

@@ -26,8 +26,6 @@ from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.forecast import memory_of
 from ntk_laplace.structures.weight_likelihood import ManyPoints, all_rows
 
-__all__ = ["Outputs", "SlicedPath"]
-
 _SHRINKS = 200  # of a bracket: it then has the width of rounding, and the chain stays
 
 

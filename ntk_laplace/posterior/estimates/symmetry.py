@@ -10,8 +10,6 @@ from torch import nn
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 
-__all__ = ["log_symmetries"]
-
 _ODD = (nn.Tanh, nn.Softsign, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink)
 _ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.ELU, nn.SELU, nn.Softplus, nn.Mish, nn.LeakyReLU, *_ODD)
 

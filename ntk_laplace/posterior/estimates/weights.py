@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["RELIABLE", "effective_samples", "log_mean", "pareto_shape", "standard_error"]
-
 RELIABLE = 0.7
 """k̂ above which the mean of the weights is not an estimate (Vehtari, Simpson, Gelman, Yao and Gabry 2024)."""
 

@@ -15,21 +15,6 @@ from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
-__all__ = [
-    "Decomposition",
-    "OutsideColumns",
-    "RemovalTerms",
-    "ResidualParts",
-    "SingleRemovals",
-    "contributions",
-    "leverages",
-    "removal_terms",
-    "similarities",
-    "widening",
-    "without_each",
-]
-
-
 _RANGE = 1e-8  # singular values of a root, relative to its largest, below which they count as zero
 
 

@@ -35,8 +35,6 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import rows_of
 
-__all__ = ["Without", "conditioned"]
-
 _MATRICES = 6  # of the size of K at a time
 
 

@@ -25,8 +25,6 @@ from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted, stronge
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
-__all__ = ["Explanation", "ExplanationRequest", "bytes_of_each", "explain"]
-
 _EXACT = (
     "offset, contributions and gap add up to the prediction exactly",
     "removal effects are exact for one Newton step of the linearized model without the point",

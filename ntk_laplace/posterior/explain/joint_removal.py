@@ -15,8 +15,6 @@ from ntk_laplace.posterior.explain.algebra import OutsideColumns, ResidualParts
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE, ChangedPrecision, rows_of
 
-__all__ = ["GroupRemoval", "JointRemoval"]
-
 
 class JointRemoval:
     """Change of predictions if a group of training points is removed: one Newton step, in function space.

@@ -24,8 +24,6 @@ from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["LeaveOneOut", "leave_one_out", "leave_one_out_score", "leave_some_out"]
-
 _EXACT = (
     "means, covariances and what follows from them are exact for one Newton step of the linearized model without the "
     "point"

@@ -15,8 +15,6 @@ from torch.nn.functional import one_hot
 from ntk_laplace.errors import DataError, is_whole, require_choice
 from ntk_laplace.model.likelihoods import Likelihood
 
-__all__ = ["SPREADS", "Output", "Quantity", "quantity_of", "require_quantity"]
-
 Output: TypeAlias = int | Sequence[int] | None
 """What to explain: the number of an output; under `Everywhere` also its position and number, (row, column, class)."""
 

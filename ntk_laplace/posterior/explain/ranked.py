@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["Entry", "Ranked", "counted", "joined", "strongest", "whole"]
-
 R = TypeVar("R", bound="Ranked")
 _GAP = 0.1  # of what the decomposition explains, above which its guarantees speak of the gap
 

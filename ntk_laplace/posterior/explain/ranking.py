@@ -25,9 +25,6 @@ from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
-__all__ = ["Ranking", "effects", "rank"]
-
-
 _SUMS = "offset, the sum of contributions and gap add up to the prediction exactly; single contributions are not kept"
 _FIRST_ORDER = "effects on a probability or a log likelihood are of first order in the change of the outputs"
 _GUARANTEES = {

@@ -14,8 +14,6 @@ from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
-__all__ = ["MOST_DECREMENT", "Reliability", "newton_decrement", "reliability"]
-
 # measured against retraining: examples/selection/leave_one_out.py
 MOST_DECREMENT = 0.02  # nats per point
 LEAST_RATIO = 0.03  # of δ‖θ-μ0‖² to γ

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["Reranking"]
-
 _FACTOR = 2.0  # linear and moving effects that differ by more than this factor, or in sign, disagree
 _NOISE = 1e-6  # of the largest effect on the input: smaller differences are rounding
 

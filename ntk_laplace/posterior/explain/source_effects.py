@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["SourceEffects", "Sources", "numbered", "source_labels"]
-
 Sources = Sequence[Any] | NDArray[Any] | Tensor
 """The source of each training point: names or numbers, as a list, an array, a Series or a tensor."""
 

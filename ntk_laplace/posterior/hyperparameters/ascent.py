@@ -19,8 +19,6 @@ from ntk_laplace.posterior.hyperparameters.objectives import (
 )
 from ntk_laplace.posterior.hyperparameters.variables import Variables
 
-__all__ = ["Ascent"]
-
 
 class Ascent:
     """Adam on the logarithms of the hyperparameters; its moments are kept across posteriors.

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["HyperparameterHistory"]
-
 _ROUNDING = 2.0**-50  # relative rounding of an evidence in float64
 
 

@@ -35,8 +35,6 @@ from ntk_laplace.posterior.hyperparameters.variables import Variables
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 
-__all__ = ["METHODS", "maximize"]
-
 METHODS = ("lbfgs", "adam", "mackay")
 _CERTAIN = -1e-2  # nats; a larger evidence of labels means certainty
 

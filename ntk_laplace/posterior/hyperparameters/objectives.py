@@ -15,8 +15,6 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.scalars import plain
 
-__all__ = ["Differentiable", "Evidence", "SearchObjective", "SpectralEvidence", "local_evidence", "with_hyperprior"]
-
 
 class Evidence(Protocol):
     """The interface of a posterior that the optimizers use."""

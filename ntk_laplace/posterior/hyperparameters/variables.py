@@ -12,8 +12,6 @@ from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.model.objective import constant
 from ntk_laplace.posterior.hyperparameters.objectives import Evidence, SearchObjective
 
-__all__ = ["Variables"]
-
 
 class Variables:
     """The log precisions and the likelihood's log hyperparameters to optimize.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["LearningCurve", "require_beginning"]
-
 
 @dataclass(frozen=True)
 class LearningCurve:

@@ -8,8 +8,6 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, is_whole, require_whole
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["orders"]
-
 
 def orders(num_examples: int, permutations: int, seed: int) -> list[Tensor]:
     """Random orders of N examples, reproducible from the seed on every machine; the identity if ``permutations=0``.

@@ -20,8 +20,6 @@ from ntk_laplace.jacobian.gram import cross_gram, gram
 from ntk_laplace.runtime.linalg import cholesky_, cholesky_log_det, solve_lower
 from ntk_laplace.structures import FittedModel
 
-__all__ = ["PrequentialEvidence"]
-
 
 @dataclass(frozen=True)
 class PrequentialEvidence:

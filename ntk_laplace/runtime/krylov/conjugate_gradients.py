@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
 
-__all__ = ["conjugate_gradients", "nearly_solved"]
-
 _ROUNDING = 64  # units of it in a product, whose sums are over the data
 
 

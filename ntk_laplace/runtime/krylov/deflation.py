@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ntk_laplace.runtime.linalg import symmetric_eigen
 
-__all__ = ["Deflated", "WrittenOut", "downward"]
-
 _FLOOR = 0.05  # of an eigenvalue of M⁻¹H: a step along a direction with less, or with negative curvature, stays bounded
 _CONVERGED = 0.1  # residual of a Ritz vector, relative to its value
 _SINGLE = 1e5  # bound of the largest eigenvalue over the least, up to which an inverse is of use in single precision

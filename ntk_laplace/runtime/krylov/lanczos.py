@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Quadrature", "lanczos"]
-
 
 @dataclass(frozen=True)
 class Quadrature:

@@ -12,8 +12,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
 from ntk_laplace.runtime.panels import panels
 
-__all__ = ["LowRank", "inner", "low_rank", "turned_"]
-
 
 @dataclass(frozen=True)
 class LowRank:

@@ -23,8 +23,6 @@ from torch import Tensor
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov.quasi_newton import Descending, Inverses, descend, falls, is_level, outcomes
 
-__all__ = ["Local", "Minima", "Objectives", "minimize"]
-
 
 class Local(Protocol):
     """Derivatives of some of the objectives at points (S, P)."""

@@ -26,8 +26,6 @@ from torch import Tensor
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
 
-__all__ = ["Descending", "Inverses", "descend", "falls", "is_level", "outcomes", "remembered"]
-
 # share of gᵀKg outside the span from which g adds to it, in double and in single precision: its root divides the errors
 # of Q so far. With these Q stays orthonormal to 1e-6 and to .1 (1e-4 in the median) over 128 vectors of what-ifs
 _OUTSIDE, _OUTSIDE_SINGLE = 1e-3, 0.03

@@ -10,8 +10,6 @@ from typing import Any
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.serialization.files import require_writable, write
 
-__all__ = ["Autosave"]
-
 
 class Autosave:
     """Saves a record once a minute, and on request.

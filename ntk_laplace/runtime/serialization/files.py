@@ -18,8 +18,6 @@ from ntk_laplace.runtime.serialization.safetensors_file import (
     write_record,
 )
 
-__all__ = ["FileFormat", "require_same", "require_writable", "write"]
-
 
 def write(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Save atomically: a reader never sees a partial file."""

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ntk_laplace.errors import UnsupportedError
 
-__all__ = ["load_optimizer", "load_random", "load_tensors", "module_tensors", "random_state"]
-
 
 def module_tensors(*modules: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters and buffers, including non-persistent buffers, by name."""

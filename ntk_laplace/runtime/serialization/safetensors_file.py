@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError
 
-__all__ = ["is_safetensors", "read_record", "read_tensors", "require_safetensors", "write_record"]
-
 _ENDING = ".safetensors"
 _KEY = "ntk_laplace record"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -13,9 +13,6 @@ from ntk_laplace.errors import UnsupportedError, first_line
 from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.structures.weight_likelihood.many_points import ManyPoints
 
-__all__ = ["REMEDY", "GradientGraph", "LocalCurvature", "WeightLikelihood", "WeightedLikelihood", "differentiated",
-           "no_second_derivatives"]
-
 REMEDY = "Take fewer chains or samples at a time, or fewer training points."
 
 

@@ -18,8 +18,6 @@ from ntk_laplace.structures.weight_likelihood.base import (
 )
 from ntk_laplace.structures.weight_likelihood.many_points import ManyPoints
 
-__all__ = ["LinearizedLikelihood", "all_rows"]
-
 
 class LinearizedLikelihood(WeightLikelihood):
     """log p(D | f + J(θ - θ*)) of the linearized model, from rows of J at all training points.

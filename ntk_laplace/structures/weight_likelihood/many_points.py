@@ -11,8 +11,6 @@ from ntk_laplace.errors import NonFiniteError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["ChosenPoints", "ManyPoints"]
-
 
 @dataclass(frozen=True)
 class ChosenPoints:

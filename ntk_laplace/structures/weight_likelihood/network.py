@@ -30,8 +30,6 @@ from ntk_laplace.structures.weight_likelihood.base import (
 )
 from ntk_laplace.structures.weight_likelihood.many_points import ChosenPoints, ManyPoints
 
-__all__ = ["NetworkLikelihood"]
-
 _SECOND = 2  # bytes of a gradient's graph, relative to those of the outputs' graph
 _DISAGREEMENT = 0.2  # relative gap of a product and a difference of gradients; kinks and float32 make a few percent
 # where they are compared: distances from the weights, over their root mean square. At an optimum of ReLU units inputs

@@ -24,8 +24,6 @@ from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["HIGH_LEVERAGE", "ChangedPrecision"]
-
 HIGH_LEVERAGE = 0.9  # above it one Newton step without a point is an extrapolation, and is flagged
 
 

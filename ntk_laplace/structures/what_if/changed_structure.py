@@ -19,8 +19,6 @@ from ntk_laplace.structures.points import TrainingPoints, present_values, unmove
 from ntk_laplace.structures.structure import of_kind
 from ntk_laplace.structures.what_if.changed_precision import ChangedPrecision
 
-__all__ = ["ChangedStructure", "MovedPoints", "changed_structure", "rows_of"]
-
 
 class MovedPoints(TrainingPoints):
     """Training points at the displaced weights of a what-if; a pass over the data computes their outputs on demand.

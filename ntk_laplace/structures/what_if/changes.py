@@ -14,8 +14,6 @@ from ntk_laplace.model.data import as_tensor
 from ntk_laplace.structures import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["Indices", "drawn", "positions", "relabeled", "require_left", "require_steps", "reweighted"]
-
 Indices = int | Sequence[int] | Tensor
 """Training points: their numbers from 0, or a mask of all of them."""
 

@@ -22,8 +22,6 @@ from ntk_laplace.structures.weight_likelihood import LinearizedLikelihood, Netwo
 from ntk_laplace.structures.what_if.moving import checked_likelihood, fitted_at, moving_model, remaining_of
 from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, require_room
 
-__all__ = ["Groups"]
-
 _SAME = 0.01  # nats: a larger change of a training point's log likelihood is that of another minimum
 
 

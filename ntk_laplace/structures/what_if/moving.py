@@ -28,9 +28,6 @@ from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import NetworkLikelihood
 from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, require_room
 
-__all__ = ["at_minimum", "checked_likelihood", "fitted_at", "moved", "moving_model", "own_minimum", "remaining_of",
-           "tell_unreached", "with_remaining"]
-
 
 def _remaining_gradient(model: LinearizedModel, structure: Structure) -> Tensor:
     """g0, (P,): the gradient of the objective that remained at the end of training; zero after a refit.

@@ -21,8 +21,6 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["Iterate", "Objective", "descend", "refitted"]
-
 
 @dataclass(frozen=True)
 class Iterate:

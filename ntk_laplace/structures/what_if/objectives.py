@@ -25,8 +25,6 @@ from ntk_laplace.structures import FittedModel, LinearizedModel, Settings
 from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.weight_likelihood import LocalCurvature, WeightedLikelihood, WeightLikelihood
 
-__all__ = ["ChangedObjectives", "CurvatureAtFit", "require_room"]
-
 _REMEDY = "Take fewer groups at a time, or fewer training points."
 
 _MATRICES = 5  # (P, P), at the peak of a Hessian that is written out, inverted and rounded

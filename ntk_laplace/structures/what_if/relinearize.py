@@ -21,8 +21,6 @@ from ntk_laplace.structures.data_passes import collected, shown
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.what_if.moving import fitted_at, moving_model, remaining_of, with_remaining
 
-__all__ = ["relinearized"]
-
 
 def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> FittedModel:
     """The model and its points after `steps` Gauss-Newton steps of the network.

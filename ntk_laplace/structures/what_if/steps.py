@@ -23,8 +23,6 @@ from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, Chan
 from ntk_laplace.structures.what_if.changed_structure import ChangedStructure, changed_structure
 from ntk_laplace.structures.what_if.newton import Iterate, Objective, descend
 
-__all__ = ["at_optimum", "stepped", "stepped_once"]
-
 
 def stepped(
     fitted: FittedModel, points: TrainingPoints, added: Structure | None, steps: int | None

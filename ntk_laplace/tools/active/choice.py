@@ -17,8 +17,6 @@ from ntk_laplace.tools.active.scores import about, crossed, part_score, require_
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Selection", "select"]
-
 
 @dataclass(frozen=True)
 class Selection:

@@ -9,8 +9,6 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior import Posterior
 
-__all__ = ["Pool", "log_det_half", "root_of"]
-
 
 class Pool:
     """Posterior covariance V of f at n inputs, and its whitened form A = SᵀVS, with S Sᵀ = Λ at the network's outputs.

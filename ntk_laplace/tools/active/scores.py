@@ -17,8 +17,6 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.tools.active.pool import Pool, log_det_half, root_of
 
-__all__ = ["METHODS", "about", "crossed", "part_score", "require_options", "score"]
-
 METHODS = ("information", "bald", "epig", "variance")
 _MOST_VECTORS = 2**10  # of labels of one example
 

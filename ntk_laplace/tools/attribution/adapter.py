@@ -17,8 +17,6 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import SPREADS
 from ntk_laplace.runtime.panels import panels
 
-__all__ = ["Attributor", "predicted"]
-
 
 @dataclass(frozen=True)
 class Attributor:

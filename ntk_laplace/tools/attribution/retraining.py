@@ -18,8 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.runtime.progress import track
 
-__all__ = ["random_halves", "retrain", "without_each_in_turn"]
-
 Train = Callable[[NDArray[np.int64], int], ArrayLike]
 
 

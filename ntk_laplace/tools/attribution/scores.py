@@ -18,19 +18,6 @@ from ntk_laplace.errors import DataError, NonFiniteError, is_number
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "Agreement",
-    "RemovalCurve",
-    "Score",
-    "additive",
-    "datamodeling_score",
-    "leave_one_out_agreement",
-    "mislabel_auroc",
-    "mislabels_found",
-    "removal_curve",
-    "seed_ceiling",
-]
-
 
 @dataclass(frozen=True)
 class Score:

@@ -15,8 +15,6 @@ from ntk_laplace.tools.botorch.gaussian_model import GaussianModel
 from ntk_laplace.tools.botorch.model import LaplaceModel
 from ntk_laplace.tools.botorch.surrogate import transformed
 
-__all__ = ["LaplaceEnsemble"]
-
 
 class LaplaceEnsemble(GaussianModel):
     """The mixture of several models' posteriors, of which `posterior` is the Gaussian with the same moments.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FourierFeatures", "FourierNetwork"]
-
 _FREQUENCIES = 512  # K
 _SCALE = math.log(2.0) + 0.5  # mean of log s + ½ log d: the length scale is then about 0.3 √d in a unit cube
 _LOG_NOISE = -4.0  # mean of the log noise variance of standardized outcomes, as in BoTorch's Gaussian processes

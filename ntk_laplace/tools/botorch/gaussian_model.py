@@ -21,8 +21,6 @@ from torch import Size, Tensor
 from ntk_laplace.errors import DataError, UnsupportedError, is_flag, require_whole
 from ntk_laplace.tools.botorch.observations import concatenated
 
-__all__ = ["GaussianModel", "require_transforms"]
-
 
 def require_transforms(input_transform: object, outcome_transform: object) -> None:
     """Refuse what is no transform of BoTorch (UnsupportedError)."""

@@ -24,8 +24,6 @@ from ntk_laplace.tools.botorch.gaussian_model import GaussianModel
 from ntk_laplace.tools.botorch.observations import ROUNDING, Observations
 from ntk_laplace.tools.botorch.surrogate import Surrogate, transformed
 
-__all__ = ["LaplaceModel"]
-
 
 class LaplaceModel(GaussianModel):
     """A Laplace posterior as a BoTorch model: batches of joint points, with gradients in them.

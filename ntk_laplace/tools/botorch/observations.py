@@ -12,8 +12,6 @@ from torch import Tensor
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.posterior.differentiable import DifferentiableModel
 
-__all__ = ["ROUNDING", "Observations", "concatenated"]
-
 ROUNDING = 256  # units of rounding of the prior variance that are added to variances before a Cholesky factorization
 
 

@@ -12,8 +12,6 @@ from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 
-__all__ = ["gauss_newton", "lbfgs"]
-
 _DAMPING, _LEAST_DAMPING, _MOST_DAMPING = 1e-2, 1e-6, 1e8  # of the prior precision
 _DECREASE = 1e-5  # nats: a step that gains less is the last
 

@@ -13,8 +13,6 @@ from torch import Size, Tensor
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.botorch.gaussian_model import GaussianModel
 
-__all__ = ["LaplacePath"]
-
 
 class LaplacePath(SamplePath):
     """Draws from a model's posterior, its `thompson_path`, in the shapes of BoTorch's paths.

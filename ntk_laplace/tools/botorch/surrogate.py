@@ -27,8 +27,6 @@ from ntk_laplace.tools.botorch.gaussian_model import require_transforms
 from ntk_laplace.tools.botorch.optimizers import gauss_newton, lbfgs
 from ntk_laplace.tools.estimators.networks import network_of
 
-__all__ = ["Surrogate", "transformed"]
-
 _FIRST_SCALE = 2.0  # of the first layer's weights, relative to torch's: shorter length scales, by the evidence
 _FIRST_NOISE = 1e-2  # where the noise is learned, of standardized outcomes
 _OTHER_PRIOR = "Leave it out: a warm start takes over the prior. Or leave out warm_start."

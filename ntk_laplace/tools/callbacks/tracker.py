@@ -40,8 +40,6 @@ from ntk_laplace.runtime.serialization import (
 )
 from ntk_laplace.structures import Settings, StructureSpec
 
-__all__ = ["EvidenceTracker", "TrackedEvidence", "TracksEvidence"]
-
 
 @dataclass(frozen=True)
 class TrackedEvidence:

@@ -18,8 +18,6 @@ from ntk_laplace.model.data import Inputs
 from ntk_laplace.tools.cli.python_files import first_few, require_file
 from ntk_laplace.tools.cli.tables import COMPRESSED, TABLES
 
-__all__ = ["ARRAYS", "load_data", "load_inputs", "load_sources"]
-
 _TABLES = {  # formats of other tables, with the pandas function that reads each
     ".tsv": "read_csv({}, sep='\\t')",
     ".txt": "read_csv({}, sep=None, engine='python')",

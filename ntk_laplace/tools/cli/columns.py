@@ -15,8 +15,6 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few
 from ntk_laplace.tools.cli.tables import numbers, require_64_bits, require_names, require_present, row_words
 
-__all__ = ["InputColumns"]
-
 _MOST = 100  # categories of one column
 
 

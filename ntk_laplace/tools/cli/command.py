@@ -41,8 +41,6 @@ from ntk_laplace.tools.cli.options import (
 )
 from ntk_laplace.tools.cli.tables import TABLES, is_table
 
-__all__ = ["main"]
-
 OK, FAILED, INTERRUPTED = 0, 1, 130  # 2, wrong usage, is that of argparse
 
 

@@ -18,8 +18,6 @@ from ntk_laplace import metrics
 from ntk_laplace.errors import untold
 from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table
 
-__all__ = ["Described", "Model", "describe", "tell_first", "tell_scores"]
-
 _POSTERIOR = "posterior"
 _SHOWN = 5  # predictions that are printed
 

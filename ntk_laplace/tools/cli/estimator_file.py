@@ -31,8 +31,6 @@ from ntk_laplace.tools.cli.tables import (
 )
 from ntk_laplace.tools.estimators.base import training_data
 
-__all__ = ["Estimator", "NewExamples", "load_estimator", "save_estimator"]
-
 _AGAIN = "Pass the model.joblib that ntk-laplace fit wrote, or FILE.py with --checkpoint and --data."
 _TOLD = "_command"  # the attribute with what the command knows beyond the estimator
 

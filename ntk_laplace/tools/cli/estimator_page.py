@@ -14,8 +14,6 @@ from ntk_laplace.tools.cli.estimator_file import Estimator, NewExamples
 from ntk_laplace.tools.estimators.units import in_units
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
-__all__ = ["estimator_page", "in_words"]
-
 
 def estimator_page(
     estimator: Estimator, new: NewExamples, shape: Sequence[int] | None = None,

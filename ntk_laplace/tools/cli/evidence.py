@@ -13,8 +13,6 @@ from ntk_laplace.tools.cli.estimator_file import load_estimator
 from ntk_laplace.tools.cli.model import bring, require_writable, settings_of
 from ntk_laplace.tools.cli.options import is_estimator
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> None:
     """Load, compare, print, write.

@@ -32,8 +32,6 @@ from ntk_laplace.tools.cli.tables import (
     without_sources,
 )
 
-__all__ = ["Examples", "array_rows", "example_names", "read_examples", "table_labels"]
-
 _FEWEST = 10  # rows
 _FEW = 10  # whole numbers that are classes
 

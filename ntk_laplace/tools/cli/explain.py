@@ -13,8 +13,6 @@ from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.tables import require_sources
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> None:
     """Load, fit, explain, write.

@@ -23,8 +23,6 @@ from ntk_laplace.tools.cli.model import require_writable
 from ntk_laplace.tools.cli.python_files import first_few, load_network
 from ntk_laplace.tools.cli.tables import require_sources
 
-__all__ = ["run"]
-
 _HELD_OUT = 0.2
 _COLUMNS = 10  # of the largest relevance, that are printed
 _EXPLAINED = 200  # held-out rows on the page at most

@@ -15,8 +15,6 @@ from torch import nn
 from ntk_laplace.errors import DataError, first_line
 from ntk_laplace.tools.cli.python_files import first_few
 
-__all__ = ["ImageFolder", "ImageNetwork", "read_images", "require_no_sources"]
-
 _GRAY, _COLOR = ("1", "L"), ("LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow, with 8 bits per channel
 _LARGEST = 4  # side of the images that the last layer takes
 

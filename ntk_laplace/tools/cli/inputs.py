@@ -30,8 +30,6 @@ from ntk_laplace.tools.cli.tables import (
     without_sources,
 )
 
-__all__ = ["Files"]
-
 
 class Files:
     """The data files of one command: tables, folders of images, ``.npz`` and ``.pt`` files of arrays.

@@ -13,8 +13,6 @@ from typing import Any
 from ntk_laplace.model.likelihoods import Likelihood, registered_likelihoods
 from ntk_laplace.tools.cli.python_files import load_likelihood
 
-__all__ = ["LikelihoodName", "add_likelihood_options", "build_likelihood", "likelihood_fault", "positive"]
-
 
 @dataclass(frozen=True)
 class LikelihoodName:

@@ -19,8 +19,6 @@ from ntk_laplace.tools.cli.likelihood import build_likelihood
 from ntk_laplace.tools.cli.python_files import load_network
 from ntk_laplace.tools.cli.weights import check_forward, load_weights
 
-__all__ = ["Model", "bring", "require_writable", "settings_of"]
-
 
 @dataclass(frozen=True)
 class Model:

@@ -10,28 +10,6 @@ from typing import Any
 from ntk_laplace.tools.cli.likelihood import add_likelihood_options, positive
 from ntk_laplace.tools.cli.tables import TABLES
 
-__all__ = [
-    "DROP",
-    "FACTORY",
-    "GROUP",
-    "TARGET",
-    "add_model_options",
-    "count",
-    "csv_file",
-    "directory",
-    "html_file",
-    "image_shape",
-    "is_estimator",
-    "level",
-    "names",
-    "network_fault",
-    "png_file",
-    "seed",
-    "source",
-    "structures",
-    "widths",
-]
-
 FACTORY = "make_network"
 TARGET: dict[str, Any] = {  # of the option --target
     "action": "append", "metavar": "COLUMN",

@@ -7,8 +7,6 @@ import argparse
 import ntk_laplace as ntkl
 from ntk_laplace.tools.cli.model import bring, require_writable
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> None:
     """Load, forecast, print, write.

@@ -20,8 +20,6 @@ from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_table
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
 
-__all__ = ["run"]
-
 _SHOWN = 8  # precisions or noises that are told
 
 

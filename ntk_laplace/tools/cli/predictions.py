@@ -21,9 +21,6 @@ from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import joined
 from ntk_laplace.posterior.conformal.quantiles import fewest_points
 
-__all__ = ["CALIBRATED", "NETWORK", "POSTERIOR", "Judged", "Predictions", "as_set", "score_format", "score_table",
-    "single_labels"]
-
 NETWORK, POSTERIOR, CALIBRATED = "network alone", "posterior as it is", "calibrated posterior"
 _CHUNK = 512
 

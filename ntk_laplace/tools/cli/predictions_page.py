@@ -11,8 +11,6 @@ from ntk_laplace import plotting
 from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_format
 from ntk_laplace.tools.report import Page
 
-__all__ = ["build", "doubts", "summary"]
-
 _LEVELS = tuple(np.linspace(0.05, 0.95, 19))
 _LISTED = 15  # inputs in each list
 _DEVIATIONS = 4.0  # standard deviations of a coverage by chance, of which 1 in 30,000 is as low

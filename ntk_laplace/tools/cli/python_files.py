@@ -14,8 +14,6 @@ from torch import nn
 from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, UnsupportedError, first_line
 from ntk_laplace.model.likelihoods import Likelihood
 
-__all__ = ["first_few", "load_likelihood", "load_network", "require_file", "run_file"]
-
 
 def load_network(path: Path, factory: str) -> nn.Module:
     """Run a Python file and call its function that returns the network.

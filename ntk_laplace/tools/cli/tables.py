@@ -23,10 +23,6 @@ from pandas.api.types import (
 from ntk_laplace.errors import DataError, first_line
 from ntk_laplace.tools.cli.python_files import first_few, require_file
 
-__all__ = ["COMPRESSED", "TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table",
-    "require_64_bits", "require_columns", "require_names", "require_no_dropped", "require_present", "require_sources",
-    "row_words", "target_classes", "without_dropped", "without_sources"]
-
 TABLES = ".csv, .parquet, .feather or .arrow"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
 # types of what pandas keeps as objects: the last two where values are missing

@@ -17,8 +17,6 @@ from ntk_laplace.model.network import Caller
 from ntk_laplace.runtime.serialization import is_safetensors, read_tensors
 from ntk_laplace.tools.cli.python_files import first_few, require_file
 
-__all__ = ["check_forward", "load_weights"]
-
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _PREFIXES = ("module.", "_orig_mod.")  # added by DataParallel and torch.compile
 

@@ -40,8 +40,6 @@ from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.structures import Settings, StructureSpec, structure_names
 from ntk_laplace.tools.comparison.table import EvidenceComparison, StructureEvidence
 
-__all__ = ["ComparisonInterrupted", "compare_evidence", "in_words", "labels_of", "require_scores"]
-
 _OF_STRUCTURES = (MemoryBudgetError, HyperparameterError, UnsupportedError, NumericalError)
 """Errors that may not occur with another structure."""
 

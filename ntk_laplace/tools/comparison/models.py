@@ -16,8 +16,6 @@ from ntk_laplace.tools.comparison.compare import require_scores
 from ntk_laplace.tools.comparison.priors import PriorCheck, check_prior
 from ntk_laplace.tools.comparison.ranking import BOUNDS, CRITERIA, SAMPLED, ModelComparison, ModelScores
 
-__all__ = ["compare_models"]
-
 _SHARE = 0.8  # default fraction of the data that the conditional evidence conditions on
 _CONDITIONAL = ("auto", "evidence", "average", "none")
 

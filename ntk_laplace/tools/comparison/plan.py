@@ -31,8 +31,6 @@ from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.tools.comparison.compare import in_words, labels_of
 from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of, notes_of
 
-__all__ = ["Plan", "StructurePlan", "duration", "plan"]
-
 
 @dataclass(frozen=True)
 class StructurePlan:

@@ -10,8 +10,6 @@ from torch import Tensor
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.structures.evidence import Evidence
 
-__all__ = ["PriorCheck", "check_prior"]
-
 _RATIO, _NATS, _SHARE = 2.0, 3.0, 0.1  # variance ratio; gap in nats beyond chance; gap over |evidence|
 
 

@@ -13,8 +13,6 @@ from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BOUNDS", "CRITERIA", "SAMPLED", "ModelComparison", "ModelScores"]
-
 CRITERIA = ("evidence", "conditional", "loo", "bic", "aic")
 BOUNDS = {"elbo": "glm", "elbo_nn": "nn"}
 """Columns with a lower bound of the evidence, and the method of each."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import pandas
     from _typeshed import DataclassInstance
 
-__all__ = ["Rows", "aligned", "cells_of", "notes_of"]
-
 Row = TypeVar("Row", bound="DataclassInstance")
 
 

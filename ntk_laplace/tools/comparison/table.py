@@ -13,8 +13,6 @@ from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of, notes_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EvidenceComparison", "StructureEvidence"]
-
 
 _OPTIONAL = ("difference", "correction", "standard_error", "elbo", "elbo_error", "importance",
              "importance_error")

@@ -10,8 +10,6 @@ from sklearn.datasets import load_diabetes, load_digits, make_moons
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-__all__ = ["Split", "diabetes", "digits", "moons", "wave"]
-
 
 @dataclass(frozen=True)
 class Split:

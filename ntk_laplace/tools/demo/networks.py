@@ -16,8 +16,6 @@ from ntk_laplace.model.optimum import Descent, Held
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.random_state import seeded_rng
 
-__all__ = ["cnn", "mlp", "seeded", "train_map"]
-
 _ITERATIONS = 20  # of L-BFGS between two looks
 
 

@@ -9,8 +9,6 @@ from ntk_laplace.tools.demo.pictures import Picture
 from ntk_laplace.tools.demo.study import Study
 from ntk_laplace.tools.report import Page
 
-__all__ = ["EXPLORER", "SCORES", "build", "score_rows"]
-
 EXPLORER = "explanations.html"
 """File name of the interactive page of explanations."""
 

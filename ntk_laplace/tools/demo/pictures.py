@@ -19,17 +19,6 @@ from ntk_laplace.tools.demo.data import Split
 from ntk_laplace.tools.demo.problems import Problem
 from ntk_laplace.tools.demo.study import BINS, LEVELS, Choice, Study, confidence
 
-__all__ = [
-    "Picture",
-    "calibration",
-    "coverage",
-    "explanation",
-    "selection",
-    "structures",
-    "uncertainty_1d",
-    "uncertainty_2d",
-    "unseen",
-]
 
 @dataclass(frozen=True)
 class Picture:

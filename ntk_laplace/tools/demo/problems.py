@@ -11,8 +11,6 @@ import ntk_laplace as ntkl
 from ntk_laplace.tools.demo import data
 from ntk_laplace.tools.demo.networks import cnn, mlp
 
-__all__ = ["Problem", "miniature", "problems", "toys"]
-
 DIGITS_PAIR, DIGITS, DIABETES = "digits_4_vs_9", "digits_ten_classes", "diabetes"
 
 

@@ -18,8 +18,6 @@ from ntk_laplace.tools.demo.problems import DIABETES, DIGITS, DIGITS_PAIR, Probl
 from ntk_laplace.tools.demo.screen import Screen, evidence_table, score_table
 from ntk_laplace.tools.demo.study import Choice, Study, settled, study
 
-__all__ = ["run_demo"]
-
 _EXPLAINED = 200  # held-out images on the page of explanations
 
 

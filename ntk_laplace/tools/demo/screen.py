@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Screen", "evidence_table", "score_table"]
-
 
 class Screen:
     """Shows progress: a bar on a terminal, one line per step if the output is a file.

@@ -19,8 +19,6 @@ from ntk_laplace.errors import untold
 from ntk_laplace.tools.demo.networks import seeded, train_map
 from ntk_laplace.tools.demo.problems import Problem
 
-__all__ = ["Candidate", "Choice", "Study", "confidence", "score_candidates", "settled", "study"]
-
 Report = Callable[[str], None]
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 BINS = 10

@@ -42,8 +42,6 @@ from ntk_laplace.tools.estimators.tables import Array, Standardized, require_num
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory, train_from_starts, train_with_evidence
 
-__all__ = ["LaplaceEstimator", "training_data"]
-
 _PRECISIONS = (1.0, 0.1)  # prior precisions that the training of an "mlp" starts from
 
 

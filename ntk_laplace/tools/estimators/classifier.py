@@ -16,8 +16,6 @@ from ntk_laplace.model.likelihoods import Categorical
 from ntk_laplace.tools.estimators.base import LaplaceEstimator
 from ntk_laplace.tools.estimators.tables import Array
 
-__all__ = ["LaplaceClassifier"]
-
 
 class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
     """A network trained with its evidence, and the Gaussian process that it is, as a scikit-learn classifier.

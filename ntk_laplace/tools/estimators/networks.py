@@ -25,8 +25,6 @@ from ntk_laplace.errors import (
 from ntk_laplace.model.objective import in_mode
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["ACTIVATIONS", "is_module", "network_of", "with_outputs"]
-
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity,
 }

@@ -20,8 +20,6 @@ from ntk_laplace.tools.estimators.tables import Array, Standardized
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
-__all__ = ["LaplaceRegressor"]
-
 _EVALUATIONS = 15  # evaluations of the evidence in a training
 _STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their size
 # where each target has its noise, a step takes two passes over the data; on six tables as good, in 0.4 of the time

@@ -11,8 +11,6 @@ from sklearn.preprocessing import StandardScaler
 
 from ntk_laplace.errors import DataError
 
-__all__ = ["Array", "Standardized", "require_numbers"]
-
 Array = NDArray[np.floating[Any]]
 
 _SMALLEST = 1e-140

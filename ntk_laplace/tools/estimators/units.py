@@ -10,8 +10,6 @@ from numpy.typing import ArrayLike
 
 from ntk_laplace.posterior.explain import SPREADS, Explanation, Ranking, SourceEffects
 
-__all__ = ["Explained", "in_units"]
-
 Explained = TypeVar("Explained", bound=Explanation | Ranking | SourceEffects)
 
 _SHIFTED = ("f", "offset", "outputs", "targets")  # the others are differences

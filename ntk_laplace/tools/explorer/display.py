@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["rounded"]
-
 
 def rounded(value: Any) -> Any:
     """Round numbers to four digits; None for one that is not finite."""

@@ -19,8 +19,6 @@ from ntk_laplace.runtime.progress import track
 from ntk_laplace.tools.explorer.display import rounded
 from ntk_laplace.tools.explorer.sprites import images_of, sheet
 
-__all__ = ["Naming", "gather"]
-
 _AT_ONCE = 32 * 2**20  # entries of an (n, N, C) array; bounds the inputs explained at a time
 _HELD = 512 * 2**20  # bytes of Jacobian rows of the displayed training points in memory at a time
 _ALL_PICTURES = 2000  # with more training points only the displayed ones get a picture

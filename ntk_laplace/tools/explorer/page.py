@@ -22,8 +22,6 @@ from ntk_laplace.tools.explorer.gather import Naming, gather
 from ntk_laplace.tools.explorer.sources import HTML, with_sources
 from ntk_laplace.tools.report import document
 
-__all__ = ["ExplorerPage", "explore"]
-
 _BODY = """
 <header><h1>{title}</h1><p class="lead">{summary}</p></header>
 <main>

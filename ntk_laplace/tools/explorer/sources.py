@@ -12,8 +12,6 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import SourceEffects
 from ntk_laplace.tools.explorer.display import rounded
 
-__all__ = ["HTML", "with_sources"]
-
 HTML = """
 <section class="panel" aria-labelledby="by-source"><h2 id="by-source">Sources of the training data</h2>
 <p class="soft">All points of a source leave together. The sum of single effects leaves out one point at a time, with

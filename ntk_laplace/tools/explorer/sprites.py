@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ntk_laplace.model.data.pictures import pictures_of, shades
 
-__all__ = ["images_of", "sheet"]
-
 _LARGEST = 64  # maximum side in pixels; larger images are subsampled
 
 
