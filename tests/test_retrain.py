@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ntk_laplace.model.data import Batches
 from ntk_laplace.model.network import Caller
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Descent, Held
+from ntk_laplace.posterior.convergence import WatchedFit
 from ntk_laplace.posterior.explain.reliability import newton_decrement
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel
@@ -462,3 +464,51 @@ def test_a_wall_turns_the_search_back() -> None:
         pass
     descent.settle()
     assert network.weight.item() == pytest.approx(1.49, abs=1e-4)
+
+
+# --- the evidence at the optimum
+
+
+def test_less_evidence_than_before_is_told() -> None:
+    """By more than a tenth of a nat a point, and of the same structure."""
+    data = sine()
+    trained = posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.1)).retrain(data, **KEPT)
+    untrained = posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.1))
+    low, high = (float(one.log_marginal_likelihood().detach()) for one in (untrained, trained))
+    assert high - low > 0.1 * len(data[0])
+    falling, rising = iter([trained.fitted, untrained.fitted]), iter([untrained.fitted, trained.fitted])
+    watched = WatchedFit(lambda: next(falling))
+    watched()
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=f"from {high:.4g} to {low:.4g} nats; look"):
+        watched.tell_fall(watched(), "look")
+    watched = WatchedFit(lambda: next(rising))
+    watched()
+    watched.tell_fall(watched(), "look")
+    other = posterior_of(trained.network.module, data, ntkl.Gaussian(0.1), structure="diag")
+    assert abs(float(other.log_marginal_likelihood().detach()) - high) > 1.0
+    changed = iter([other.fitted, trained.fitted, untrained.fitted])
+    watched = WatchedFit(lambda: next(changed))
+    watched(), watched()
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=f"from {high:.4g} to"):
+        watched.tell_fall(watched(), "look")
+
+
+def test_trainings_compare_the_evidence_before_and_at_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, data = overfitted()
+    posterior = posterior_of(network, data, ntkl.Gaussian(0.01), prior=ntkl.GaussianPrior(1e-3))
+    monkeypatch.setattr(tuning, "EVIDENCE_FALL", -1e9)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="compare the network") as told:
+        found = posterior.retrain(data, rounds=2, evidence_steps=2, predictive=None)
+    assert f"to {float(found.log_marginal_likelihood().detach()):.4g} nats" in _fall(told)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="predictive=None") as told:
+        training = ntkl.train_with_evidence(mlp(1, 6, 1), data, ntkl.Gaussian(0.1), None, "gp", epochs=4,
+                                            batch_size=None, predictive="loo")
+    assert f"from {training.evidence:.4g} to {float(training.posterior.log_marginal_likelihood()):.4g}" in _fall(told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ntkl.NTKLaplaceWarning)
+        found.retrain(data, **KEPT)  # to the optimum, whatever its evidence
+
+
+def _fall(told: pytest.WarningsRecorder) -> str:
+    """The warning of less evidence."""
+    return next(str(one.message) for one in told if "lowered the evidence" in str(one.message))

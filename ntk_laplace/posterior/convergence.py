@@ -10,9 +10,37 @@ from ntk_laplace.model.optimum import Descent, Held
 from ntk_laplace.posterior.explain.reliability import newton_decrement
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
-from ntk_laplace.structures import FittedModel
+from ntk_laplace.structures import FittedModel, StructureSpec
+from ntk_laplace.structures.evidence import evidence
 
 _ITERATIONS = 10  # of L-BFGS between two looks
+
+
+class WatchedFit:
+    """A fit at the network's present weights, which knows the evidence of its first result.
+
+    Parameters
+    ----------
+    fit : callable
+        Where it changes to another structure, the first result is that of the new one.
+    """
+
+    def __init__(self, fit: Callable[[], FittedModel]) -> None:
+        self._fit, self._before = fit, 0.0
+        self._spec: StructureSpec | None = None
+
+    def __call__(self) -> FittedModel:
+        found = self._fit()
+        if found.structure.spec != self._spec:
+            self._spec, self._before = found.structure.spec, float(evidence(found))
+        return found
+
+    def tell_fall(self, last: FittedModel, remedy: str) -> None:
+        """Warn where training to the optimum has cost evidence: there the network fits what was left alone before."""
+        after = float(evidence(last))
+        if self._before - after > tuning.EVIDENCE_FALL * last.total:
+            warn(f"training to the optimum of the log joint has lowered the evidence from {self._before:.4g} to "
+                 f"{after:.4g} nats; {remedy}")
 
 
 def converged(

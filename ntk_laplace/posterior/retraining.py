@@ -25,7 +25,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior.alternation import alternate
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.calibration import CalibrationVerbs
-from ntk_laplace.posterior.convergence import converged
+from ntk_laplace.posterior.convergence import WatchedFit, converged
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.structures import KFAC, FittedModel, LinearizedModel, StructureSpec
@@ -79,7 +79,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         -------
         Posterior
             Of the copy, with the same structure. Its weights are ``posterior.network.theta``. Warnings tell of an
-            optimum that was not reached, and of leave-one-out that is not to be trusted.
+            optimum that was not reached, or that has less evidence than the weights before L-BFGS, and of leave-one-out
+            that is not to be trusted.
 
         Raises
         ------
@@ -133,8 +134,11 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
                 own = _of_the_evidence(spec, objective)
                 alternate(lambda: self._derived(fit(own, batches)), lambda: network.theta.to(self.dtype), objective,
                           held, rounds, evidence_steps, shown)
-            fitted = converged(objective, held, partial(fit, spec, batches), steps, tolerance, _AIM * tolerance, shown,
+            watched = WatchedFit(partial(fit, spec, batches))
+            fitted = converged(objective, held, watched, steps, tolerance, _AIM * tolerance, shown,
                                f"pass more than steps={steps}")
+            if evidence_steps:
+                watched.tell_fall(fitted, "compare the network with the one before, on held-out data")
         except KeyboardInterrupt as cause:
             raise RetrainingInterrupted(network.module, model.likelihood, model.prior) from cause
         model = fitted.model

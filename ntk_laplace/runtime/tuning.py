@@ -150,6 +150,7 @@ PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # order of the matrices whose al
 # --- limits that a user can notice
 
 MISSED = 1.25  # error of an evidence over the wished one, above which a warning is issued
+EVIDENCE_FALL = 0.1  # nats a point of evidence that training to an optimum loses, above which a warning is issued
 
 PROGRESS_DELAY = 0.5  # seconds of a pass or of predictions after which a progress bar appears on a terminal
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal

@@ -17,7 +17,7 @@ from ntk_laplace.model.data import Batches
 from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.model.optimum import Held
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.posterior.convergence import converged
+from ntk_laplace.posterior.convergence import WatchedFit, converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.posterior.hyperparameters import Ascent, Variables
 from ntk_laplace.posterior.hyperparameters.objectives import Differentiable
@@ -37,7 +37,6 @@ FORMAT = FileFormat(
     "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path).",
 )
 
-_FALL = 0.1  # fall of the evidence, in nats a point, above which a warning is issued
 _SLOPE = 0.12  # gain of a Newton step in the noise, in nats a point, above which a warning is issued
 _STEPS = 160  # iterations of L-BFGS after the epochs, at most: networks with kinks predict no better after 300
 
@@ -173,10 +172,9 @@ class Run:
         self.posterior = None  # release the factors
         own, network = self.model, self.model.network
         model, reason = own.exact(), ""
-        before: float | None = None  # evidence at the weights that the epochs have found
 
         def fit() -> FittedModel:
-            nonlocal model, reason, before
+            nonlocal model, reason
             try:
                 found = model.posterior(quietly=True)
             except (MemoryBudgetError, UnsupportedError) as error:  # such as a density that only "ef" takes
@@ -184,22 +182,21 @@ class Run:
                     raise
                 why = "does not fit" if isinstance(error, MemoryBudgetError) else "is not possible"
                 model, reason = own, f"as in the training, because exact inference {why}: {error}"
-                before = None  # of another structure
                 found = own.posterior(quietly=True)
             reason = reason or found.reason
-            before = float(found.log_marginal_likelihood().detach()) if before is None else before
             return found.fitted
 
+        watched = WatchedFit(fit)
         with in_mode(network, training=False):
             data = Held(Batches(own.data, settings.batch_size, self.device, self.minibatches.dtype, own.targets))
             try:
-                fitted = converged(self.objective, data, fit, _STEPS, MOST_DECREMENT, MOST_DECREMENT,
+                fitted = converged(self.objective, data, watched, _STEPS, MOST_DECREMENT, MOST_DECREMENT,
                                    settings.progress, "in Python, call posterior.retrain(data) for more steps")
             except NumericalError as error:
                 warn(f"the network stays at the weights of the best evidence: {error}")
-                fitted = fit()
+                fitted = watched()
+        watched.tell_fall(fitted, "in Python, predictive=None ends at the weights before")
         posterior = Posterior(fitted, reason)
-        _tell_fall(before, float(posterior.log_marginal_likelihood().detach()), fitted.total)
         found = None
         if fitted.exact:
             _tell_slope(posterior, self.ascent.which, fitted.total)
@@ -290,10 +287,3 @@ def _tell_slope(posterior: Posterior, which: Sequence[str] | None, count: float)
         if not name.startswith("precision[") and slope**2 > _SLOPE * count**2:
             warn(f"{name} is not at the optimum of the evidence after these epochs: the slope is {slope:.4g} nats per "
                  "unit of its logarithm; train for more epochs, or in Python call posterior.retrain(data)")
-
-
-def _tell_fall(before: float | None, after: float, count: float) -> None:
-    """Warn where training to the optimum has cost evidence: there the network fits what the epochs have left alone."""
-    if before is not None and before - after > _FALL * count:
-        warn(f"training to the optimum of the log joint has lowered the evidence from {before:.4g} to {after:.4g} "
-             "nats; in Python, predictive=None ends at the weights before")
