@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import joblib
@@ -94,7 +95,14 @@ def test_later_tables_have_the_columns_as_they_are(frame: pandas.DataFrame, caps
     assert cli.main(["explain", "own/model.joblib", "--inputs", "new.csv", "--out", "e.html"]) == 1
     frame.to_csv("new.csv", index=False)
     assert cli.main(["explain", "own/model.joblib", "--inputs", "new.csv", "--out", "e.html"]) == 0
-    assert "kind=ash" in Path("e.html").read_text()
+    rows = json.loads(Path("e.html").read_text().partition('id="data">')[2].partition("</script>")[0])["rows"]
+    assert rows["features"] == ["width", "kind", "height", "code"]  # a category is one value
+    wanted = frame[rows["features"]].to_numpy().tolist()
+    for row, own in zip(rows["points"], wanted, strict=True):
+        assert row == [None if np.isnan(own[0]) else pytest.approx(own[0], rel=1e-3), own[1],
+                       pytest.approx(own[2], rel=1e-3), own[3]]
+    known = {tuple(row[1::2]) for row in wanted}
+    assert rows["training"] and {tuple(row[1::2]) for row in rows["training"].values()} <= known
 
 
 @pytest.mark.parametrize("ending", [".csv", ".parquet"])

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from PIL import Image
@@ -174,6 +175,33 @@ def test_inputs_of_several_parts() -> None:
         same(ours, theirs)
     with pytest.raises(ntkl.DataError, match="the 30 training inputs of the fit; got 12"):
         explore(halves, parts_new, parts_new)
+
+
+def test_values_that_stand_for_the_inputs() -> None:
+    posterior, x, _, x_new, _ = case("classes")
+    new = pandas.DataFrame({"kind": ["oak", None] * 6, "height": np.arange(12) / 7.0, "planted": True})
+    old = pandas.DataFrame({"kind": "elm", "height": np.arange(30) / 7.0, "planted": False})
+    found = explore(posterior, x_new, x, naming=Naming(values=(new, old))).content["rows"]
+    assert found["features"] == ["kind", "height", "planted"]
+    assert found["points"][:2] == [["oak", 0.0, True], [None, 0.1429, True]] and len(found["points"]) == 12
+    wanted = {str(j): ["elm", float(f"{j / 7.0:.4g}"), False] for j in range(30)}
+    assert found["training"] and found["training"].items() <= wanted.items()
+    arrays = Naming(features=["a", "b", "c"], values=(new.to_numpy(), old.to_numpy()))
+    again = explore(posterior, x_new, naming=arrays).content["rows"]  # without training inputs
+    assert again == found | {"features": ["a", "b", "c"]}
+    for values, words in (
+        ((new, old[:5]), r"values of shape \(30, 3\); got \(5, 3\)"), ((new, new), r"values of shape \(30, 3\)"),
+        ((new, old[["kind"]]), r"values of shape \(30, 3\); got \(30, 1\)"),
+        (([1, 2], old), r"values of shape \(12, 1\); got \(2,\)"),
+    ):
+        with pytest.raises(ntkl.DataError, match=words):
+            explore(posterior, x_new, x, naming=Naming(values=values))
+    with pytest.raises(ntkl.DataError, match="3 names of features; got 2"):
+        explore(posterior, x_new, x, naming=Naming(features=["a", "b"], values=(new, old)))
+    with pytest.raises(ntkl.DataError, match="expected a pair of tables as values; got a DataFrame"):
+        explore(posterior, x_new, x, naming=Naming(values=new))
+    with pytest.raises(ntkl.DataError, match="3 names of features; got 0"):
+        explore(posterior, x_new, x, naming=Naming(values=(new.to_numpy(), old.to_numpy())))
 
 
 def test_what_does_not_fit_is_refused() -> None:

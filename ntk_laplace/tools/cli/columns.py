@@ -114,6 +114,20 @@ class InputColumns:
             parts += [gaps] if name in self.filled else []
         return pandas.DataFrame(np.hstack(parts).astype(np.float64), columns=self.features)
 
+    def shown(self, rows: pandas.DataFrame) -> pandas.DataFrame:
+        """Inputs as numbers (n, features), as the columns of the table, with the names of categories and with gaps."""
+        found = {}
+        for name in self.names:
+            known = self.categories.get(name)
+            if known is None:
+                found[name] = rows[name].astype(object)
+            else:
+                number = rows[[f"{name}={value}" for value in known]].to_numpy().argmax(1)
+                found[name] = pandas.Series([known[i] for i in number], rows.index, dtype=object)
+            if name in self.filled:
+                found[name] = found[name].where(rows[f"{name} missing"] < 0.5, None)
+        return pandas.DataFrame(found)
+
     def _indicators(self, column: pandas.Series, path: Path) -> np.ndarray:
         """Whether each row has each category, (n, categories)."""
         known, texts = self.categories[str(column.name)], _texts(column)

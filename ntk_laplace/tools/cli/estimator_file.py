@@ -193,6 +193,12 @@ class Estimator:
         """Inputs of the training points in their own units."""
         return pandas.DataFrame(self.model.original_inputs(self.data[0]), columns=self.features)
 
+    def shown(self, inputs: pandas.DataFrame) -> pandas.DataFrame:
+        """Inputs in their own units as the page of explanations shows them: categories by their names."""
+        if self.columns is None:
+            return inputs.set_axis([f"x{i}" for i in range(inputs.shape[1])], axis=1)
+        return self.columns.shown(inputs)
+
     def read(self, path: Path, what: str, dropped: Sequence[str] | None = None) -> NewExamples:
         """The examples of a file or folder like the training data.
 

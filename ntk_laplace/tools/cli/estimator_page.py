@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pandas
 
 import ntk_laplace as ntkl
 from ntk_laplace.tools.cli.estimator_file import Estimator, NewExamples
@@ -33,25 +32,20 @@ def estimator_page(
     **options
         Of `explore`; with several targets, `output` is the number of that which is explained, by default the first.
     """
-    model, targets, rows, x = estimator.model, estimator.targets, estimator.inputs, new.x
+    model, targets, x = estimator.model, estimator.targets, new.x
     classes = [str(name) for name in getattr(model, "classes_", ())]
     target = ", ".join(targets) + ("" if classes else " (standardized)")
     names = classes or (list(targets) if len(targets) > 1 else None)
     truths = None if new.y is None else model.network_targets(new.y)
-    naming = Naming(names, estimator.features, _picture(shape or estimator.shape), target, new.names, estimator.names)
+    values = None if estimator.shape is not None else (estimator.shown(x), estimator.shown(estimator.inputs))
+    naming = Naming(names, None, _picture(shape or estimator.shape), target, new.names, estimator.names, values)
     if sources is not None and not classes:  # the page has standardized targets
         zero, one = (model.network_targets(np.full((1, len(targets)), end))[0] for end in (0.0, 1.0))
         sources = in_units(sources, one - zero, zero)
     page = explore(model.posterior_, model.network_inputs(x), estimator.data[0], truths, naming=naming,
                    sources=sources, **options)
     # that which the other commands print, of targets in their own units
-    page = replace(page, content=page.content | {"evidence": model.log_marginal_likelihood_value_})
-    shown = page.content["rows"]
-    if shown is None:
-        return page
-    own = {str(index): _four_digits(rows.iloc[int(index)]) for index in shown["training"]}
-    points = [_four_digits(row) for _, row in x.iterrows()]
-    return replace(page, content=page.content | {"rows": shown | {"points": points, "training": own}})
+    return replace(page, content=page.content | {"evidence": model.log_marginal_likelihood_value_})
 
 
 def in_words(sources: ntkl.SourceEffects, names: Sequence[str] | None) -> str:
@@ -66,7 +60,3 @@ def in_words(sources: ntkl.SourceEffects, names: Sequence[str] | None) -> str:
 def _picture(shape: Sequence[int] | None) -> Sequence[int] | None:
     """The shape of images that the page can show."""
     return shape if shape is not None and (len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3))) else None
-
-
-def _four_digits(row: pandas.Series) -> list[float]:
-    return [float(f"{value:.4g}") for value in np.asarray(row)]

@@ -53,10 +53,18 @@ const slots = data.pictures && data.pictures.training
 const trainingPicture = (j, size) =>
   slots.has(j) ? picture(data.pictures.training, slots.get(j), size, `training point ${trainingName(j)}`) : null;
 
+const isNumber = (value) => typeof value === "number";
+// the range of each feature, whose units differ
+const ranges = data.rows ? data.rows.features.map((_, i) => {
+  const known = [...data.rows.points, ...Object.values(data.rows.training || {})].map((row) => row[i]).filter(isNumber);
+  return known.reduce((a, b) => Math.max(a, b), -Infinity) - known.reduce((a, b) => Math.min(a, b), Infinity);
+}) : [];
+const gap = (one, other, i) => (one === other ? 0 : isNumber(one) && isNumber(other) ? Math.abs(one - other) / ranges[i] : 1);
+
 function features(values, other) {
-  const shown = data.rows.features.map((name, i) => ({ name, value: values[i], gap: other ? Math.abs(values[i] - other[i]) : 0 }));
+  const shown = data.rows.features.map((name, i) => ({ name, value: values[i], gap: other ? gap(values[i], other[i], i) : 0 }));
   if (other) shown.sort((a, b) => a.gap - b.gap);
-  return (other ? shown.slice(0, 4) : shown).map((f) => `${f.name} ${number(f.value)}`).join(", ");
+  return (other ? shown.slice(0, 4) : shown).map((f) => `${f.name} ${isNumber(f.value) ? number(f.value) : f.value ?? "missing"}`).join(", ");
 }
 
 // --- the list of inputs

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
@@ -23,6 +25,7 @@ _AT_ONCE = 32 * 2**20  # entries of an (n, N, C) array; bounds the inputs explai
 _HELD = 512 * 2**20  # bytes of Jacobian rows of the displayed training points in memory at a time
 _ALL_PICTURES = 2000  # with more training points only the displayed ones get a picture
 _MOST_FEATURES = 40  # maximum number of displayed features of an input
+_MISSING = "None", "<NA>", "NaT"  # how None and what pandas has for missing values are written
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class Naming:
         Names of the inputs to explain, such as their files; numbers by default.
     training : sequence of str, optional
         Names of the training points.
+    values : pair of tables, optional
+        What is shown in place of the numbers of the inputs to explain, and of the training inputs, such as names of
+        categories: DataFrames, whose columns name the features, or arrays with a number or text for each of `features`.
     """
 
     classes: Sequence[str] | None = None
@@ -51,6 +57,7 @@ class Naming:
     target: str = "target"
     inputs: Sequence[str] | None = None
     training: Sequence[str] | None = None
+    values: tuple[Any, Any] | None = None
 
 
 def gather(
@@ -99,7 +106,7 @@ def gather(
         "points": points,
         "training": _training_set(posterior, left_out),
         "pictures": _pictures(x, training, shown, naming),
-        "rows": _rows(x, training, shown, naming),
+        "rows": _rows(x, training, shown, naming, posterior.num_examples),
     }
 
 
@@ -379,15 +386,42 @@ def _pictures(x: Inputs, training: Inputs | None, shown: list[int], naming: Nami
     return found
 
 
-def _rows(x: Inputs, training: Inputs | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
-    """Features of the inputs, if they are not images."""
-    if not isinstance(x, Tensor) or x.ndim != 2 or naming.shape is not None or x.shape[1] > _MOST_FEATURES:
+def _rows(x: Inputs, training: Inputs | None, shown: list[int], naming: Naming, count: int) -> dict[str, Any] | None:
+    """Values of the inputs and of `count` training points, if they are no images: numbers, or what stands for them."""
+    if not isinstance(x, Tensor) or x.ndim != 2 or naming.shape is not None:
         return None
-    features = naming.features
-    if features is not None and len(features) != x.shape[1]:
-        raise DataError(f"{x.shape[1]} names of features", f"{len(features)}", "Name each column of the inputs once.")
-    names = [str(name) for name in features] if features is not None else [f"x{i}" for i in range(x.shape[1])]
-    found: dict[str, Any] = {"features": names, "points": rounded(x), "training": None}
-    if isinstance(training, Tensor):
-        found["training"] = {str(j): rounded(training[j]) for j in shown}
+    own, known = (x, training) if naming.values is None else _tables(naming.values, len(x), count)
+    names = _feature_names(naming, own.shape[1])
+    if len(names) > _MOST_FEATURES:
+        return None
+    found: dict[str, Any] = {"features": _texts(names), "points": rounded(own.tolist()), "training": None}
+    if isinstance(known, (Tensor, np.ndarray)):
+        found["training"] = {str(j): rounded(known[j].tolist()) for j in shown}
     return found
+
+
+def _feature_names(naming: Naming, count: int) -> Sequence[str]:
+    unnamed = [f"x{i}" for i in range(count)] if naming.values is None else getattr(naming.values[0], "columns", [])
+    names = unnamed if naming.features is None else naming.features
+    if len(names) != count:
+        raise DataError(f"{count} names of features", f"{len(names)}", "Name each column of the inputs once.")
+    return names
+
+
+def _tables(values: Any, *counts: int) -> list[NDArray[Any]]:
+    """Both tables as arrays of numbers and texts, (n, features); None where a value is missing."""
+    if not isinstance(values, (tuple, list)) or len(values) != len(counts):
+        raise DataError("a pair of tables as values", f"a {type(values).__name__}",
+                        "Pass Naming(values=(frame, training_frame)).")
+    found = [np.asarray(rows, dtype=object) for rows in values]
+    width = found[0].shape[1] if found[0].ndim == 2 else 1
+    for table, count in zip(found, counts, strict=True):
+        if table.shape != (count, width):
+            raise DataError(f"values of shape ({count}, {width})", f"{table.shape}",
+                            "Pass a row for each input, and a column for each of the features.")
+    return [np.vectorize(_word, [object])(table) for table in found]
+
+
+def _word(value: Any) -> Any:
+    """A number or text; None where pandas says so."""
+    return value if isinstance(value, (int, float, str)) else None if str(value) in _MISSING else str(value)
