@@ -154,7 +154,7 @@ def test_refusals(tmp_path: Path) -> None:
         ntkl.explore(posterior, NEW, candidates=-1)
     with refused(ntkl.UnsupportedError, "quantity of the outputs", "variance", "explain"):
         posterior.rerank(NEW, by="variance")
-    with refused(ntkl.DataError, "k of at least 1", "0", "one or more"):
+    with refused(ntkl.HyperparameterError, "candidates", "0", "how many points"):
         posterior.rerank(NEW, 0)
     with refused(ntkl.DataError, "0 to 8", "9", ""):
         posterior.rerank(NEW, 2, groups=[[9]])

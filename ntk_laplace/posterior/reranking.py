@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.explain import SPREADS
 from ntk_laplace.posterior.explain.quantity import Output, quantity_of, require_quantity
-from ntk_laplace.posterior.explain.ranked import counted, strongest
+from ntk_laplace.posterior.explain.ranked import strongest
 from ntk_laplace.posterior.explain.reranking import Reranking
 from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.posterior.what_ifs import WhatIfsVerbs, changed_weights
@@ -61,6 +61,8 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
             If there is no such output or point, or as `what_ifs` and `explain`.
         MemoryBudgetError
             As `what_ifs`; no network was moved.
+        HyperparameterError
+            If `candidates` is no whole number of at least 1.
         UnsupportedError
             For a variance.
 
@@ -72,6 +74,7 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         >>> posterior.rerank(x[:2], candidates=3, groups=[[0, 1]]).moving.shape
         torch.Size([2, 3])
         """
+        require_whole("candidates", candidates, 1, "Pass how many points of each input are left out in turn.")
         require_quantity(by)
         if by in SPREADS:
             raise UnsupportedError("a quantity of the outputs, to rank by the network's own changes", repr(by),
@@ -83,7 +86,7 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
                             "Pass for instance groups=[[0, 1], [2]].") from cause
         count, chosen = self.num_examples, tuple(positions(group, self.num_examples) for group in groups)
         linear = self.removal_effects(x, output, by=by, y=y)
-        indices = strongest(linear.abs(), min(counted(candidates, count), count))
+        indices = strongest(linear.abs(), min(candidates, count))
         points = indices.unique()  # of all inputs
         self._require_outputs(len(linear), len(points) + len(chosen))
         weights = self._without(points.unsqueeze(1), chosen)
