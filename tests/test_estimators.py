@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import pickle
 import re
@@ -609,6 +610,13 @@ def test_before_a_fit() -> None:
                 lambda m: m.original_inputs(torch.zeros(1, 1)), lambda m: m.source_effects([[0.0]], ["a"])):
         with pytest.raises(NotFittedError):
             ask(ntkl.LaplaceRegressor())
+
+
+@pytest.mark.parametrize("estimator", [ntkl.LaplaceRegressor, ntkl.LaplaceClassifier])
+def test_tools_of_dataclasses_see_the_parameters_alone(estimator: Any) -> None:
+    model = estimator(epochs=7)
+    assert dataclasses.asdict(model) == model.get_params()
+    assert pd.DataFrame([model]).epochs.tolist() == [7]
 
 
 @pytest.mark.parametrize(("labels", "got"), [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -45,8 +45,23 @@ from ntk_laplace.training import EvidenceHistory, train_from_starts, train_with_
 _PRECISIONS = (1.0, 0.1)  # prior precisions that the training of an "mlp" starts from
 
 
+class _Fitted(BaseEstimator):
+    """What a fit leaves: no fields of the dataclass, whose tools read each field, also before a fit."""
+
+    posterior_: Posterior
+    network_: nn.Module
+    history_: EvidenceHistory | None
+    predictive_fit_: PredictiveFit | None
+    training_index_: NDArray[np.intp]
+    training_point_: NDArray[np.intp]
+    y_train_: NDArray[Any]
+    n_iter_: int
+    n_features_in_: int
+    _constant: NDArray[np.bool_] | bool = False  # which features are; False in fits of earlier versions
+
+
 @dataclass(eq=False, repr=False)
-class LaplaceEstimator(BaseEstimator):
+class LaplaceEstimator(_Fitted):
     """Base class: parameters are those of `LaplaceRegressor` and `LaplaceClassifier`."""
 
     network: Any = "mlp"
@@ -67,17 +82,6 @@ class LaplaceEstimator(BaseEstimator):
     random_state: Any = None
 
     _spread = 1.0  # of the prior, for groups="input"
-
-    posterior_: Posterior = field(init=False)
-    network_: nn.Module = field(init=False)
-    history_: EvidenceHistory | None = field(init=False)
-    predictive_fit_: PredictiveFit | None = field(init=False)
-    training_index_: NDArray[np.intp] = field(init=False)
-    training_point_: NDArray[np.intp] = field(init=False)
-    y_train_: NDArray[Any] = field(init=False)
-    n_iter_: int = field(init=False)
-    n_features_in_: int = field(init=False)
-    _constant: NDArray[np.bool_] | bool = field(init=False, default=False)  # which features are; False in earlier fits
 
     # --- training
 
