@@ -204,6 +204,15 @@ def test_values_that_stand_for_the_inputs() -> None:
         explore(posterior, x_new, x, naming=Naming(values=(new.to_numpy(), old.to_numpy())))
 
 
+def test_whole_numbers_among_the_inputs_keep_their_digits() -> None:
+    posterior, x, _, x_new, _ = case("values")
+    values = pandas.DataFrame({"zip": 98101.0 + np.arange(12), "day": 20150101 + np.arange(12), "area": 12345.6})
+    known = pandas.DataFrame({"zip": np.full(30, np.nextafter(98169.0, 1e6)), "day": 20151231, "area": 12345.6})
+    rows = explore(posterior, x_new, x, naming=Naming(values=(values, known)), k=2).content["rows"]
+    assert rows["points"][1] == [98102, 20150102, 12350.0]
+    assert all(row == [98169, 20151231, 12350.0] for row in rows["training"].values())
+
+
 def test_what_does_not_fit_is_refused() -> None:
     posterior, x, _, x_new, targets = case("classes")
     for arguments, words in (

@@ -9,11 +9,18 @@ from torch import Tensor
 
 
 def rounded(value: Any) -> Any:
-    """Round numbers to four digits; None for one that is not finite."""
+    """Round numbers to four digits; None for one that is not finite.
+
+    Whole numbers, up to the rounding of inputs that were standardized, keep their digits below 2^53: the page shows
+    these in full, and codes and dates among the inputs would be others.
+    """
     if isinstance(value, Tensor):
         value = value.detach().cpu().tolist()
     if isinstance(value, list):
         return [rounded(entry) for entry in value]
     if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        whole = float(round(value))
+        return whole if abs(value - whole) <= 1e-12 * abs(value) < 1e-12 * 2**53 else float(f"{value:.4g}")
     return value
