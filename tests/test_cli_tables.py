@@ -22,7 +22,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.described import describe
-from ntk_laplace.tools.cli.examples import read_examples
+from ntk_laplace.tools.cli.examples import read_examples, table_labels
 from ntk_laplace.tools.cli.predictions import score_table
 from ntk_laplace.tools.cli.tables import read_table, target_classes
 
@@ -576,6 +576,16 @@ def test_whole_numbers_are_classes_by_all_their_digits(folder: Path, monkeypatch
     options = argparse.Namespace(data=Path("t.csv"), target=["price"], task=None, source=None, drop=None,
                                  category=None, fill_missing=False)
     assert np.array_equal(read_examples(options).y, labels)
+
+
+@pytest.mark.parametrize(("value", "remedy"), [
+    (1.5, "Correct the value; fit takes fractions with --task regression."),
+    (1e20, "Write them as names; fit takes them as numbers with --task regression."),
+])
+def test_remedies_for_labels_name_the_command_that_has_the_option(value: float, remedy: str) -> None:
+    """`predict` reads labels too, and has no --task."""
+    with pytest.raises(ntkl.DataError, match=re.escape(f"{value:g} in row 1. {remedy}")):
+        table_labels(pandas.Series([1.0, value, 2.0], name="kind"), Path("new.csv"))
 
 
 def test_scores_in_any_unit() -> None:

@@ -234,9 +234,11 @@ def table_labels(column: pandas.Series, path: Path) -> NDArray[Any]:
     if (values != np.floor(values)).any():
         row = int(np.argmax(values != np.floor(values)))
         raise ntkl.DataError(f"names or whole numbers as classes in column {column.name!r} of {path}",
-                             f"{values[row]:g} in row {row}", "Take --task regression.")
+                             f"{values[row]:g} in row {row}",
+                             "Correct the value; fit takes fractions with --task regression.")
     if (np.abs(values) >= 2.0**63).any():
         row = int(np.argmax(np.abs(values)))
         raise ntkl.DataError(f"whole numbers below 2^63 as classes in column {column.name!r} of {path}",
-                             f"{values[row]:g} in row {row}", "Take --task regression, or write them as names.")
+                             f"{values[row]:g} in row {row}",
+                             "Write them as names; fit takes them as numbers with --task regression.")
     return values.astype(np.int64)
