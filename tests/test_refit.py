@@ -157,6 +157,15 @@ def test_an_objective_without_an_optimum_raises_an_error() -> None:
         posterior.latent_moments(x, mean="posterior")
 
 
+@pytest.mark.parametrize("seed", [0, 1, 5])
+def test_a_noise_that_goes_to_zero_is_no_optimum(seed: int) -> None:
+    torch.manual_seed(seed)
+    network, x, y = nn.Linear(8, 2).double(), torch.randn(6, 8).double(), torch.randn(6, 1).double()
+    posterior = ntkl.laplace(network, (x, y), ntkl.HeteroscedasticGaussian(), ntkl.GaussianPrior(0.1))
+    with pytest.raises(ntkl.NumericalError, match="noise of zero"):
+        posterior.refit()
+
+
 def test_an_empty_change_warns_that_it_is_no_refit() -> None:
     posterior, (_, x, y) = fitted("categorical"), case("categorical")
     for steps in (None, 3):

@@ -123,6 +123,11 @@ def descend(problem: Objective, start: Iterate, steps: int | None) -> tuple[Iter
         before = at
         direction, decrement = problem.direction(at)
         scale = 1.0 + abs(problem.value(at))
+        if decrement < -math.sqrt(eps[0]) * scale:  # gᵀH⁻¹g of a positive definite H
+            raise NumericalError("a Newton step that makes the objective fall",
+                                 f"one whose Newton decrement is {decrement:.2g}: the solve has lost its digits",
+                                 "Use a larger precision, or mean=\"map\" of a prediction. A heteroscedastic model may "
+                                 "explain a point by a noise of zero.")
         # the gain of a step below the rounding of the objective: no line search can see it
         reached = decrement <= eps[0] * scale and decrement <= 4 * last
         if steps is not None or reached:
