@@ -72,8 +72,8 @@ def laplace(
     curvature : str or CurvatureType
         "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``CurvatureType("mc", samples, seed)``).
     parameters : optional
-        Which parameters are linearized: names or prefixes, a predicate, or "last_layer", those of the module that is
-        registered last. Frozen ones are excluded.
+        Which parameters are linearized: names or prefixes, a predicate of name and parameter, or "last_layer", those of
+        the module that is registered last. Frozen ones are excluded.
     dtype : torch.dtype, optional
         Of the algebra; float64 by default. The network runs in its own dtype.
     settings : Settings, optional
