@@ -39,10 +39,13 @@ def filled(values: Tensor, shape: Size) -> Tensor:
 
 def positive(values: Tensor) -> Tensor:
     """The values, if they are positive and finite variances."""
+    if values.numel() == 0 or values.dim() > 2:
+        raise HyperparameterError("noise as a number, or of shape (C,), (N,), (N, C), or (C, C) for a covariance",
+                                  f"shape {tuple(values.shape)}", "Pass variances, or one covariance for all points.")
     bad = ~(values.isfinite() & (values > 0))
-    if values.numel() == 0 or values.dim() > 2 or bad.any():
-        got = f"{float(values[bad][0]):g}" if bad.any() else f"shape {tuple(values.shape)}"
-        raise HyperparameterError("noise variances that are positive and finite", got, "Pass variances above 0.")
+    if bad.any():
+        raise HyperparameterError("noise variances that are positive and finite", f"{float(values[bad][0]):g}",
+                                  "Pass variances above 0.")
     return values
 
 
