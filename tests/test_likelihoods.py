@@ -532,7 +532,7 @@ def test_temperature_is_set_in_place() -> None:
         (lambda: setattr(Gaussian(), "noise", None), "expected noise as a number or a tensor; got None. Pass"),
         (lambda: Categorical("hot"), "expected one temperature that is positive and finite; got 'hot'. Pass"),
         (lambda: Gaussian(float("nan")), "positive and finite; got nan. Pass"),
-        (lambda: Gaussian(torch.ones(2, 2, 2)), "got shape (2, 2, 2). Pass"),
+        (lambda: Gaussian(torch.ones(2, 2, 2)), "(C, C) for a covariance; got shape (2, 2, 2). Pass"),
         (lambda: Gaussian(torch.tensor([])), "got shape (0,). Pass"),
         (lambda: Gaussian(torch.tensor([[1.0, 2.0], [2.0, 1.0]])), "got one that is not positive definite. Noise of"),
         (lambda: Gaussian(torch.tensor([[1.0, 2.0], [0.0, 1.0]])), "not symmetric. Noise of one variance per point"),
