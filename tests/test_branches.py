@@ -110,6 +110,22 @@ class OfTwoHeads(nn.Module):
         return torch.where(m, self.a(x), self.b(x)) if bool(m.any()) else self.b(x)
 
 
+class Experts(nn.Module):
+    """The chosen one of two layers, by its own gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, out = self.gate(x).softmax(1), x.new_zeros(len(x), 2)
+        for k, expert in enumerate((self.a, self.b)):
+            chosen = share.argmax(1) == k
+            if bool(chosen.any()):
+                out = out.masked_scatter(chosen[:, None], share[chosen, k, None] * expert(x[chosen]))
+        return out
+
+
 class Choices(nn.Module):
     """One score for each of several choices."""
 
@@ -230,6 +246,16 @@ def test_a_few_reach_the_chosen_parameters() -> None:
         assert relative_error(found.log_det(), torch.logdet(whole + torch.eye(8).double())) < 1e-9
     with pytest.raises(ntkl.NetworkError, match=r"in the first 40 examples.*begin the data with one that does"):
         ntkl.laplace(network, (signed(40), y), ntkl.Categorical(), parameters="b")
+
+
+@pytest.mark.parametrize("parameters", ["a", "b"])
+def test_one_expert_alone(parameters: str) -> None:
+    network, x = made(Experts), torch.randn(8, 3, generator=torch.Generator().manual_seed(1)).double()
+    found = ntkl.laplace(network, (x, torch.zeros(8, 2)), ntkl.Gaussian(1.0), structure="full", parameters=parameters)
+    mine = slice(8, 16) if parameters == "a" else slice(16, 24)
+    jac = jacobian(network, x)[..., mine].flatten(0, 1)
+    assert 0 < int(jac.any(1).sum()) < 16
+    assert relative_error(found.log_det(), torch.logdet(jac.T @ jac + torch.eye(8).double())) < 1e-9
 
 
 @pytest.mark.parametrize("structure", ["full", "diag", "kfac"])

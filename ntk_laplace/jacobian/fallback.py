@@ -46,6 +46,8 @@ class Fallback:
         found = [parameter.new_zeros(*cotangents.shape[:2], parameter.numel()) for parameter in parameters]
         for example in range(num_examples(x)):
             out = self.network.evaluate(take(x, slice(example, example + 1)))
+            if not out.requires_grad:  # routed past all of these parameters, and no other is chosen
+                continue
             for k, cotangent in enumerate(cotangents[:, example : example + 1]):
                 gradients = torch.autograd.grad(out, parameters, cotangent, retain_graph=True, allow_unused=True)
                 for rows, gradient in zip(found, gradients, strict=True):
