@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ntk_laplace as ntkl
-from ntk_laplace.model.network import Caller, Network, probe
+from ntk_laplace.model.network import Caller, ManyWeights, Network, probe
 from reference import jacobian, relative_error
 from refusals import refused
 
@@ -288,3 +288,27 @@ def test_inputs_that_a_network_writes_into_stay(structure: str) -> None:
     assert torch.equal(x, before)
     rows = posterior.jacobian(x).dense(posterior.network.shapes).transpose(0, 1)
     assert relative_error(rows, jacobian(made(Plain), before.clamp_min(0))) < 1e-12
+
+
+class Spectral(nn.Module):
+    """A filter whose complex weights begin at an odd place of the flat parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weights = nn.Parameter(torch.ones(1)), nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.weights), n=3) * self.first
+
+
+@pytest.mark.filterwarnings("ignore:no factor rule covers")
+def test_complex_views_of_real_weights_are_sampled() -> None:
+    network, (x, _) = made(Spectral), data()
+    posterior = ntkl.laplace(network, (x, x), ntkl.Gaussian(0.1), structure="full")
+    draws = posterior.sample(3, generator=torch.Generator().manual_seed(0))
+    want = []
+    for theta in draws:
+        network.load_state_dict({"first": theta[:1], "weights": theta[1:].view(2, 2)})
+        want.append(network(x).detach())
+    assert relative_error(torch.stack([posterior.network.with_parameters(t, x) for t in draws]), torch.stack(want)) == 0
+    assert relative_error(ManyWeights(posterior.network, x)(draws, x), torch.stack(want)) < 1e-14

@@ -83,7 +83,7 @@ def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
     for name in sorted(chosen):
         if named[name].is_complex():
             raise NetworkError("real parameters", f"{name!r} of {named[name].dtype}",
-                               "Store its real and imaginary parts in one real parameter and use torch.view_as_complex "
+                               "Store its real and imaginary parts in real parameters and join them by torch.complex "
                                "in forward(), or leave it out with parameters=.")
     dtypes = {named[name].dtype for name in chosen}
     devices = {named[name].device for name in chosen}

@@ -232,8 +232,11 @@ class Network(CheckedOutputs):
         return self._in_parts(lambda part: self.call_at(values, part), x, 0)
 
     def values(self, theta: Tensor) -> dict[str, Tensor]:
-        """Values (P,) of the chosen parameters, by name and in their dtype."""
-        return {name: value.to(self.dtype) for name, value in self.unflatten(theta).items()}
+        """Values (P,) of the chosen parameters, by name, in their dtype and each in memory of its own.
+
+        As in a module: views of one vector begin anywhere, and `torch.view_as_complex` takes no odd beginning.
+        """
+        return {name: value.to(self.dtype, copy=True) for name, value in self.unflatten(theta).items()}
 
     def _in_parts(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         step = tuning.FORWARD_EXAMPLES
