@@ -287,11 +287,12 @@ VALUES = {
     "dates": (pandas.date_range("2024-01-01", periods=20), None, "got a date or a time in row 0, counted from 0 below "
               "the names. Make it text or a number, or name another target."),
     "durations": (pandas.to_timedelta(np.arange(20), unit="D"), "classes", "got a date or a time in row 0"),
-    "dates as text": ([f"2024-01-{day:02}" for day in range(1, 21)], None, "expected classes of several rows in "
-                      "'price' of t.csv; got another value in each row, such as '2024-01-01'. Numbers are no classes "
+    "dates as text": ([f"2024-01-{day:02}" for day in range(1, 21)], None, "expected classes of two rows each in "
+                      "the mean in 'price' of t.csv; got 20 in 20 rows, such as '2024-01-01'. Numbers are no classes "
                       "with --task regression; make dates and amounts numbers, or name another target."),
-    "numbers": (np.arange(20), "classes", "classes of several rows in 'price' of t.csv; got another value in each row, "
-                "such as 0."),
+    "amounts as text": ([f"{max(row, 9)}.50 €" for row in range(20)], None, "in 'price' of t.csv; got 11 in 20 rows, "
+                        "such as '10.50 €'."),
+    "numbers": (np.arange(20), "classes", "in 'price' of t.csv; got 20 in 20 rows, such as 0."),
     "one name": (["x"] * 20, None, "expected at least two classes in 'price' of t.csv; got 'x' in each of 20 rows. Add "
                  "rows of another class, or name another target."),
     "one number": ([3] * 20, None, "at least two classes in 'price' of t.csv; got 3 in each of 20 rows."),
@@ -456,7 +457,7 @@ def test_names_with_commas_are_quoted_in_sets_of_labels() -> None:
         (np.arange(20) % 3, "regression", "Regressor"),
         (np.arange(20) % 3 + 0.0, None, "Regressor"),
         (np.arange(20) % 2 == 1, None, "Classifier"),
-        ([f"{min(number, 15)}th" for number in range(20)], "classes", "held-out rows alone"),
+        ([f"{min(number, 9)}th" for number in range(20)], "classes", "held-out rows alone"),
     ],
 )
 def test_what_a_target_is_taken_as(

@@ -114,14 +114,15 @@ def read_examples(options: argparse.Namespace) -> Examples:
 
 
 def _require_classes(found: Examples, path: Path) -> None:
-    """Refuse one class, and as many classes as examples."""
+    """Refuse one class, and classes of less than two examples each in the mean."""
     names, count = np.unique(found.y).tolist(), len(found.y)
     where = f"{found.targets[0]!r} of {path}"
     if len(names) == 1:
         raise ntkl.DataError(f"at least two classes in {where}", f"{names[0]!r} in each of {count:,} rows",
                              "Add rows of another class, or name another target.")
-    if len(names) == count:
-        raise ntkl.DataError(f"classes of several rows in {where}", f"another value in each row, such as {names[0]!r}",
+    if 2 * len(names) > count:
+        raise ntkl.DataError(f"classes of two rows each in the mean in {where}",
+                             f"{len(names):,} in {count:,} rows, such as {names[0]!r}",
                              "Numbers are no classes with --task regression; make dates and amounts numbers, or "
                              "name another target.")
 
