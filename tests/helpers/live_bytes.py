@@ -33,12 +33,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> LiveBytes:
         gc.collect()
-        gc.freeze()  # what is there is not looked at again
+        gc.freeze()  # what is there is not looked at again, here and in later blocks: that took most of their time
         return super().__enter__()  # type: ignore[no-any-return]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        gc.unfreeze()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
