@@ -417,4 +417,5 @@ def _of_some(draws: Draws, index: slice | Tensor) -> Draws:
 
 def _not_saved(what: str) -> UnsupportedError:
     return UnsupportedError(f"training data, for {what}", "a checkpoint without them",
-                            "Load it with ntk_laplace.load(path, network, data=...), or save with include_data=True.")
+                            "Load it with ntk_laplace.load(path, network, data=...). With include_data=True, save "
+                            "keeps outputs and targets, but no inputs for another pass.")
