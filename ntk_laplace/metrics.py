@@ -105,12 +105,29 @@ def mean_log_likelihood(predictive: Distribution, targets: torch.Tensor) -> floa
     targets : Tensor
         In the shape that ``predictive.log_prob`` takes.
     """
+    return float(log_likelihoods(predictive, targets).mean())
+
+
+def log_likelihoods(predictive: Distribution, targets: torch.Tensor) -> torch.Tensor:
+    """Log predictive density (or probability) of each example that has a target, in their order, nats.
+
+    Of two models of the same examples, the differences have a mean and a standard error.
+
+    Parameters
+    ----------
+    predictive, targets
+        As for `mean_log_likelihood`.
+
+    Returns
+    -------
+    Tensor, (M,)
+    """
     scores = predictive.log_prob(targets)
     if scores.ndim != 1:
         raise TargetError("one log probability per example", f"log probabilities of shape {tuple(scores.shape)}",
                           "Give the targets the shape of the predictive's samples.")
     present = _present(predictive, targets)
-    return float((scores if present is None else scores[present]).mean())
+    return scores if present is None else scores[present]
 
 
 @dataclass(frozen=True)

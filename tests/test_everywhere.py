@@ -279,6 +279,9 @@ def test_calibration_counts_positions() -> None:
     assert found.num_points == seen
     assert float(posterior.predict(x).log_prob(y).sum()) / seen == pytest.approx(found.after, abs=2e-3)
     assert found.after >= found.before
+    each, seen_of_each = posterior.predict(x).log_prob(y), (y >= 0).flatten(1).sum(1)
+    apart = each - seen_of_each * found.after  # the positions of an image are not independent
+    assert found.standard_error == pytest.approx(float(apart.norm()) / seen * (5 / 4) ** 0.5, rel=1e-2)
     left = fitted().fit_predictive("loo", strict=False)
     assert left.num_points == int((labels(4) >= 0).sum())
 

@@ -19,6 +19,7 @@ from ntk_laplace import metrics
 from ntk_laplace.structures.evidence import Evidence
 from ntk_laplace.tools.comparison import ModelComparison, ModelScores
 from ntk_laplace.tools.comparison.priors import check_prior
+from ntk_laplace.tools.comparison.rows import plus_minus
 from refusals import inputs, labels, network, refused
 
 WIDTHS = (1, 2, 4, 8)
@@ -100,6 +101,30 @@ def test_every_number_is_that_of_its_verb():
             assert getattr(row, name) == pytest.approx(float(value), rel=1e-9), name
         assert row.test_accuracy is None and row.structure == "gp"
     assert four().m == 40 and four().conditional == "evidence"
+
+
+@pytest.mark.slow
+def test_differences_have_standard_errors_point_by_point():
+    """Of two means over the same points, the difference is known better than either."""
+    left_out = {width: alone(tuned(width)).log_density for width in WIDTHS}
+    tested = {width: tuned(width).predict(data()[2]).log_prob(data()[3]).detach() for width in WIDTHS}
+    for prefix, found, total in ("loo", left_out, 50), ("test", tested, 1):
+        best = max(found, key=lambda width: found[width].mean())
+        for width in WIDTHS:
+            row, own, ahead = four()[f"width {width}"], found[width], found[best] - found[width]
+            assert getattr(row, f"{prefix}_error") == pytest.approx(total * float(own.std()) / len(own) ** 0.5)
+            assert getattr(row, f"{prefix}_behind") == pytest.approx(total * float(ahead.mean()), abs=1e-9)
+            error = total * float(ahead.std()) / len(ahead) ** 0.5
+            assert getattr(row, f"{prefix}_behind_error") == pytest.approx(error, abs=1e-9)
+        assert f"that of width {best}, in nats" in str(four())
+    first = quietly([posterior(2), posterior(4)], {"model 1": data()[2:], "model 2": (data()[2][:9], data()[3][:9])})
+    assert first.rows[1].test_behind in (0.0, None) and first.rows[1].test_error > 0
+    shown = [plus_minus(error) for error in (155.3, 5.43, 0.0634, 0.0, float("nan"))]
+    assert shown == [(" ± 155", 0), (" ± 5.4", 1), (" ± 0.063", 3), ("", 2), ("", 2)]
+    weighted = ntkl.laplace(regression(2, 1.0), (*data()[:2], torch.arange(50) % 3), ntkl.Gaussian(0.09))
+    (row,) = quietly([weighted]).rows
+    found = alone(weighted)
+    assert row.loo_error == pytest.approx(found.standard_error * float(found.counts.sum()))
 
 
 @pytest.mark.slow

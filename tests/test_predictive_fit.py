@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.predictive import normal_points, predictive
-from ntk_laplace.posterior.calibrate import LeftOut, densities, mean_log_density
+from ntk_laplace.posterior.calibrate import LeftOut, densities, log_density_terms
 from refusals import refused
 
 
@@ -71,9 +72,16 @@ def class_score(mean: Tensor, covariance: Tensor, y: Tensor, c: float, temperatu
     return total / len(y)
 
 
-def normal_score(mean: Tensor, covariance: Tensor, y: Tensor, c: float, noise: float) -> float:
-    found = torch.distributions.Normal(mean[:, 0], (c * covariance[:, 0, 0] + noise).sqrt()).log_prob(y[:, 0])
-    return float(found.mean())
+def normal_scores(mean: Tensor, covariance: Tensor, y: Tensor, c: float, noise: float) -> Tensor:
+    return torch.distributions.Normal(mean[:, 0], (c * covariance[:, 0, 0] + noise).sqrt()).log_prob(y[:, 0])
+
+
+def normal_score(*arguments: Any) -> float:
+    return float(normal_scores(*arguments).mean())
+
+
+def mean_of(found: Any, calibration: ntkl.Calibration) -> float:
+    return float(log_density_terms(found, calibration).sum())
 
 
 # --- the fit
@@ -104,6 +112,12 @@ def test_a_gaussian_is_fitted_to_the_optimum_of_a_fine_grid(regression: ntkl.Pos
             for c in [0.0, *torch.logspace(-3, 1.3, 60).tolist()] for s in torch.logspace(-1.3, 2, 60).tolist()]
     assert best >= max(grid) - 1e-9
     assert fit.network == pytest.approx(normal_score(found.mean, found.covariance, y, 0.0, own))
+    scores = normal_scores(found.mean, found.covariance, y, fit.scale, fit.noise * own)
+    gains = scores - normal_scores(found.mean, found.covariance, y, 0.0, own)
+    assert fit.standard_error == pytest.approx(float(scores.std()) / len(y) ** 0.5, rel=1e-9)
+    assert fit.gain == pytest.approx(float(gains.mean()), rel=1e-9)
+    assert fit.gain_error == pytest.approx(float(gains.std()) / len(y) ** 0.5, rel=1e-9)
+    assert f"{fit.after:.4f} ± {fit.standard_error:.2g} nats" in str(fit)
     fit = regression.fit_predictive(parameters="common", strict=False)
     variance = found.covariance[:, 0, 0] + own
     assert fit.scale == fit.noise == pytest.approx(float(((y - found.mean)[:, 0].square() / variance).mean()))
@@ -131,7 +145,7 @@ def test_normal_densities_are_those_of_the_response(kind: str) -> None:
     scaled = ntkl.Gaussian(1.7 * noise.double(), kind, missing="nan")
     expected = scaled.integrate(mean, 0.3 * half @ half.mT).log_prob(y).detach() @ weights / weights.sum()
     calibration = ntkl.Calibration(scale=0.3, noise=1.7)
-    assert mean_log_density(found, calibration) == pytest.approx(float(expected), abs=1e-12)
+    assert mean_of(found, calibration) == pytest.approx(float(expected), abs=1e-12)
     assert torch.allclose(likelihood.scaled_noise(1.7).response_covariance(mean), scaled.response_covariance(mean))
 
 
@@ -143,7 +157,7 @@ def test_weights_count_as_repetitions_and_removed_points_do_not_count() -> None:
     index = torch.tensor([0, 0, 2])
     repeated = densities(ntkl.Categorical(), LeftOut(*(t[index] for t in moments), torch.ones(3).double()))
     calibration = ntkl.Calibration(scale=0.4, temperature=1.3)
-    assert mean_log_density(weighted, calibration) == pytest.approx(mean_log_density(repeated, calibration), abs=1e-12)
+    assert mean_of(weighted, calibration) == pytest.approx(mean_of(repeated, calibration), abs=1e-12)
     with pytest.raises(ntkl.DataError, match="at least one point"):
         densities(ntkl.Categorical(), LeftOut(*moments, torch.zeros(3).double()))
 
@@ -155,7 +169,7 @@ def test_chunks_and_soft_labels_do_not_change_the_density(monkeypatch: pytest.Mo
     y = torch.softmax(torch.randn(6, 3).double(), 1) if soft else torch.randint(3, (6,))
     points = LeftOut(mean, half @ half.mT, y, torch.ones(6).double())
     calibration = ntkl.Calibration(scale=0.5, temperature=0.8)
-    whole = mean_log_density(densities(ntkl.Categorical(), points), calibration)
+    whole = mean_of(densities(ntkl.Categorical(), points), calibration)
     samples = mean / 0.8 + math.sqrt(0.5) / 0.8 * torch.einsum(
         "ncd,sd->snc", covariance_root(half @ half.mT), normal_points(1000, 3))
     log_p = torch.softmax(samples, 2).mean(0).log()
@@ -163,7 +177,7 @@ def test_chunks_and_soft_labels_do_not_change_the_density(monkeypatch: pytest.Mo
     assert whole == pytest.approx(float(expected.mean()), abs=1e-10)
     found = densities(ntkl.Categorical(), points)
     monkeypatch.setattr("ntk_laplace.runtime.tuning.AVERAGED_OUTPUTS", 2 * 1000 * 3)
-    assert mean_log_density(found, calibration) == pytest.approx(whole, abs=1e-12)
+    assert mean_of(found, calibration) == pytest.approx(whole, abs=1e-12)
 
 
 # --- predictions

@@ -11,9 +11,10 @@ from torch import Tensor
 from ntk_laplace.errors import UnsupportedError, require_choice, require_flags, warn
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.likelihoods import Likelihood
-from ntk_laplace.posterior.calibrate import LeftOut, PredictiveFit, densities, fit_calibration, mean_log_density
+from ntk_laplace.posterior.calibrate import LeftOut, PredictiveFit, densities, fit_calibration, log_density_terms
 from ntk_laplace.posterior.explain import Reliability, leave_one_out, leave_some_out
 from ntk_laplace.posterior.prediction import PredictionVerbs
+from ntk_laplace.runtime.means import error_of_mean
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if import Indices, drawn
 
@@ -119,13 +120,19 @@ class CalibrationVerbs(PredictionVerbs):
         reliability: Reliability | None = None, **fixed: float,
     ) -> PredictiveFit:
         with torch.inference_mode(False):
-            likelihood, points = points.by_position(likelihood)
-            found = densities(likelihood, points)
+            likelihood, parts = points.by_position(likelihood)
+            found = densities(likelihood, parts)
             calibration, at_bounds = fit_calibration(found, parameters, fixed)
-            compared = Calibration(), calibration, Calibration(scale=0.0)
-            before, after, network = (mean_log_density(found, one) for one in compared)
-        count = int((points.weights > 0).sum())
-        return PredictiveFit(calibration, objective, before, after, network, count, at_bounds, reliability)
+            # the positions of an example are not independent: their terms are added up
+            shape = len(points.mean), -1
+            before, after, network = (
+                log_density_terms(found, one).view(shape).sum(1)
+                for one in (Calibration(), calibration, Calibration(scale=0.0)))
+            shares = found.shares.view(shape).sum(1)
+        return PredictiveFit(
+            calibration, objective, float(before.sum()), float(after.sum()), float(network.sum()),
+            int((parts.weights > 0).sum()), error_of_mean(after, shares), error_of_mean(after - network, shares),
+            at_bounds, reliability)
 
     def _used(self, fit: PredictiveFit) -> PredictiveFit:
         """Use a calibration in predictions, with a warning if it is not to be trusted."""

@@ -84,7 +84,7 @@ class Objective(Protocol):
     samples: tuple[int | None, ...]
 
     def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
-        """Terms of the weighted mean of log p(y_n), nats per point, whose sum is that mean.
+        """Terms of the weighted mean of log p(y_n), nats per point, in order and in parts that fit in memory.
 
         If it is averaged over points of f, `samples` is their number at most.
         """
@@ -92,7 +92,15 @@ class Objective(Protocol):
 
 
 class Densities(Objective, Protocol):
-    """Log densities of all points as a function of the calibration."""
+    """Log densities of all points as a function of the calibration.
+
+    Attributes
+    ----------
+    shares : Tensor, (N,)
+        Weights of the mean, with sum 1.
+    """
+
+    shares: Tensor
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,22 +153,22 @@ class NormalDensities:
         observed_outputs = there.sum(-1).to(error)
         self._constant = -0.5 * (log_det + observed_outputs * math.log(2 * math.pi))
         self._missing = there.shape[1] - observed_outputs
-        self._share = points.weights / points.weights.sum()
+        self.shares = points.weights / points.weights.sum()
 
     def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
-        """The mean log density, in one part."""
+        """All terms, in one part."""
         one = self._values.new_ones(())
         scale, noise = setting.get("scale", one), setting.get("noise", one)
         variance = scale * self._values + noise
         # a missing output adds log s to the sum
         terms = (variance.log() + self._squares / variance).sum(-1) - self._missing * noise.log()
-        yield (self._share * (self._constant - 0.5 * terms)).sum()
+        yield self.shares * (self._constant - 0.5 * terms)
 
     def common(self) -> float:
         """k that maximizes the mean log density for c = s = k: the mean of e²/(λ + 1) over observed outputs."""
         observed = self._squares.shape[1] - self._missing
-        found = (self._share * (self._squares / (self._values + 1.0)).sum(-1)).sum()
-        return float(found / (self._share * observed).sum())
+        found = (self.shares * (self._squares / (self._values + 1.0)).sum(-1)).sum()
+        return float(found / (self.shares * observed).sum())
 
 
 class SampledDensities:
@@ -179,14 +187,14 @@ class SampledDensities:
         self.samples: tuple[int | None, ...] = _GRID_SAMPLES, *sorted({_FEWEST_SAMPLES, searched})
         self._z = normal_points(_SAMPLES, c).to(points.mean)
         self._root = covariance_root(points.covariance)
-        self._share = points.weights / points.weights.sum()
+        self.shares = points.weights / points.weights.sum()
         self.names: tuple[str, ...] = ("scale", "temperature") if likelihood.classifies else ("scale",)
         y = points.targets
         # the density of a soft label is that of the averaged response, and so is one at a temperature of the average
         self._soft = likelihood.classifies and y.is_floating_point() and bool(((y > 0) & (y < 1)).any())
 
     def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
-        """The mean log density, in parts that fit in memory."""
+        """The terms, in parts."""
         points = self._points
         scale = setting.get("scale", points.mean.new_ones(()))
         z = self._z[:samples] if bool(scale > 0) else self._z[:1] * 0.0
@@ -196,7 +204,7 @@ class SampledDensities:
             own = self._likelihood if step >= n else self._likelihood.at(here)
             f = points.mean[here] + scale.sqrt() * torch.einsum("ncd,sd->snc", self._root[here], z)
             f = f / setting["temperature"] if "temperature" in setting else f
-            yield (self._share[here] * self._log_prob(own, f, points.targets[here], setting)).sum()
+            yield self.shares[here] * self._log_prob(own, f, points.targets[here], setting)
 
     def _log_prob(self, likelihood: Likelihood, f: Tensor, y: Tensor, setting: Setting) -> Tensor:
         average = "average_temperature" in setting

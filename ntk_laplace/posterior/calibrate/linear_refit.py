@@ -59,7 +59,7 @@ class LinearLeaveOneOut:
             self._rotated = torch.einsum("nrj,nr->j", self._vectors, self._z)
 
     def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
-        """The mean log density, in one part."""
+        """All terms of the mean, in one part."""
         a, s = setting["precision"].to(self._z), setting["noise"].to(self._z)
         shrunk = self._values / (self._values + a * s)  # h
         eye = torch.eye(self._z.shape[1]).to(self._z)
@@ -73,7 +73,7 @@ class LinearLeaveOneOut:
         covariance = covariance + (s * (self._often - 1.0)).view(-1, 1, 1) * eye
         distance = (error * torch.linalg.solve(covariance, error)).sum((-2, -1))
         log_det = torch.linalg.slogdet(covariance).logabsdet - self._missing * (s * self._often).log()
-        yield (self._share * (self._constant - 0.5 * (distance + log_det))).sum()
+        yield self._share * (self._constant - 0.5 * (distance + log_det))
 
 
 def with_left_out_hyperparameters(fitted: FittedModel) -> FittedModel:

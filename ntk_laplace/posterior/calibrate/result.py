@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ntk_laplace.model.calibration import Calibration
@@ -30,6 +31,10 @@ class PredictiveFit:
         What ended at a bound of its search. An upper one is a symptom of a prior that is too weak, or of noise that is
         too small, and not to be trusted. A lower one is told: noise that vanishes, or a temperature without a scale
         where no left-out label is wrong.
+    standard_error : float
+        Of `after`: how far the mean of these points may be from that of more points; NaN for a single one.
+    gain_error : float
+        Of `gain`, from the differences point by point.
     reliability : Reliability or None
         Whether leave-one-out approximates retraining; None for held-out data.
     """
@@ -40,6 +45,8 @@ class PredictiveFit:
     after: float
     network: float
     num_points: int
+    standard_error: float = math.nan
+    gain_error: float = math.nan
     at_bounds: tuple[str, ...] = ()
     reliability: Reliability | None = None
 
@@ -57,6 +64,11 @@ class PredictiveFit:
     def noise(self) -> float:
         """Factor of the noise covariance."""
         return self.calibration.noise
+
+    @property
+    def gain(self) -> float:
+        """`after` - `network`, nats per point."""
+        return self.after - self.network
 
     @property
     def trusted(self) -> bool:
@@ -81,6 +93,7 @@ class PredictiveFit:
         what = "left-out training" if self.objective == "loo" else "held-out"
         bounds = f" ({' and '.join(self.at_bounds).replace('_', ' ')} at a bound)" if self.at_bounds else ""
         return (
-            f"{self.calibration}{bounds}: mean log density of {self.num_points} {what} points {self.after:.4f} nats "
-            f"(posterior as it is {self.before:.4f}, network alone {self.network:.4f}){doubt}"
+            f"{self.calibration}{bounds}: mean log density of {self.num_points} {what} points {self.after:.4f} ± "
+            f"{self.standard_error:.2g} nats (posterior as it is {self.before:.4f}, network alone {self.network:.4f}, "
+            f"gain over it {self.gain:.2g} ± {self.gain_error:.2g}){doubt}"
         )

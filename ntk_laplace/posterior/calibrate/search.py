@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, is_choice
 from ntk_laplace.model.calibration import Calibration
@@ -81,10 +82,11 @@ def fit_calibration(
     return Calibration(**values), _at_bounds(chosen, values)
 
 
-def mean_log_density(found: Densities, calibration: Calibration) -> float:
-    """Weighted mean of log p(y_n) under a calibration, nats per point."""
+def log_density_terms(found: Densities, calibration: Calibration) -> Tensor:
+    """Terms of the weighted mean of log p(y_n) under a calibration, (N,), nats per point."""
     values = {name: value for name, value in vars(calibration).items() if value != 1.0}
-    return _value(found, values)
+    with torch.no_grad():
+        return torch.cat(list(found.parts(_setting(values))))
 
 
 def _checked(found: Densities, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -139,8 +141,11 @@ def climb(
 
 def _value(found: Objective, values: dict[str, float], samples: int | None = None) -> float:
     with torch.no_grad():
-        setting: Setting = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        return sum(float(part) for part in found.parts(setting, samples))
+        return sum(float(part.sum()) for part in found.parts(_setting(values), samples))
+
+
+def _setting(values: Mapping[str, float]) -> Setting:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
 
 def _value_and_gradient(
@@ -150,11 +155,11 @@ def _value_and_gradient(
     free = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
     total, gradient = 0.0, torch.zeros_like(free)
     with torch.enable_grad():
-        rest = {name: torch.tensor(value, dtype=torch.float64) for name, value in fixed.items()}
-        setting = rest | dict(zip(names, free.exp().unbind(), strict=True))
+        setting = _setting(fixed) | dict(zip(names, free.exp().unbind(), strict=True))
         for part in found.parts(setting, samples):  # each part's graph is freed before the next is built
-            gradient += torch.autograd.grad(part, free, retain_graph=True)[0]
-            total += float(part.detach())
+            value = part.sum()
+            gradient += torch.autograd.grad(value, free, retain_graph=True)[0]
+            total += float(value.detach())
     return total, gradient.numpy()
 
 

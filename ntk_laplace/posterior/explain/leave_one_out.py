@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +16,7 @@ from ntk_laplace.posterior.explain.conditioned import Without, conditioned
 from ntk_laplace.posterior.explain.ranked import counted
 from ntk_laplace.posterior.explain.reliability import Reliability, reliability
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.means import error_of_mean
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
@@ -127,9 +127,8 @@ class LeaveOneOut:
 
         NaN where a single point counts.
         """
-        share, count = self.counts / self.counts.sum(), int((self.counts > 0).sum())
-        apart = share * (self.log_density - share @ self.log_density)
-        return float(apart.norm()) * (count / (count - 1)) ** 0.5 if count > 1 else math.nan
+        shares = self.counts / self.counts.sum()
+        return error_of_mean(shares * self.log_density, shares)
 
     def ranked(self, by: str = "suspicion", k: int | None = None) -> Tensor:
         """Training points sorted by a column, largest first, (k,): "suspicion" lists likely label errors.

@@ -22,7 +22,8 @@ def summary(fit: ntkl.PredictiveFit, found: Predictions) -> Iterator[str]:
     yield f"Fitted to {_points(fit)}: {fit.calibration}."
     yield (
         f"Mean log density of these points, nats a point: network alone {fit.network:.4f}, posterior as it is "
-        f"{fit.before:.4f}, calibrated posterior {fit.after:.4f}."
+        f"{fit.before:.4f}, calibrated posterior {fit.after:.4f} ± {fit.standard_error:.2g}, which gains "
+        f"{fit.gain:.2g} ± {fit.gain_error:.2g} over the network."
     )
     if isinstance(found.regions, ntkl.PredictionSets):
         size = found.regions.size

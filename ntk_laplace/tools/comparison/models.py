@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ntk_laplace.errors import DataError, UnsupportedError, require_choice, warn
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import leave_one_out_score
 from ntk_laplace.posterior.scores import require_beginning
+from ntk_laplace.runtime.means import error_of_mean
 from ntk_laplace.tools.comparison.compare import require_scores
 from ntk_laplace.tools.comparison.priors import PriorCheck, check_prior
 from ntk_laplace.tools.comparison.ranking import BOUNDS, CRITERIA, SAMPLED, ModelComparison, ModelScores
@@ -32,6 +34,9 @@ def compare_models(
     badly ([L22] sections 4.1 and 7). A prior is vague if 1/δ is more than twice the mean square of the weights per
     effective parameter, and MacKay's precisions would increase the evidence, estimated at fixed weights, by a tenth of
     its size and by 3 nats more than they would for weights that were drawn from the prior.
+
+    Leave-one-out and the test log likelihood have standard errors, and so do their differences from the best model's,
+    point by point: these say whether more data could change the order.
 
     Parameters
     ----------
@@ -82,15 +87,19 @@ def compare_models(
                         "Give every model its own, or one (X, y) for all.")
     with torch.inference_mode(False), torch.no_grad():
         tested = {  # first, to raise errors in the test data early
-            name: {} if own[name] is None else _test_scores(posterior, own[name], predictive)
+            name: ({}, None) if own[name] is None else _test_scores(posterior, own[name], predictive)
             for name, posterior in named.items()
         }
-        rows = []
+        rows, left_out = [], {}
         for name, posterior in named.items():
             given = None
             if method != "none" and _is_laplace(posterior):
                 given = float(posterior.conditional_log_marginal_likelihood(m, permutations, seed, method=method))
-            rows.append(_row(name, posterior, scores, given, tested[name]))
+            loo = _left_out(posterior) if "loo" in scores else _LeftOut()
+            left_out[name] = loo.points
+            rows.append(_row(name, posterior, scores, given, tested[name][0] | loo.scores))
+    for prefix, points in ("loo", left_out), ("test", {name: found for name, (_, found) in tested.items()}):
+        rows = [replace(row, **_behind(prefix, row.name, points)) for row in rows]
     found = ModelComparison(tuple(rows), first.num_examples, None if method == "none" else m, method)
     if found.warning:
         warn(found.warning)
@@ -177,7 +186,7 @@ def _is_laplace(posterior: Posterior) -> bool:
 
 
 def _row(
-    name: str, posterior: Posterior, scores: Sequence[str], given: float | None, tested: dict[str, float]
+    name: str, posterior: Posterior, scores: Sequence[str], given: float | None, others: dict[str, Any]
 ) -> ModelScores:
     used = posterior.effective_parameters()
     evidence, error, check = None, 0.0, PriorCheck(0.0, False, False, "")
@@ -185,7 +194,6 @@ def _row(
         found = posterior.evidence()
         evidence, error = float(found), found.standard_error
         check = check_prior(posterior, used, found)
-    loo, note = _left_out(posterior) if "loo" in scores else (None, "")
     bounds: dict[str, Any] = {}
     for score in BOUNDS.keys() & set(scores):
         bound = posterior.elbo(BOUNDS[score])
@@ -195,25 +203,76 @@ def _row(
         bounds |= {"importance": drawn.value, "importance_error": drawn.standard_error,
                    "importance_trusted": drawn.trusted}
     return ModelScores(name=name, structure=posterior.structure, parameters=posterior.num_parameters,
-                       effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
+                       effective_parameters=float(used.sum()), evidence=evidence, conditional=given,
                        bic=float(posterior.bic()) if "bic" in scores else None,
                        aic=float(posterior.aic()) if "aic" in scores else None, prior_gap=check.gap, vague=check.vague,
-                       narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note,
-                       loo_note=note, evidence_error=error, **(bounds | tested))
+                       narrow=check.narrow, prior=check.words, evidence_error=error, **(bounds | others))
 
 
-def _left_out(posterior: Posterior) -> tuple[float | None, str]:
+@dataclass(frozen=True)
+class _Points:
+    """Log densities of points, of which a score is the weighted sum or mean.
+
+    Attributes
+    ----------
+    densities, weights : Tensor, (N,)
+    """
+
+    densities: Tensor
+    weights: Tensor
+
+    @property
+    def score(self) -> float:
+        return float(self.weights @ self.densities)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the score as that of more such points."""
+        total = self.weights.sum()
+        shares = self.weights / total
+        return float(total) * error_of_mean(shares * self.densities, shares)
+
+    def ahead_of(self, other: _Points) -> _Points:
+        """The differences, point by point."""
+        return replace(self, densities=self.densities - other.densities)
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """Scores of leave-one-out by the names of `ModelScores`, and the points they come from."""
+
+    scores: dict[str, Any] = field(default_factory=lambda: {"loo": None})
+    points: _Points | None = None
+
+
+def _left_out(posterior: Posterior) -> _LeftOut:
     """The leave-one-out score and reasons to distrust it, or None and why there is no score."""
     try:
         score, found = leave_one_out_score(posterior.fitted)
     except (UnsupportedError, DataError) as error:  # another structure, or data no longer available
-        return None, f"expected {error.expected}"
-    return float(score), "; ".join(found.reasons)
+        return _LeftOut({"loo": None, "loo_note": f"expected {error.expected}"})
+    note = "; ".join(found.reasons)
+    points = _Points(found.log_density.double().cpu(), posterior.likelihood.weight * found.counts.double().cpu())
+    return _LeftOut({"loo": float(score), "loo_trusted": not note, "loo_note": note}, points)
 
 
-def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, float]:
-    """Test scores, by the names of `ModelScores`."""
-    from ntk_laplace.metrics import held_out_scores  # importing scikit-learn sets warning filters
+def _behind(prefix: str, name: str, points: Mapping[str, _Points | None]) -> dict[str, Any]:
+    """Standard error of a model's score, and how far it is behind the best, by the names of `ModelScores`."""
+    own, known = points[name], [one for one in points.values() if one is not None]
+    if own is None:
+        return {}
+    found, best = {f"{prefix}_error": own.error}, max(known, key=lambda one: one.score)
+    if best is own:
+        return found | {f"{prefix}_behind": 0.0}
+    if len(known) < 2 or len(best.densities) != len(own.densities):  # test points of its own
+        return found
+    ahead = best.ahead_of(own)
+    return found | {f"{prefix}_behind": ahead.score, f"{prefix}_behind_error": ahead.error}
+
+
+def _test_scores(posterior: Posterior, test: Any, method: str) -> tuple[dict[str, float], _Points]:
+    """Test scores, by the names of `ModelScores`, and the points of the log likelihood."""
+    from ntk_laplace.metrics import held_out_scores, log_likelihoods  # importing scikit-learn sets warning filters
 
     parts, targets = [], []
     batches = posterior.network.batches(test)
@@ -223,5 +282,7 @@ def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, floa
     if batches.weights is not None:
         raise DataError("test data (X, y), every example of which counts once", "example weights",
                         "Leave them out of the test data.")
-    scores = held_out_scores(type(parts[0]).join(parts), torch.cat(targets))
-    return {f"test_{name}": value for name, value in scores.items()}
+    joined, y = type(parts[0]).join(parts), torch.cat(targets)
+    densities = log_likelihoods(joined, y).double().cpu()
+    scores = {f"test_{name}": value for name, value in held_out_scores(joined, y).items()}
+    return scores, _Points(densities, torch.full_like(densities, 1.0 / len(densities)))

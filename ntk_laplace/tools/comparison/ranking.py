@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of
+from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of, plus_minus
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,7 +18,8 @@ BOUNDS = {"elbo": "glm", "elbo_nn": "nn"}
 """Columns with a lower bound of the evidence, and the method of each."""
 SAMPLED = "importance"
 """Column of the network's evidence by importance sampling."""
-_ERRORS = {name: f"{name}_error" for name in ("evidence", *BOUNDS, SAMPLED)}
+_ERRORS = {name: f"{name}_error" for name in ("evidence", "loo", *BOUNDS, SAMPLED)}
+_ERRORS["test_log_likelihood"] = "test_error"
 _TRUST = {"loo": "loo_trusted", SAMPLED: "importance_trusted"}
 LESS_IS_BETTER = ("test_brier", "test_ece", "test_rmse")
 _HEADINGS = {
@@ -70,6 +71,11 @@ class ModelScores:
         Whether leave-one-out is a reliable estimate of retraining without each point; None if there is no score.
     loo_note : str
         Reasons to distrust it, or why there is no score; else empty.
+    loo_error : float
+        Standard error of `loo`: how far it may be from that of other data of this size.
+    loo_behind : float or None
+        How far `loo` is below the largest of all models, and its standard error, from the differences point by point.
+    loo_behind_error : float
     evidence_error : float
         Standard error of the evidence, if it is a stochastic estimate; else 0.
     elbo, elbo_nn : float or None
@@ -84,6 +90,8 @@ class ModelScores:
         Whether it is to be trusted.
     test_log_likelihood : float or None
         In nats per test example; like all scores below None without test data.
+    test_error, test_behind, test_behind_error
+        As for `loo`. None is behind a model that was tested on other examples.
     test_accuracy, test_brier, test_ece : float or None
         For classification.
     test_rmse : float or None
@@ -105,6 +113,9 @@ class ModelScores:
     prior: str
     loo_trusted: bool | None = None
     loo_note: str = ""
+    loo_error: float = 0.0
+    loo_behind: float | None = None
+    loo_behind_error: float = 0.0
     evidence_error: float = 0.0
     elbo: float | None = None
     elbo_error: float = 0.0
@@ -114,6 +125,9 @@ class ModelScores:
     importance_error: float = 0.0
     importance_trusted: bool | None = None
     test_log_likelihood: float | None = None
+    test_error: float = 0.0
+    test_behind: float | None = None
+    test_behind_error: float = 0.0
     test_accuracy: float | None = None
     test_brier: float | None = None
     test_ece: float | None = None
@@ -205,7 +219,7 @@ class ModelComparison(Rows[ModelScores]):
                 cells = cells_of(values, form.format)
                 if name in _ERRORS:
                     errors = [getattr(row, _ERRORS[name]) for row in self.rows]
-                    cells = [c + f" ± {error:.2g}" * bool(error) for c, error in zip(cells, errors, strict=True)]
+                    cells = [c + plus_minus(error)[0] for c, error in zip(cells, errors, strict=True)]
                 if name in _TRUST:
                     good = [getattr(row, _TRUST[name]) for row in self.rows]
                     cells = [c + "*" * (trusted is False) for c, trusted in zip(cells, good, strict=True)]
@@ -215,13 +229,27 @@ class ModelComparison(Rows[ModelScores]):
         if found:
             lines += ["", "Spearman's ρ with the test log likelihood: "
                       + ", ".join(f"{name} {rho:.2f}" for name, rho in found.items())]
-        notes = [f"{row.name}: prior {row.prior}" for row in self.rows if row.prior]
+        notes = [*self._distances("loo", "leave-one-out", "nats"),
+                 *self._distances("test", "test log likelihood", "nats per example"),
+                 *(f"{row.name}: prior {row.prior}" for row in self.rows if row.prior)]
         notes += [f"{row.name}: LOO{'*' if row.loo_trusted is False else ''}: {row.loo_note}"
                   for row in self.rows if row.loo_note]
         if self.warning:
             notes.insert(0, f"Mind: {self.warning}.")
         notes = [textwrap.fill(note, 100, subsequent_indent="  ") for note in notes]
         return "\n".join([*lines, *([""] if notes else []), *notes])
+
+    def _distances(self, prefix: str, what: str, unit: str) -> list[str]:
+        """A line that says how far the others are behind the best."""
+        others, best = [], ""
+        for row in self.rows:
+            value, error = getattr(row, f"{prefix}_behind"), getattr(row, f"{prefix}_behind_error")
+            words, decimals = plus_minus(error)
+            if value == 0.0 and not best:
+                best = row.name
+            elif value is not None:
+                others.append(f"{row.name} {value:,.{decimals}f}{words}")
+        return [f"Behind the best {what}, that of {best}, in {unit}: {', '.join(others)}"] if others else []
 
     def _listed(self, names: tuple[str, ...]) -> str:
         return f"all {len(names)} models" if len(names) == len(self.rows) > 1 else ", ".join(names)

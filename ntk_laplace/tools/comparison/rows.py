@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -54,6 +55,14 @@ class Rows(Generic[Row]):
 def cells_of(values: Iterable[Any], form: Callable[[Any], str]) -> list[str]:
     """The cells of a column; a dash for None."""
     return ["-" if value is None else form(value) for value in values]
+
+
+def plus_minus(error: float) -> tuple[str, int]:
+    """A standard error with two digits behind its sign, empty if there is none, and how many decimals they take."""
+    if not error > 0.0:
+        return "", 2
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f" ± {error:,.{decimals}f}", decimals
 
 
 def notes_of(rows: Iterable[Any]) -> list[str]:
