@@ -17,6 +17,7 @@ from ntk_laplace.model.data import Batches
 from ntk_laplace.model.network import Caller
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Descent, Held
+from ntk_laplace.posterior import convergence
 from ntk_laplace.posterior.convergence import WatchedFit
 from ntk_laplace.posterior.explain.reliability import newton_decrement
 from ntk_laplace.runtime import tuning
@@ -324,6 +325,21 @@ def test_too_few_steps_are_told() -> None:
     posterior = posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.01))
     with pytest.warns(ntkl.NTKLaplaceWarning, match=r"not at its optimum after training.* pass more than steps=1"):
         posterior.retrain(data, steps=1, **KEPT)
+
+
+@pytest.mark.parametrize(("decrements", "looks"), [
+    ([0.5, 0.04, 0.03, 0.019, 0.018, 0.001], 5),  # it no longer falls where it need not
+    ([0.5, 0.04, 0.03, 0.019, 0.012, 0.001], 6), ([0.5, 0.04, 0.039, 0.038, 0.021, 0.001], 6),
+])
+def test_training_ends_where_twice_the_iterations_gain_nothing(
+    decrements: list[float], looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at kinks, or on the way to another optimum: the decrement is that of good leave-one-out, but stays."""
+    network, data = overfitted()
+    left = iter(decrements)
+    monkeypatch.setattr(convergence, "newton_decrement", lambda fitted: next(left))
+    posterior_of(network, data, ntkl.Gaussian(0.1)).retrain(data, **KEPT)
+    assert len(decrements) - len(list(left)) == looks
 
 
 def test_weights_that_do_not_move_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from ntk_laplace.structures import FittedModel, StructureSpec
 from ntk_laplace.structures.evidence import evidence
 
 _ITERATIONS = 10  # of L-BFGS between two looks
+_STALLED = 0.75  # of the decrement at half of the iterations: kinks, or a way to another optimum
 
 
 class WatchedFit:
@@ -51,6 +52,8 @@ def converged(
 
     The decrement needs a fit, so it is computed after 0, 10, 20, 40, ... iterations of L-BFGS, and where its upper
     bound from the gradient alone is small enough. Where the objective no longer falls, Adam's steps are tried once.
+    Training ends before `aim` where the decrement is within the tolerance and twice the iterations took less than a
+    quarter off it: outputs with kinks have no such optimum, and others are on the way to another one.
 
     Parameters
     ----------
@@ -99,8 +102,8 @@ def converged(
             del fitted  # release its factors before new ones are allocated
             descent.settle()
             fitted = fit()
-            decrement, due = newton_decrement(fitted), 2 * done
-            if decrement <= aim or (not falls and annealed):
+            before, decrement, due = decrement, newton_decrement(fitted), 2 * done
+            if decrement <= aim or (not falls and annealed) or _STALLED * before < decrement <= tolerance:
                 break
             if not falls:
                 annealed = True

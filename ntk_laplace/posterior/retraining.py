@@ -64,7 +64,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         tolerance : float
             In nats per point: the largest Newton decrement ½ gᵀH⁻¹g/N that gives no warning. A gradient g that is left
             keeps a part of each point's own label in its leave-one-out prediction. Training goes on to a tenth of it,
-            because weights that know the labels by heart take longer to forget them.
+            because weights that know the labels by heart take longer to forget them, or until twice the iterations take
+            less than a quarter off it, as where outputs have kinks.
         groups : str or None
             Groups that the precision of a prior with only one is given to, as in `GaussianPrior`; None leaves it one.
         evidence_steps : int
