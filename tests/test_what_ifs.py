@@ -153,7 +153,9 @@ def test_the_mean_over_the_folds_counts_points_as_the_fit_does() -> None:
     found = posterior.cross_validate(3, linearization="fixed")
     assert found.counts.tolist() == [0, 0, 0, 0, 0, 3, 1, 1, 1]
     mean = (3 * found.log_density[5] + found.log_density[6:].sum()) / 6
-    assert f"mean log density {float(mean):.4f} nats" in repr(found)
+    apart = torch.cat([3 * (found.log_density[5:6] - mean), found.log_density[6:] - mean]) / 6
+    assert found.standard_error == pytest.approx(float(apart.norm()) * (4 / 3) ** 0.5)
+    assert f"mean log density {float(mean):.4f} ± {found.standard_error:.2g} nats" in repr(found)
 
 
 class Banana:

@@ -14,6 +14,7 @@ from ntk_laplace.errors import DataError, HyperparameterError, is_whole, require
 from ntk_laplace.model.data import InputData, as_tensor
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.what_if import WhatIfVerbs, is_moving
+from ntk_laplace.runtime.means import error_of_mean
 from ntk_laplace.structures.what_if import (
     Groups,
     Indices,
@@ -143,9 +144,23 @@ class CrossValidation:
     converged: Tensor
     counts: Tensor
 
+    @property
+    def mean_log_density(self) -> float:
+        """Of `log_density`, weighted by `counts`, nats a point."""
+        return float(self._terms.sum())
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean, as that of all training points; NaN where a single point counts."""
+        return error_of_mean(self._terms, self.counts / self.counts.sum())
+
+    @property
+    def _terms(self) -> Tensor:
+        return self.counts * self.log_density / self.counts.sum()
+
     def __repr__(self) -> str:
         return (f"CrossValidation({len(self.converged)} folds, {int(self.converged.sum())} converged, mean log density "
-                f"{float(self.counts @ self.log_density / self.counts.sum()):.4f} nats)")
+                f"{self.mean_log_density:.4f} ± {self.standard_error:.2g} nats)")
 
 
 class WhatIfsVerbs(WhatIfVerbs):
