@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from ntk_laplace.model.network import autograd_nodes
+
 # nodes that only permute, select or convert entries of a parameter
 _CAST = "ToCopyBackward"
 _VIEWS = {
@@ -87,16 +89,8 @@ class Graph:
 
     def __init__(self, out: Tensor, parameters: dict[str, nn.Parameter]) -> None:
         self.dtype, self.parameters = rows_dtype(parameters), parameters
-        self.nodes: list[Any] = []
-        numbers: dict[Any, int] = {}
-        stack = [out.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in numbers:
-                continue
-            numbers[node] = len(self.nodes)
-            self.nodes.append(node)
-            stack.extend(before for before, _ in node.next_functions)
+        self.nodes = list(autograd_nodes(out))
+        numbers = {node: number for number, node in enumerate(self.nodes)}
         self.consumers: list[list[Step]] = [[] for _ in self.nodes]
         for number, node in enumerate(self.nodes):
             for operand, (before, output) in enumerate(node.next_functions):

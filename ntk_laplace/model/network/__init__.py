@@ -10,6 +10,7 @@ from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.many import ManyWeights, twice_differentiable
 from ntk_laplace.model.network.precision import outside_autocast
 from ntk_laplace.model.network.probing import independent_of_batches, probe
+from ntk_laplace.model.network.readings import autograd_nodes
 from ntk_laplace.model.network.variation import linear_at, linearized, varying
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ManyWeights",
     "Network",
     "ParameterChoice",
+    "autograd_nodes",
     "channels_fit",
     "independent_of_batches",
     "linear_at",

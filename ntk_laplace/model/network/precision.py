@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ntk_laplace.model.network.readings import autograd_nodes
+
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 _PRODUCTS = {
     getattr(torch.ops.aten, name).default
@@ -183,14 +185,9 @@ def _floating(values: Iterable[Any]) -> set[torch.dtype]:
 
 
 def _graph_dtypes(out: Tensor) -> set[torch.dtype]:
-    found, stack, known = {out.dtype}, [out.grad_fn], {None}
-    while stack:
-        node: Any = stack.pop()
-        if node in known:
-            continue
-        known.add(node)
+    found = {out.dtype}
+    for node in autograd_nodes(out):
         if not hasattr(node, "variable"):
             dtypes = {meta.dtype for meta in getattr(node, "_input_metadata", ())}
             found |= {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
-        stack.extend(before for before, _ in node.next_functions)
     return found

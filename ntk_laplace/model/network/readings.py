@@ -1,28 +1,33 @@
-"""What a network's outputs read: which leaves their graph leads to, and the nodes that read each of them."""
+"""What a network's outputs read: the nodes of their graph, the leaves it leads to, and the nodes that read each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
+def autograd_nodes(out: Tensor) -> Iterator[Any]:
+    """The nodes of the outputs' graph, their own first, in an order that depends only on the graph's structure."""
+    stack, seen = [out.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(before for before, _ in node.next_functions)
+
+
 def readers(out: Tensor) -> dict[int, list[Any]]:
     """The autograd nodes that read each leaf of the outputs' graph, by the leaf's `id`."""
     found: dict[int, list[Any]] = {}
-    stack, seen = [out.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in autograd_nodes(out):
         for before, _ in node.next_functions:
             leaf = getattr(before, "variable", None)
             if leaf is not None:
                 found.setdefault(id(leaf), []).append(node)
-            stack.append(before)
     return found
 
 
