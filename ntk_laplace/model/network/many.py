@@ -15,7 +15,7 @@ from ntk_laplace.errors import NTKLaplaceError, first_line, warn
 from ntk_laplace.model.data import Inputs, leaves, map_tensors, num_examples, take
 from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
-from ntk_laplace.model.network.precision import ResultBytes
+from ntk_laplace.model.network.precision import Watched
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
@@ -138,9 +138,10 @@ class ManyWeights:
                 with torch.autograd.graph.saved_tensors_hooks(keep, _same):
                     found = self._one(theta, x)
             except RuntimeError:  # torch.func in forward() refuses hooks
-                with ResultBytes() as results:
+                sizes: list[int] = []  # of all results, which are at least those that autograd keeps of them
+                with Watched(lambda result: sizes.append(result.nbytes)):
                     self._one(theta, x)
-                return results.count
+                return sum(sizes)
         return sum(seen.values()) + found.nbytes
 
     def at_once(self, x: Inputs, budget: int) -> tuple[int, int]:

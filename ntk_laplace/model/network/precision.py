@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,29 +80,18 @@ class _Mode(TorchDispatchMode):
         return False
 
 
-class DtypesSeen(_Mode):
-    """Records the floating types of all results in a block, including frozen layers, which are in no graph."""
+class Watched(_Mode):
+    """Shows `see` every tensor that an operation in a block returns, also of frozen layers, which are in no graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, see: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.found: set[torch.dtype] = set()
+        self._see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.found |= _floating(tree_leaves(result))
-        return result
-
-
-class ResultBytes(_Mode):
-    """Counts the bytes of all results in a block, which are at least those that autograd keeps of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.count += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
         return result
 
 
@@ -168,11 +157,11 @@ def computation_dtype(module: nn.Module, out: Tensor, seen: Iterable[torch.dtype
     out : Tensor
         Outputs with their graph; every dtype in the graph counts.
     seen : iterable of torch.dtype
-        Dtypes of the forward pass. Those of 16 bits or fewer and those of the module's parameters count. Others do
-        not: a float64 network may contain a float32 constant.
+        Dtypes of the forward pass. Floating types of 16 bits or fewer and those of the module's parameters count.
+        Others do not: a float64 network may contain a float32 constant.
     """
     own = _floating(module.parameters())
-    found = {dtype for dtype in seen if dtype.itemsize <= 2 or dtype in own} | _graph_dtypes(out)
+    found = {d for d in seen if d in own or (d.is_floating_point and d.itemsize <= 2)} | _graph_dtypes(out)
     return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
 

@@ -13,7 +13,7 @@ from ntk_laplace.model.data import Inputs, concatenate, format_of, leaves, map_t
 from ntk_laplace.model.network.choice import owner
 from ntk_laplace.model.network.copying import dense_parts
 from ntk_laplace.model.network.frozen import Network
-from ntk_laplace.model.network.precision import DtypesSeen, computation_dtype
+from ntk_laplace.model.network.precision import Watched, computation_dtype
 from ntk_laplace.model.network.readings import padding_rows, readers
 from ntk_laplace.runtime.random_state import preserved_rng
 
@@ -114,16 +114,17 @@ def _require_last(network: Network, x: Inputs) -> None:
 def _probed(network: Network, x: Inputs) -> Tensor:
     before = {name: b.clone() for name, b in network.module.named_buffers()}
     own = map_tensors(torch.clone, x)
-    with DtypesSeen() as seen:
+    seen: set[torch.dtype] = set()
+    with Watched(lambda result: seen.add(result.dtype)):
         first = network.without_grad(own)
     if not all(map(torch.equal, leaves(own), leaves(x))):
         network.caller.copies_inputs = True
-    network.precision = computation_dtype(network.module, first, seen.found)
+    network.precision = computation_dtype(network.module, first, seen)
     if _channels_last_is_faster(network):
         network.channels_last = True
     with network.arithmetic():  # to get the same graph as later passes
         alone = network.evaluate(_every_other(x))  # back to contiguous if that raises
-    network.precision = computation_dtype(network.module, alone, seen.found)
+    network.precision = computation_dtype(network.module, alone, seen)
     tolerance = network.tolerance(first)
     if network.channels_last and _gap(alone, first[::2]) > tolerance:
         network.channels_last = False
