@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 
 
 def owner_of(names: Sequence[str]) -> str:
@@ -19,56 +19,42 @@ def owner_of(names: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-class Head:
-    """A module whose output is the network's output, with the arguments of its call.
+def head_of(
+    network: nn.Module, names: Sequence[str], evaluate: Callable[[], Tensor]
+) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
+    """Outputs (N, C) at other values of these parameters, by name, from the module that owns them alone.
+
+    None if no one module does, it is called several times, or its output is not the network's.
 
     Parameters
     ----------
-    module : nn.Module
-    prefix : str
-        Prefix of its parameters' names in the network.
-    arguments : tuple of (positional arguments, keyword arguments)
-        Arguments of the recorded call.
-    shape : torch.Size
-        Shape of the network's outputs, (N, C).
+    network : nn.Module
+    names : sequence of str
+    evaluate : callable
+        Runs the network once, without a graph, and returns its outputs (N, C).
     """
+    owner = owner_of(names)
+    if not owner:
+        return None
+    module, calls = network.get_submodule(owner), []
 
-    def __init__(self, module: nn.Module, prefix: str, arguments: tuple[tuple, dict[str, Any]], shape: Size) -> None:
-        self._module, self._prefix, self._arguments, self._shape = module, prefix, arguments, shape
+    def keep(_: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        calls.append(((args, kwargs), out, out._version if isinstance(out, Tensor) else 0))
 
-    @classmethod
-    def of(cls, network: nn.Module, names: Sequence[str], evaluate: Callable[[], Tensor]) -> Head | None:
-        """The head that owns all parameters with these names; None if there is none.
+    hook = module.register_forward_hook(keep, with_kwargs=True)
+    try:
+        found = evaluate()
+    finally:
+        hook.remove()
+    if len(calls) != 1:
+        return None
+    (arguments, out, version), shape = calls[0], found.shape
 
-        Parameters
-        ----------
-        network : nn.Module
-        names : sequence of str
-        evaluate : callable
-            Runs the network once, without a graph, and returns its outputs (N, C).
-        """
-        owner = owner_of(names)
-        if not owner:
-            return None
-        module, calls = network.get_submodule(owner), []
+    def outputs(values: Mapping[str, Tensor]) -> Tensor:
+        own = {name.removeprefix(f"{owner}."): value for name, value in values.items()}
+        return torch.func.functional_call(module, own, *arguments).reshape(shape)
 
-        def keep(_: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-            calls.append(((args, kwargs), out, out._version if isinstance(out, Tensor) else 0))
-
-        hook = module.register_forward_hook(keep, with_kwargs=True)
-        try:
-            found = evaluate()
-        finally:
-            hook.remove()
-        if len(calls) != 1:
-            return None
-        arguments, out, version = calls[0]
-        return cls(module, owner + ".", arguments, found.shape) if _same(out, version, found) else None
-
-    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Outputs (N, C) at other parameter values, given by their names in the network."""
-        own = {name.removeprefix(self._prefix): value for name, value in values.items()}
-        return torch.func.functional_call(self._module, own, *self._arguments).reshape(self._shape)
+    return outputs if _same(out, version, found) else None
 
 
 def _same(out: Any, version: int, found: Tensor) -> bool:

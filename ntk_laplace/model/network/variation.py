@@ -10,7 +10,7 @@ from torch import Tensor
 from ntk_laplace.errors import NTKLaplaceError
 from ntk_laplace.model.data import Inputs
 from ntk_laplace.model.network.frozen import Network
-from ntk_laplace.model.network.head import Head
+from ntk_laplace.model.network.head import head_of
 from ntk_laplace.runtime.random_state import preserved_rng
 
 
@@ -22,7 +22,7 @@ def varying(network: Network, x: Inputs, offset: int = 0) -> Callable[[Tensor], 
     the network uses a parameter elsewhere for example, the whole network is evaluated every time.
     """
     with torch.inference_mode(False), torch.no_grad():
-        head = Head.of(network.module, network.names, lambda: network.outputs(network.call, x, offset))
+        head = head_of(network.module, network.names, lambda: network.outputs(network.call, x, offset))
     tried = False
 
     def outputs(theta: Tensor) -> Tensor:
