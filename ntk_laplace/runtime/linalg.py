@@ -6,8 +6,7 @@ one matrix plus blocks on every device. The blocked algorithms are those of `low
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -148,17 +147,13 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     NumericalError
         If they are not finite.
     """
-
-    def decomposed(lower: Tensor) -> tuple[Tensor, Tensor]:
-        values, vectors = torch.linalg.eigh(lower, UPLO="L")
-        return values, vectors
-
-    return _finite(matrix, decomposed)
+    values, vectors = _finite(matrix, lambda lower: torch.linalg.eigh(lower, UPLO="L"))
+    return values, vectors
 
 
 def symmetric_eigenvalues(matrix: Tensor) -> Tensor:
     """The eigenvalues of `symmetric_eigen` alone, which are cheaper than both."""
-    return _finite(matrix, lambda lower: (torch.linalg.eigvalsh(lower, UPLO="L"),))[0]
+    return _finite(matrix, lambda lower: [torch.linalg.eigvalsh(lower, UPLO="L")])[0]
 
 
 def unique_null_space_(values: Tensor, vectors: Tensor) -> Tensor:
@@ -191,10 +186,7 @@ def _fixed_normal(n: int, columns: int, like: Tensor) -> Tensor:
     return torch.randn(n, columns, generator=generator, dtype=torch.float32).to(like)
 
 
-_Parts = TypeVar("_Parts", bound=tuple[Tensor, ...])
-
-
-def _finite(matrix: Tensor, decompose: Callable[[Tensor], _Parts]) -> _Parts:
+def _finite(matrix: Tensor, decompose: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
     """The parts of a decomposition, eigenvalues first, in double precision where single precision fails.
 
     The divide-and-conquer routine of some LAPACK builds returns NaN for finite float32 matrices of low rank.
@@ -205,7 +197,7 @@ def _finite(matrix: Tensor, decompose: Callable[[Tensor], _Parts]) -> _Parts:
     if matrix.dtype == torch.float32:
         again = decompose(matrix.double())
         if again[0].isfinite().all():
-            return type(found)(part.to(matrix) for part in again)
+            return [part.to(matrix) for part in again]
     raise NumericalError("a symmetric matrix with finite eigenvalues", "NaN or infinite ones",
                          "Check inputs, targets and weights for values that are not finite, or are very large.")
 
@@ -229,9 +221,8 @@ def cross_approximation(matrix: Tensor, most: int) -> tuple[Tensor, Tensor] | No
     enough = 8 * torch.finfo(matrix.dtype).eps * left.abs().max()
     rows: list[Tensor] = []
     columns: list[Tensor] = []
-    for _ in range(most + 1):
-        place = int(left.abs().argmax())
-        j, k = divmod(place, left.shape[1])
+    while True:
+        j, k = divmod(int(left.abs().argmax()), left.shape[1])
         pivot = left[j, k].clone()
         if abs(pivot) <= enough:
             empty = left.new_zeros(1, 1)
@@ -242,4 +233,3 @@ def cross_approximation(matrix: Tensor, most: int) -> tuple[Tensor, Tensor] | No
         rows.append(left[j] / pivot)
         columns.append(left[:, k].clone())
         left -= torch.outer(columns[-1], rows[-1])
-    return None
