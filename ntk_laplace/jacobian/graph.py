@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ _VIEWS = {
 }
 # nodes that select or reorder entries by values, which differ from batch to batch
 _REORDERS = re.compile(r"(Index|Gather|Scatter|Masked(?!Fill)|Take|Put|Sort|Topk|Segment)")
-_SAVED: dict[type, tuple[str, ...]] = {}  # of each class of nodes that was asked for
 _DIGIT = 256  # positions are sent through a view in base 256, which is exact in every floating dtype
 
 
@@ -125,7 +124,7 @@ class Graph:
         counted = dict.fromkeys(storage for tensor in apart for storage, _ in _storage(tensor))
         sizes: dict[int, int] = {}
         for node in self.nodes:
-            for saved in chain.from_iterable(_saved(node, name) for name in _saved_names(node)):
+            for saved in _saved(node):
                 sizes |= {storage: size for storage, size in _storage(saved) if storage not in counted}
         return sum(sizes.values())
 
@@ -138,22 +137,22 @@ class Graph:
         return tuple((node.name(), len(self.consumers[i])) for i, node in enumerate(self.nodes))
 
 
-def _saved_names(node: Any) -> tuple[str, ...]:
-    """Attributes that hold what a node has saved."""
-    kind = type(node)
-    if kind not in _SAVED:
-        _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
-    return _SAVED[kind]
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    """Attributes that hold what a node of this class has saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
 
 
-def _saved(node: Any, name: str) -> Iterator[Tensor]:
-    """Tensors of one such attribute."""
-    try:
-        found = getattr(node, name)
-    except RuntimeError:  # changed in place since: backward never reads it
-        return
-    several = found if isinstance(found, (tuple, list)) else [found]
-    yield from (saved for saved in several if isinstance(saved, Tensor))
+def _saved(node: Any) -> Iterator[Tensor]:
+    """Tensors that a node has saved."""
+    kind: Any = type(node)
+    for name in _saved_names(kind):
+        try:
+            found = getattr(node, name)
+        except RuntimeError:  # changed in place since: backward never reads it
+            continue
+        several = found if isinstance(found, (tuple, list)) else [found]
+        yield from (saved for saved in several if isinstance(saved, Tensor))
 
 
 def _storage(tensor: Tensor) -> Iterator[tuple[int, int]]:
