@@ -70,7 +70,7 @@ class GradientCheck:
             found = torch.autograd.grad(out, list(parameters.values()), weighted, retain_graph=True, allow_unused=True)
         self._weights, self._parameters, self._precision = weights.to(rows_dtype(parameters)), parameters, precision
         # to_dense: of functional.embedding(..., sparse=True)
-        self._expected = {name: g.to_dense() for name, g in zip(parameters, found, strict=False) if g is not None}
+        self._expected = {n: g.to_dense().flatten() for n, g in zip(parameters, found, strict=False) if g is not None}
         *sizes, outputs, cotangent = _largest([*self._expected.values(), out.detach(), weighted])
         self._sizes = dict(zip(self._expected, sizes, strict=True))
         self._loud = max(sizes, key=lambda value: (value != value, value), default=0.0)
@@ -89,18 +89,10 @@ class GradientCheck:
         total = summed({n: g.detach() for n, g in block.vjp(self._weights).items()} for block in blocks)
         wanted = [name for name in (self._parameters if names is None else names)
                   if name in total or name in self._expected]
-        gaps = _largest(self._gap(total.get(name), self._expected.get(name)) for name in wanted)
+        zero = self._weights.new_zeros(())
+        gaps = _largest(total.get(name, zero) - self._expected.get(name, zero) for name in wanted)
         own = dict(zip(total, _largest(total.values()), strict=True))
         return tuple(name for name, gap in zip(wanted, gaps, strict=True)
                      if not gap <= self._cancelled
                      and not _is_small(gap, own.get(name, 0.0), self._sizes.get(name, 0.0), self._loud,
                                        self._precision))
-
-    @staticmethod
-    def _gap(own: Tensor | None, expected: Tensor | None) -> Tensor:
-        """Rows' sum less the gradient; either may be missing, which is zero, but not both."""
-        if own is None or expected is None:
-            found = expected if own is None else own
-            assert found is not None
-            return found
-        return own.flatten() - expected.flatten()
