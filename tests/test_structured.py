@@ -17,6 +17,7 @@ from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
 from ntk_laplace.jacobian import JacobianPass, Outer
 from ntk_laplace.model.network import Network
 from ntk_laplace.runtime.meter import PeakMemory
+from ntk_laplace.runtime.reflections import Basis
 from pairwise import pairwise
 from reference import jacobian, relative_error
 from reference_structures import Block, Kronecker, Structured, parts_of
@@ -478,13 +479,14 @@ def test_rows_that_are_summed_turn_as_factors_do(network: str, panel: int, monke
         left, right = (torch.randn(g, width, max(1, width - 1), dtype=torch.float64, generator=generator)
                        for width in (o, i))
         for sides in ((left, right), (left, None), (None, right), (None, None)):
-            one, other = (own.rotated(*sides) for own in (summed, factored))
+            one, other = (own.rotated(Basis(*sides)) for own in (summed, factored))
             assert one.entries == other.entries
             assert relative_error(one.written(slice(None)), other.written(slice(None))) < 1e-12
             assert relative_error(one.squares(), other.squares()) < 1e-12
             vectors = torch.randn(2, *one.entries, dtype=torch.float64, generator=generator)
             assert relative_error(one.products(vectors), other.products(vectors)) < 1e-12
             assert relative_error(one.inner(vectors[0].square()), other.inner(vectors[0].square())) < 1e-12
-        again = summed.rotated(left, None).rotated(None, right)
-        assert relative_error(again.written(slice(None)), factored.rotated(left, right).written(slice(None))) < 1e-12
+        again = summed.rotated(Basis(left, None)).rotated(Basis(None, right))
+        whole = factored.rotated(Basis(left, right))
+        assert relative_error(again.written(slice(None)), whole.written(slice(None))) < 1e-12
     assert seen

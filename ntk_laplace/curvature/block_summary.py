@@ -13,32 +13,9 @@ from ntk_laplace.errors import NonFiniteError
 from ntk_laplace.jacobian import FusedSums, Jacobian, Lookup, Outer, Products
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
-from ntk_laplace.runtime.reflections import Reflections, turned, turned_back
+from ntk_laplace.runtime.reflections import Basis, Reflections
 
 SHARING = ("expand", "reduce")
-
-
-@dataclass(frozen=True)
-class Basis:
-    """Orthonormal eigenvectors of a parameter block: left ⊗ right.
-
-    Attributes
-    ----------
-    left : Tensor, (G, o, o), Reflections, or None
-        None is the identity.
-    right : Tensor, (G, i, i), Reflections, or None
-    """
-
-    left: Tensor | Reflections | None
-    right: Tensor | Reflections | None
-
-    def turn(self, values: Tensor) -> Tensor:
-        """(left ⊗ right)ᵀ values, (..., G, o, i)."""
-        return turned(turned(values.mT, self.left).mT, self.right)
-
-    def back(self, values: Tensor) -> Tensor:
-        """(left ⊗ right) values, (..., G, o, i)."""
-        return turned_back(turned_back(values.mT, self.left).mT, self.right)
 
 
 @dataclass
@@ -160,7 +137,7 @@ class Summary:
                 self._add("squares", sums.moments(None, None, self.block.bias is not None))
             return
         own = self.block.rows(rows)
-        self._add("moments", own.rotated(basis.left, basis.right).squares())
+        self._add("moments", own.rotated(basis).squares())
         if squares:
             self._add("squares", own.squares())
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.block_summary import Basis, Summary, sketch_vectors
+from ntk_laplace.curvature.block_summary import Summary, sketch_vectors
 from ntk_laplace.runtime.krylov import low_rank
 from ntk_laplace.runtime.linalg import symmetric_eigen, symmetric_eigenvalues, unique_null_space_
 from ntk_laplace.runtime.reduction import Reducer
-from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record
+from ntk_laplace.runtime.reflections import Basis, Reflections, Side, side_from_record, side_record
 
 
 class FactorEigen:
@@ -35,7 +35,7 @@ class FactorEigen:
     """
 
     def __init__(
-        self, lower: Tensor | None, values: Tensor | None = None, vectors: Tensor | Reflections | None = None,
+        self, lower: Tensor | None, values: Tensor | None = None, vectors: Side = None,
         unique: bool = False,
     ) -> None:
         self.lower, self._values, self._vectors, self._unique = lower, values, vectors, unique
@@ -49,7 +49,7 @@ class FactorEigen:
         return self._values
 
     @property
-    def vectors(self) -> Tensor | Reflections | None:
+    def vectors(self) -> Side:
         """Eigenvectors; None for the identity."""
         if self._vectors is None and self.lower is not None:
             values, vectors = symmetric_eigen(self.lower)

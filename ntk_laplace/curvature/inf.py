@@ -12,13 +12,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import HyperparameterError, NumericalError, is_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, solve_lower, symmetric_eigen
-from ntk_laplace.runtime.reflections import Reflections
+from ntk_laplace.runtime.reflections import Basis, Reflections
 from ntk_laplace.runtime.resources import require_memory
 
 
@@ -324,8 +323,7 @@ class InfBlock(BlockPrecision):
             )
         by_kept, by_exact = torch.autograd.grad(value, (kept, exact))
         own = self.block.rows(rows)
-        basis = self.low.left.unsqueeze(0), self.low.right.unsqueeze(0)
-        turned = own.rotated(*basis)
+        turned = own.rotated(Basis(self.low.left.unsqueeze(0), self.low.right.unsqueeze(0)))
         return turned.inner(by_kept.unsqueeze(0)) + own.inner(by_exact.unsqueeze(0))
 
     def quadratic(self, vector: Tensor) -> Tensor:

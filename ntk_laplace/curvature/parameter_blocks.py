@@ -18,7 +18,7 @@ from ntk_laplace.jacobian import Block, FusedLayer, FusedSums, Jacobian, LayerRo
 from ntk_laplace.jacobian.blocks import clusters, summed
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.reflections import Reflections, turned
+from ntk_laplace.runtime.reflections import Basis
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ class SummedRows(LayerRows):
         K.
     terms : tuple of Block
         The blocks with rows of these parameters; without any, all rows are zero.
-    bases : tuple
-        Pairs of a left and a right side, in the order in which rows are turned.
+    bases : tuple of Basis
+        In the order in which rows are turned.
     """
 
     copies = 3  # of a term, of the sum, and in the order of the entries
@@ -203,7 +203,7 @@ class SummedRows(LayerRows):
     f: Tensor
     num_cotangents: int
     terms: tuple[Block, ...]
-    bases: tuple[tuple[Tensor | Reflections | None, Tensor | Reflections | None], ...] = ()
+    bases: tuple[Basis, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -218,13 +218,14 @@ class SummedRows(LayerRows):
     def entries(self) -> tuple[int, int, int]:
         """(G, o, i), in the last basis."""
         g, o, i = self.block.entries
-        for left, right in self.bases:  # reflections keep the size
-            o, i = (side.shape[2] if isinstance(side, Tensor) else p for side, p in ((left, o), (right, i)))
+        for basis in self.bases:  # reflections keep the size
+            sides = (basis.left, o), (basis.right, i)
+            o, i = (side.shape[2] if isinstance(side, Tensor) else p for side, p in sides)
         return g, o, i
 
-    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> SummedRows:
+    def rotated(self, basis: Basis) -> SummedRows:
         """Rows in another basis, in which they are turned when they are written."""
-        return replace(self, bases=(*self.bases, (left, right)))
+        return replace(self, bases=(*self.bases, basis))
 
     def written(self, part: slice) -> Tensor:
         block = self.block
@@ -235,8 +236,8 @@ class SummedRows(LayerRows):
                 size = block.numel if name == block.weight else block.numel // columns
                 total[name] = self.f.new_zeros(self.num_cotangents, len(self.f[part]), size)
         rows = block.gather(total).transpose(0, 1)
-        for left, right in self.bases:
-            rows = turned(turned(rows.mT, left).mT, right)
+        for basis in self.bases:
+            rows = basis.turn(rows)
         return rows
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.log_det_terms import InputTerm, LogDetTerm, Spectrum
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
@@ -19,7 +18,7 @@ from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.jacobian import Jacobian, LayerRows, Lookup, Outer
 from ntk_laplace.jacobian.blocks.outer_products import separated
 from ntk_laplace.runtime.linalg import cross_approximation
-from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record, turned, turned_back
+from ntk_laplace.runtime.reflections import Basis, Reflections, side_from_record, side_record, turned, turned_back
 
 
 class SpectralBlock(BlockPrecision):
@@ -149,7 +148,7 @@ class SpectralBlock(BlockPrecision):
         return self._turned(rows).joint(self.inverse)
 
     def _turned(self, rows: Jacobian) -> LayerRows:
-        return self.block.rows(rows).rotated(self.basis.left, self.basis.right)
+        return self.block.rows(rows).rotated(self.basis)
 
     # --- derivatives in Λ
 
@@ -273,7 +272,7 @@ class KroneckerBlock(SpectralBlock):
         own = self.block.rows(rows)
         if not _factors(own) or self._separated is None:
             return super().cross_covariance(rows)
-        rotated = own.rotated(self.basis.left, self.basis.right)
+        rotated = own.rotated(self.basis)
         outputs, inputs = self._separated
         left = turned_back(rotated.full_b()[0, :, 0, 0].unsqueeze(1) * outputs, self.basis.left)
         right = turned_back(rotated.a[:, 0, 0].unsqueeze(1) * inputs, self.basis.right)

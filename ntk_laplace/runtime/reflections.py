@@ -1,4 +1,4 @@
-"""Orthogonal matrices whose first columns are given, as products of reflections: k vectors instead of p."""
+"""Orthonormal bases: columns that are written out, or products of reflections, which are k vectors instead of p."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Reflections:
-    """U = I - Y T Yᵀ, orthogonal, (p, p).
+    """U = I - Y T Yᵀ, orthogonal, (p, p): a matrix whose first columns are given.
 
     Attributes
     ----------
@@ -59,25 +59,50 @@ class Reflections:
         return Reflections(self.vectors.to(device, dtype), self.kernel.to(device, dtype))
 
 
-def turned(values: Tensor, side: Tensor | Reflections | None) -> Tensor:
-    """Values (..., G, T, p) in the basis of the columns of (G, p, q), or of reflections; None is the identity."""
+Side = Tensor | Reflections | None
+"""One side of a basis: its columns (G, p, q), or reflections; None is the identity."""
+
+
+def turned(values: Tensor, side: Side) -> Tensor:
+    """Values (..., G, T, p) in the basis of a side's columns."""
     if side is None:
         return values
     return side.turned(values) if isinstance(side, Reflections) else torch.einsum("...gtp,gpq->...gtq", values, side)
 
 
-def turned_back(values: Tensor, side: Tensor | Reflections | None) -> Tensor:
+def turned_back(values: Tensor, side: Side) -> Tensor:
     """Values (..., G, T, q) in such a basis, in the one that it was given in."""
     if side is None:
         return values
     return side.turned_back(values) if isinstance(side, Reflections) else values @ side.mT
 
 
-def side_record(side: Tensor | Reflections | None) -> Any:
+@dataclass(frozen=True)
+class Basis:
+    """left ⊗ right of entries (G, o, i), such as the orthonormal eigenvectors of a parameter block.
+
+    Attributes
+    ----------
+    left, right : Tensor, (G, o, p) and (G, i, q), Reflections, or None
+    """
+
+    left: Side
+    right: Side
+
+    def turn(self, values: Tensor) -> Tensor:
+        """(left ⊗ right)ᵀ values, (..., G, o, i)."""
+        return turned(turned(values.mT, self.left).mT, self.right)
+
+    def back(self, values: Tensor) -> Tensor:
+        """(left ⊗ right) values, (..., G, o, i)."""
+        return turned_back(turned_back(values.mT, self.left).mT, self.right)
+
+
+def side_record(side: Side) -> Any:
     """Plain containers of tensors."""
     return {"vectors": side.vectors, "kernel": side.kernel} if isinstance(side, Reflections) else side
 
 
-def side_from_record(record: Any) -> Tensor | Reflections | None:
+def side_from_record(record: Any) -> Side:
     """Restore what `side_record` returned."""
     return Reflections(**record) if isinstance(record, Mapping) else record

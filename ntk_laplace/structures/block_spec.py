@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor
 
 from ntk_laplace.curvature import BlockPrecision, Eigenbasis, ParameterBlock, Summary
-from ntk_laplace.curvature.block_summary import Basis, is_sketched, num_tests
+from ntk_laplace.curvature.block_summary import is_sketched, num_tests
 from ntk_laplace.curvature.eigenbases import FactorEigen
 from ntk_laplace.curvature.parameter_blocks import SummedRows, find_parameter_blocks
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
@@ -17,6 +17,7 @@ from ntk_laplace.errors import untold
 from ntk_laplace.jacobian import FusedLayer, FusedLayers, LayerRows
 from ntk_laplace.jacobian.blocks import Factored, Lookup
 from ntk_laplace.model.data import Batches, Inputs, Source
+from ntk_laplace.runtime.reflections import Basis
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.structure import StructureSpec

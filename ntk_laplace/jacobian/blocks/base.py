@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.runtime.reflections import Reflections
+from ntk_laplace.runtime.reflections import Basis
 from ntk_laplace.runtime.resources import buffer_bytes
 
 
@@ -52,8 +52,8 @@ class LayerRows(ABC):
         """Rows of some examples, (n, K, G, o, i)."""
 
     @abstractmethod
-    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> LayerRows:
-        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q), or reflections; None is the identity."""
+    def rotated(self, basis: Basis) -> LayerRows:
+        """Rows in another basis."""
 
     def squares(self) -> Tensor:
         """Σ_nk J_nk², (G, o, i)."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.jacobian.blocks.base import Block
-from ntk_laplace.runtime.reflections import Reflections, turned
+from ntk_laplace.runtime.reflections import Basis
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,5 @@ class Dense(Block):
     def written(self, part: slice) -> Tensor:
         return self.rows[part].unflatten(2, self.entries)
 
-    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Dense:
-        rows = self.written(slice(None))
-        return Dense.of_layer(self.weight, turned(turned(rows.mT, left).mT, right))
+    def rotated(self, basis: Basis) -> Dense:
+        return Dense.of_layer(self.weight, basis.turn(self.written(slice(None))))

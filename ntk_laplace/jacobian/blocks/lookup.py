@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, weigh
 from ntk_laplace.jacobian.blocks.dense import Dense
-from ntk_laplace.runtime.reflections import Reflections, turned
+from ntk_laplace.runtime.reflections import Basis, turned
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ class Lookup(Factored):
     def written(self, part: slice) -> Tensor:
         return self.subset(part).dense()[self.weight].transpose(0, 1).unflatten(2, self.entries)
 
-    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Lookup | Dense:
-        """Rows in the basis left ⊗ right; written out unless `left`, the side of the tokens, is the identity."""
-        rows = replace(self, b=turned(self.b.unsqueeze(2), right).squeeze(2), padding=-1)
-        return rows if left is None else rows._as_dense().rotated(left, None)
+    def rotated(self, basis: Basis) -> Lookup | Dense:
+        """Rows in another basis; written out unless its left side, that of the tokens, is the identity."""
+        rows = replace(self, b=turned(self.b.unsqueeze(2), basis.right).squeeze(2), padding=-1)
+        return rows if basis.left is None else rows._as_dense().rotated(Basis(basis.left, None))
 
     def squares(self) -> Tensor:
         squares = self._summed_by_token().square().sum(0).flatten(0, 1)

@@ -20,7 +20,7 @@ from ntk_laplace.jacobian.blocks.outer_products import (
 )
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.runtime.reflections import Reflections, turned
+from ntk_laplace.runtime.reflections import Basis, turned
 
 
 @dataclass(frozen=True)
@@ -242,9 +242,9 @@ class Outer(Factored):
         rows = position_product(self.full_b()[:, part], self._with_ones(self.a[part]))  # `inputs` has all examples
         return rows.transpose(0, 1).unflatten(2, self.entries)
 
-    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Outer:
-        """Rows in the basis left ⊗ right; their entries belong to no parameter any more."""
-        b, a = turned(self.b, left), turned(self.inputs, right)
+    def rotated(self, basis: Basis) -> Outer:
+        """Rows in another basis; their entries belong to no parameter any more."""
+        b, a = turned(self.b, basis.left), turned(self.inputs, basis.right)
         size = b.shape[2] * b.shape[4] * a.shape[3]
         return replace(self, bias=None, b=b, a=a, index=None, size=size)
 
