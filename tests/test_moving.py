@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ntk_laplace as ntkl
 from minima import parts
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Deflated, minimize
+from ntk_laplace.runtime.krylov import Deflated
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import NetworkLikelihood, likelihood_of
 from ntk_laplace.structures.what_if import objectives
@@ -445,7 +445,7 @@ def test_strong_curvature_in_float32_is_no_missing_second_derivative():
 @pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):
     """Not that its objective has kinks, which it has not."""
-    monkeypatch.setattr(objectives, "minimize", functools.partial(minimize, steps=1))
+    monkeypatch.setattr(tuning, "NEWTON_STEPS", 1)
     monkeypatch.setattr(tuning, "MOST_QUASI_NEWTON_STEPS", 1)
     posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(2.0))
     with pytest.warns(ntkl.NTKLaplaceWarning, match="still falls.*train the network to convergence"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import linecache
 from collections.abc import Callable
@@ -14,8 +13,6 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import minimize
-from ntk_laplace.structures.what_if import objectives
 from refusals import inputs, labels, network
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +46,7 @@ DEEP: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", DEEP)
 def test_the_line_is_the_callers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objectives, "minimize", functools.partial(minimize, steps=1))  # what-ifs end early
+    monkeypatch.setattr(tuning, "NEWTON_STEPS", 1)  # what-ifs end early
     monkeypatch.setattr(tuning, "MOST_QUASI_NEWTON_STEPS", 1)
     with pytest.warns(ntkl.NTKLaplaceWarning) as caught:
         DEEP[name]()

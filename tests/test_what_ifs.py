@@ -190,7 +190,8 @@ def test_newton_steps_pass_negative_curvature():
 
 def test_steps_that_are_cut_short_still_fall(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tuning, "MOST_QUASI_NEWTON_STEPS", 1)
-    found = minimize(Banana(), torch.tensor([[-1.2, 1.0], [1.0, 1.0]]).double(), 1e-16, steps=2)
+    monkeypatch.setattr(tuning, "NEWTON_STEPS", 2)
+    found = minimize(Banana(), torch.tensor([[-1.2, 1.0], [1.0, 1.0]]).double(), 1e-16)
     assert found.falling.tolist() == [True, False] and found.converged.tolist() == [False, True]
 
 

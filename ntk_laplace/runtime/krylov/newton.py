@@ -74,10 +74,7 @@ class Minima:
         return cls(*(torch.cat(column) for column in each))
 
 
-def minimize(
-    objectives: Objectives, start: Tensor, eps: float, room: int = tuning.DESCENT_BYTES,
-    steps: int = tuning.NEWTON_STEPS,
-) -> Minima:
+def minimize(objectives: Objectives, start: Tensor, eps: float, room: int = tuning.DESCENT_BYTES) -> Minima:
     """Minima of several objectives, each from its own start.
 
     Parameters
@@ -88,25 +85,19 @@ def minimize(
         Relative rounding of the objectives.
     room : int
         Bytes for what quasi-Newton steps remember.
-    steps : int
-        Newton steps, at most.
-
-    Returns
-    -------
-    Minima
     """
     flags = torch.zeros(len(start), dtype=torch.bool, device=start.device)
     found = Minima(start.clone(), start.new_full(flags.shape, torch.inf), flags, flags.clone(), flags.long())
     left = torch.arange(len(start), device=start.device)
     for patience in (*tuning.VALLEY_STEPS, -1):  # where a valley was none, or goes down steeper further on
-        left = _go_down(objectives, found, left, eps, room, steps, patience)
+        left = _go_down(objectives, found, left, eps, room, patience)
         if len(left) == 0:
             break
     return found
 
 
 def _go_down(
-    objectives: Objectives, found: Minima, rows: Tensor, eps: float, room: int, steps: int, patience: int
+    objectives: Objectives, found: Minima, rows: Tensor, eps: float, room: int, patience: int
 ) -> Tensor:
     """Replace what is found for some of the rows; the numbers of those that have not converged in a valley, (m,)."""
     at, converged = found.at, found.converged
@@ -114,7 +105,7 @@ def _go_down(
     inverses.sharpen()
     valleys = _Valleys(soft, torch.full_like(values, torch.nan), patience > 0)
     going, radius, products = inverses.rows.clone(), torch.full_like(values, torch.inf), 0
-    for _ in range(steps):
+    for _ in range(tuning.NEWTON_STEPS):
         local, rounding = objectives.local(at[going], going), eps * (1.0 + values[going].abs())
         shift = (tuning.VALLEY_SHIFT * soft[going]).unsqueeze(1) * objectives.precision
         step = _directions(local, objectives, inverses, radius[going], rounding, shift)
