@@ -83,6 +83,7 @@ def test_factorizations_solves_and_inverses(device, monkeypatch):
     for name in ("PANEL_ROWS", "PANEL_DEVICE_ROWS"):
         monkeypatch.setattr(tuning, name, 100)
     monkeypatch.setattr(tuning, "SOLVE_ROWS", 30)
+    monkeypatch.setattr(tuning, "INVERSE_COLUMNS", 60)
     root = torch.randn(300, 400, dtype=torch.float64)
     matrix, right = root @ root.T / 400 + torch.eye(300), torch.randn(300, 3, dtype=torch.float64)
     inverse = torch.linalg.inv(matrix)
@@ -99,16 +100,18 @@ def test_factorizations_solves_and_inverses(device, monkeypatch):
         assert relative_error(triangle.solve(b).cpu(), inverse @ right) < limit
         assert relative_error(triangle.inverse().cpu(), inverse) < limit
         blocks = torch.stack([inverse[i : i + 4, i : i + 4] for i in range(0, 300, 4)])
-        assert relative_error(triangle.inverse_diagonal(4, 60).cpu(), blocks) < limit
+        assert relative_error(triangle.inverse_diagonal(4).cpu(), blocks) < limit
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_memory_of_factorizations(device):
+def test_memory_of_factorizations(device, monkeypatch):
     """No second matrix: neither for torch's routine in place, nor for the triangle and the diagonal of its inverse."""
     n = 8000 if device == "cuda" else 2000
     matrix = torch.eye(n, dtype=torch.float64, device=device).add_(1e-4)
-    triangle = LowerTriangle.of(matrix.clone(), n // 10).cholesky_()
+    for name in ("PANEL_ROWS", "PANEL_DEVICE_ROWS"):
+        monkeypatch.setattr(tuning, name, n // 10)
+    triangle = LowerTriangle.of(matrix.clone()).cholesky_()
     linalg.cholesky_by_torch_(matrix[:500, :500].clone())
     triangle.trailing(n // 2).inverse_diagonal(10)
     with PeakMemory(matrix.device) as square:

@@ -39,15 +39,21 @@ def packed(matrix: torch.Tensor, block: int, unit: int = 1) -> LowerTriangle:
     return LowerTriangle([own[start : start + cuts.step, : min(start + cuts.step, len(own))].clone() for start in cuts])
 
 
-STORED = {"views": lambda matrix, block: LowerTriangle.of(spoiled(matrix), block), "packed": packed}
+def views(matrix: torch.Tensor, block: int) -> LowerTriangle:
+    with mock.patch.object(tuning, "PANEL_ROWS", block):
+        return LowerTriangle.of(spoiled(matrix))
+
+
+STORED = {"views": views, "packed": packed}
 stored = pytest.mark.parametrize("store", STORED.values(), ids=STORED)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_cholesky_reads_and_writes_the_lower_triangle(block):
+def test_cholesky_reads_and_writes_the_lower_triangle(block, monkeypatch):
+    monkeypatch.setattr(tuning, "PANEL_ROWS", block)
     matrix = positive()
     own = spoiled(matrix)
-    factor = linalg.cholesky_(own, block=block)
+    factor = linalg.cholesky_(own)
     assert factor.data_ptr() == own.data_ptr()
     assert relative_error(factor.tril(), torch.linalg.cholesky(matrix)) < 1e-13
     assert relative_error(linalg.cholesky_log_det(factor), torch.logdet(matrix)) < 1e-13
@@ -88,7 +94,9 @@ def test_factorization_and_solves_by_panels(store, block, monkeypatch):
         assert factor.solve_lower_(own, transpose) is own
         assert relative_error(own, torch.linalg.solve(want.T if transpose else want, right)) < 1e-11
     assert relative_error(factor.solve(right), torch.linalg.solve(matrix, right)) < 1e-11
-    for own in (factor.inverse(), factor.inverse(block)):
+    for columns in (tuning.INVERSE_COLUMNS, block):
+        monkeypatch.setattr(tuning, "INVERSE_COLUMNS", columns)
+        own = factor.inverse()
         assert own.is_contiguous() and relative_error(own, torch.linalg.inv(matrix)) < 1e-11
     shifted = store(matrix, block).add_to_diagonal_(2.0).to_dense()
     assert torch.equal(shifted, (matrix + 2.0 * torch.eye(11)).tril())
@@ -97,20 +105,20 @@ def test_factorization_and_solves_by_panels(store, block, monkeypatch):
 @stored
 @pytest.mark.parametrize("block", [1, 2, 4, 5, 12, 64])
 @pytest.mark.parametrize("size", [1, 3])
-def test_inverse_in_panels(store, block, size):
+def test_inverse_in_panels(store, block, size, monkeypatch):
     """Panels of blocks of rows, of widths that divide 12 and that do not; the factor keeps its values."""
+    monkeypatch.setattr(tuning, "INVERSE_COLUMNS", block)
     matrix = positive(12)
     inverse = torch.linalg.inv(matrix)
     for height in (1, 5, 12):
         factor = store(torch.linalg.cholesky(matrix), height)
         before = factor.to_dense()
-        for start, panel in factor.inverse_panels(size, block):
+        for start, panel in factor.inverse_panels(size):
             assert start % size == panel.shape[1] % size == 0 and panel.shape[1] <= max(block, size)
             assert relative_error(panel, inverse[start:, start : start + panel.shape[1]]) < 1e-11
         assert start + panel.shape[1] == 12
         want = torch.stack([inverse[i : i + size, i : i + size] for i in range(0, 12, size)])
-        for own in (factor.inverse_diagonal(size, block), factor.inverse_diagonal(size)):
-            assert relative_error(own, want) < 1e-11
+        assert relative_error(factor.inverse_diagonal(size), want) < 1e-11
         assert torch.equal(factor.to_dense(), before)
 
 
@@ -252,21 +260,22 @@ def test_products_of_fewer_digits_are_refused(dtype, device, setting, refused, m
         backend.matmul.fp32_precision = before
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_outer_products_of_the_lower_triangle(block):
-    matrix, rows = positive(), torch.randn(7, 11, dtype=torch.float64)
+@pytest.mark.parametrize("n", [1, 11, 96, 97, 300])
+def test_outer_products_of_the_lower_triangle(n):
+    matrix, rows = positive(n), torch.randn(7, n, dtype=torch.float64)
     want = (matrix + rows.T @ rows).tril()
-    linalg.add_outer_lower_(matrix, rows, block=block)
+    linalg.add_outer_lower_(matrix, rows)
     assert relative_error(matrix.tril(), want) < 1e-14
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("where", [0, 4, 10])
-def test_a_matrix_that_is_not_positive_is_refused_with_the_place(where, block):
+def test_a_matrix_that_is_not_positive_is_refused_with_the_place(where, block, monkeypatch):
+    monkeypatch.setattr(tuning, "PANEL_ROWS", block)
     matrix = torch.eye(11, dtype=torch.float64)
     matrix[where, where] = -1.0
     with pytest.raises(NumericalError, match=rf"order {where + 1} of 11 .*float64.*"):
-        linalg.cholesky_(matrix, block=block)
+        linalg.cholesky_(matrix)
 
 
 def test_roots_of_singular_matrices():

@@ -15,15 +15,13 @@ from ntk_laplace.errors import NumericalError
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_definite, require_full_precision
 
 
-def cholesky_(matrix: Tensor, block: int | None = None) -> Tensor:
+def cholesky_(matrix: Tensor) -> Tensor:
     """Factor a positive definite matrix in place, ``A = L Lᵀ``.
 
     Parameters
     ----------
     matrix : Tensor, (n, n)
         Only the lower triangle is read. It is overwritten by L; the strict upper triangle is then undefined.
-    block : int, optional
-        Rows of a panel on the CPU.
 
     Returns
     -------
@@ -41,7 +39,7 @@ def cholesky_(matrix: Tensor, block: int | None = None) -> Tensor:
         require_full_precision(matrix.dtype, matrix.device)
         return cholesky_by_torch_(matrix)
     # the pages of an upper triangle that was never written are not backed by memory, and torch would write zeros there
-    LowerTriangle.of(matrix, block).cholesky_()
+    LowerTriangle.of(matrix).cholesky_()
     return matrix
 
 
@@ -70,9 +68,7 @@ def cholesky_of(matrix: Tensor) -> Tensor:
     return factor
 
 
-def add_outer_lower_(
-    matrix: Tensor, rows: Tensor, block: int | None = None, *, scale: float = 1.0, keep: float = 1.0
-) -> None:
+def add_outer_lower_(matrix: Tensor, rows: Tensor, *, scale: float = 1.0, keep: float = 1.0) -> None:
     """``matrix ← keep matrix + scale rowsᵀ rows`` in the lower triangle, at half the cost of the full product.
 
     Diagonal blocks are full. With `keep` 0 the matrix may be uninitialized.
@@ -81,15 +77,13 @@ def add_outer_lower_(
     ----------
     matrix : Tensor, (n, n)
     rows : Tensor, (m, n)
-    block : int, optional
-        Height of a panel; by default about n / 5, between 96 and 1024.
     scale, keep : float
         1 by default: the product is added.
     """
     n = matrix.shape[0]
-    block = max(96, min(1024, round(n / 160) * 32)) if block is None else block  # multiples of 32 suit the kernels
-    for start in range(0, n, block):
-        stop = min(start + block, n)
+    height = max(96, min(1024, round(n / 160) * 32))  # of a panel: about n / 5, multiples of 32 suit the kernels
+    for start in range(0, n, height):
+        stop = min(start + height, n)
         matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop], alpha=scale, beta=keep)
 
 
@@ -116,9 +110,9 @@ def solve_spd(factor: Tensor, right: Tensor) -> Tensor:
     return solve_lower(factor, solve_lower(factor, right), transpose=True)
 
 
-def mirror_lower_(matrix: Tensor, block: int = 512) -> Tensor:
+def mirror_lower_(matrix: Tensor) -> Tensor:
     """Copy the lower triangle to the upper one, in place, block by block."""
-    n = len(matrix)
+    n, block = len(matrix), 512
     for start in range(0, n, block):
         stop = min(start + block, n)
         diagonal = matrix[start:stop, start:stop]

@@ -7,6 +7,7 @@ share one factorization, one solve and one inverse. No operation copies more tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -34,11 +35,9 @@ class LowerTriangle:
         return cls([like.new_empty(rows.stop - rows.start, rows.stop) for rows in _rows(n, unit, like.device)])
 
     @classmethod
-    def of(cls, matrix: Tensor, height: int | None = None) -> LowerTriangle:
-        """Views into a square matrix; by default as high as panels that are stored alone."""
-        n = len(matrix)
-        slices = _rows(n, 1, matrix.device) if height is None else _cut(n, height)
-        return cls([matrix[rows, : rows.stop] for rows in slices])
+    def of(cls, matrix: Tensor) -> LowerTriangle:
+        """Views into a square matrix, as high as panels that are stored alone."""
+        return cls([matrix[rows, : rows.stop] for rows in _rows(len(matrix), 1, matrix.device)])
 
     @staticmethod
     def predicted_bytes(n: int, unit: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -58,10 +57,14 @@ class LowerTriangle:
         """A tensor with its dtype and device."""
         return self.panels[0]
 
+    def _placed(self) -> Iterator[tuple[int, Tensor]]:
+        """The first row of each panel, and the panel."""
+        for panel in self.panels:
+            yield panel.shape[1] - panel.shape[0], panel
+
     def diagonal(self) -> Iterator[Tensor]:
         """The diagonal, in pieces that are views."""
-        for panel in self.panels:
-            yield panel.diagonal(panel.shape[1] - panel.shape[0])
+        return (panel.diagonal(start) for start, panel in self._placed())
 
     def add_to_diagonal_(self, value: float) -> LowerTriangle:
         """Add a number to each diagonal entry."""
@@ -71,24 +74,22 @@ class LowerTriangle:
 
     def trailing(self, start: int) -> LowerTriangle:
         """Rows and columns from `start` on, as views."""
-        return LowerTriangle([
-            panel[max(0, start - (panel.shape[1] - panel.shape[0])) :, start:]
-            for panel in self.panels if panel.shape[1] > start
-        ])
+        return LowerTriangle([panel[max(0, start - first) :, start:]
+                              for first, panel in self._placed() if panel.shape[1] > start])
 
     def to_dense(self) -> Tensor:
         """The lower triangle as a new square matrix, zero above the diagonal."""
         dense = self.like.new_zeros(len(self), len(self))
-        for panel in self.panels:
-            height, stop = panel.shape
-            dense[stop - height : stop, :stop] = panel.tril(stop - height)
+        for start, panel in self._placed():
+            stop = panel.shape[1]
+            dense[start:stop, :stop] = panel.tril(start)
         return dense
 
     def multiply(self, right: Tensor) -> Tensor:
         """``A right`` as a new tensor (n, k)."""
         out = torch.zeros_like(right)
-        for panel in self.panels:
-            start, stop = panel.shape[1] - panel.shape[0], panel.shape[1]
+        for start, panel in self._placed():
+            stop = panel.shape[1]
             own, before, here = panel[:, start:], right[:start], right[start:stop]
             out[:start].addmm_(panel[:, :start].mT, here)
             out[start:stop] += panel[:, :start] @ before + own.tril() @ here + own.tril(-1).mT @ here
@@ -107,15 +108,12 @@ class LowerTriangle:
             As `require_full_precision`.
         """
         require_full_precision(self.like.dtype, self.like.device)
-        for i, panel in enumerate(self.panels):
-            for earlier in self.panels[:i]:
-                height, last = earlier.shape
-                first = last - height
-                own = panel[:, first:last]
+        for i, (start, panel) in enumerate(self._placed()):
+            for first, earlier in islice(self._placed(), i):
+                own = panel[:, first : earlier.shape[1]]
                 # L_ik = (A_ik - Σ_j<k L_ij L_kjᵀ) L_kk⁻ᵀ
                 own.addmm_(panel[:, :first], earlier[:, :first].mT, alpha=-1.0)
                 own.copy_(torch.linalg.solve_triangular(earlier[:, first:].mT, own, upper=True, left=False))
-            start = panel.shape[1] - panel.shape[0]
             own = panel[:, start:]
             own.addmm_(panel[:, :start], panel[:, :start].mT, alpha=-1.0)
             factor, info = torch.linalg.cholesky_ex(own)
@@ -131,8 +129,8 @@ class LowerTriangle:
 
     def pivot_rounding(self) -> float:
         """About how far rounding of A moves `log_det`, as `pivot_rounding`."""
-        parts = ((panel, panel.shape[1] - panel.shape[0]) for panel in self.panels)
-        return float(sum(pivot_rounding(*part) for part in parts)) * torch.finfo(self.like.dtype).eps
+        total = sum(pivot_rounding(panel, start) for start, panel in self._placed())
+        return float(total) * torch.finfo(self.like.dtype).eps
 
     def solve_lower_(self, right: Tensor, transpose: bool = False, shift: float = 0.0) -> Tensor:
         """``L⁻¹ right``, or ``L⁻ᵀ right`` with `transpose`, in place of `right` (n, k); of L + shift I for a `shift`.
@@ -155,8 +153,7 @@ class LowerTriangle:
     def _solve_steps(self) -> Iterator[tuple[int, Tensor]]:
         """The first row of each part of a panel that a solve takes at a time, and the part up to the diagonal."""
         most = tuning.SOLVE_ROWS if self.like.device.type == "cpu" else tuning.PANEL_DEVICE_ROWS
-        for panel in self.panels:
-            start = panel.shape[1] - panel.shape[0]
+        for start, panel in self._placed():
             for rows in _cut(len(panel), most):
                 yield start + rows.start, panel[rows, : start + rows.stop]
 
@@ -168,24 +165,22 @@ class LowerTriangle:
         """``(L Lᵀ)⁻¹ right`` as a new tensor (n, k)."""
         return self.solve_lower_(self.solve_lower(right), transpose=True)
 
-    def inverse(self, block: int | None = None) -> Tensor:
-        """``(L Lᵀ)⁻¹`` as a new dense symmetric matrix (n, n), computed in panels of `block` columns."""
+    def inverse(self) -> Tensor:
+        """``(L Lᵀ)⁻¹`` as a new dense symmetric matrix (n, n)."""
         inverse = self.like.new_empty(len(self), len(self))
-        for start, panel in self.inverse_panels(1, block):
+        for start, panel in self.inverse_panels(1):
             columns = slice(start, start + panel.shape[1])
             inverse[start:, columns] = panel
             inverse[columns, start:] = panel.T
         return inverse
 
-    def inverse_panels(self, size: int, block: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    def inverse_panels(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """``(L Lᵀ)⁻¹`` in panels of columns, without allocating a second matrix.
 
         Parameters
         ----------
         size : int
             The number of columns of each panel is a multiple of `size`; so must n be.
-        block : int, optional
-            Approximate number of columns of a panel; by default n / 8, between 384 and 1024.
 
         Yields
         ------
@@ -193,26 +188,25 @@ class LowerTriangle:
             The first column `start` of a panel, and its rows from `start` on, (n - start, width). The rows above follow
             from earlier panels by symmetry. The panels share one buffer: copy them to keep them.
         """
-        for start, half in self._inverse_factor(size, block):
+        for start, half in self._inverse_factor(size):
             # (L Lᵀ)⁻¹ = L⁻ᵀL⁻¹: its rows from `start` on need only those of L
             yield start, self.trailing(start).solve_lower_(half, transpose=True)
 
-    def inverse_diagonal(self, size: int, block: int | None = None) -> Tensor:
+    def inverse_diagonal(self, size: int) -> Tensor:
         """Diagonal blocks (n / size, size, size) of ``(L Lᵀ)⁻¹``, in panels, at half the cost of the full inverse."""
         blocks = self.like.new_zeros(len(self) // size, size, size)
-        for start, half in self._inverse_factor(size, block):
+        for start, half in self._inverse_factor(size):
             own = blocks[start // size : (start + half.shape[1]) // size]
             # a batched product copies what it reads
             for rows in half.unflatten(1, (-1, size)).split(tuning.SOLVE_ROWS):
                 own.baddbmm_(rows.permute(1, 2, 0), rows.transpose(0, 1))
         return blocks
 
-    def _inverse_factor(self, size: int, block: int | None) -> Iterator[tuple[int, Tensor]]:
+    def _inverse_factor(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """L⁻¹ in panels of columns: the first column, and the rows from there on (those above are zero)."""
         n = len(self)
-        # solves for few columns are slow
-        block = min(tuning.INVERSE_COLUMNS, max(384, n // 8)) if block is None else block
-        width = max(1, min(max(1, block // size) * size, n))  # n may be 0
+        columns = min(tuning.INVERSE_COLUMNS, max(384, n // 8))  # solves for few columns are slow
+        width = max(1, min(max(1, columns // size) * size, n))  # n may be 0
         buffer = self.like.new_empty(n * width)
         for start in range(0, n, width):
             width = min(width, n - start)
