@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.local_log_det import approximate_log_det
-from ntk_laplace.curvature.low_rank import LowRankBase, LowRankPrecision
+from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, student, sufficient
@@ -109,42 +109,6 @@ class IterativePrecision(PosteriorPrecision):
             vars(found).update(drawn=drawn, drawn_for_variances=drawn)
         return found
 
-    def improved(
-        self, probes: tuple[int, int], miss: Callable[[IterativePrecision], float]
-    ) -> IterativePrecision:
-        """The same with a rank and probes that bring an error down to the wished one, or as far as they can.
-
-        The rank is doubled as long as that costs less than the probes that the present rank needs. `probes` are the
-        fewest and the most, and `miss` is the error over the wished one.
-
-        Raises
-        ------
-        NumericalError
-            If the estimate is not finite.
-        """
-        found = self
-        for sketch, base, larger in growing(self.curvature, (self.sketch, self.base), (0, self.most), self.seed):
-            if base is not self.base:
-                found = self._with(sketch, base, self.probing.probes)
-            error = miss(found)
-            if not math.isfinite(error):
-                raise NumericalError("a finite estimate of log det B", "numbers that overflow",
-                                     "Take a larger prior precision.")
-            wanted, probed = sufficient(found.probing.probes, error), found.probing.probes
-            if wanted == probed or larger is None:
-                break
-            if wanted <= probes[1] and (wanted - probed) * found.probing.later_steps <= larger:
-                break
-        enough = min(max(wanted, probes[0]), probes[1])
-        return found if enough <= probed else self._with(found.sketch, found.base, enough, found.probing)
-
-    def _with(
-        self, sketch: Sketch, base: LowRankBase, probes: int, earlier: ProbedLogDet | None = None
-    ) -> IterativePrecision:
-        wished = self.probing.wished
-        probing = ProbedLogDet(self.curvature, sketch, base, probes, self.seed, wished, earlier)
-        return IterativePrecision(probing, self.limits, self.variance_error)
-
     # --- evidence
 
     @property
@@ -233,7 +197,8 @@ class IterativePrecision(PosteriorPrecision):
             start = found.sketch.drawing(self.curvature, found.base, self.seed)
         for sketch, base, larger in growing(self.curvature, start, (0, self.most), self.seed, True):
             if base is not found.base:
-                found = self._with(sketch, base, probes)
+                probing = ProbedLogDet(self.curvature, sketch, base, probes, self.seed, self.probing.wished)
+                found = IterativePrecision(probing, self.limits, self.variance_error)
             self._best = found
             yield found, larger
 
@@ -355,6 +320,8 @@ def grown(
 ) -> IterativePrecision:
     """The precision whose log determinant has the wished standard error, or the best that ranks and probes allow.
 
+    The rank is doubled as long as that costs less than the probes that the present rank needs.
+
     Parameters
     ----------
     curvature : Curvature
@@ -369,9 +336,26 @@ def grown(
         The wished standard error of log det B, in nats, at a value of log det B.
     variance_error : float
         See `IterativePrecision`.
+
+    Raises
+    ------
+    NumericalError
+        If the estimate is not finite.
     """
+    (fewest, most), first = probes, min(tuning.LANCZOS_PROBES, probes[1])
     known = None if sketch is None else sketch.at(curvature)
-    start = next(growing(curvature, known, (first_rank, limits.rank), seed))[:2]
-    probing = ProbedLogDet(curvature, *start, min(tuning.LANCZOS_PROBES, probes[1]), seed, wished)
-    first = IterativePrecision(probing, limits, variance_error)
-    return first.improved(probes, lambda one: one.estimate.standard_error / wished(one.estimate.value))
+    for sketch, base, larger in growing(curvature, known, (first_rank, limits.rank), seed):
+        probing = ProbedLogDet(curvature, sketch, base, first, seed, wished)
+        error = probing.estimate.standard_error / wished(probing.estimate.value)
+        if not math.isfinite(error):
+            raise NumericalError("a finite estimate of log det B", "numbers that overflow",
+                                 "Take a larger prior precision.")
+        wanted = sufficient(first, error)
+        if wanted == first or larger is None:
+            break
+        if wanted <= most and (wanted - first) * probing.later_steps <= larger:
+            break
+    enough = min(max(wanted, fewest), most)
+    if enough > first:
+        probing = ProbedLogDet(curvature, probing.sketch, probing.base, enough, seed, wished, probing)
+    return IterativePrecision(probing, limits, variance_error)
