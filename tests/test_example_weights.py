@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import ntk_laplace as ntkl
 from compared_fits import STRUCTURES, assert_same, dealt, fit
 from noise import draw
-from ntk_laplace.model.data import Batches, Joined, Selected
+from ntk_laplace.model.data import Batches, InputDtype, Joined, Selected
 from ntk_laplace.model.network import Caller
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.tools.comparison import compare_models
@@ -459,7 +459,7 @@ def test_minibatch_gradients_average_to_the_whole_one() -> None:
         return torch.cat([p.grad.flatten() for p in net.parameters()])
 
     torch.manual_seed(0)
-    batches = Minibatches((X, Y, REAL), 3, torch.device("cpu"), torch.float64)
+    batches = Minibatches((X, Y, REAL), 3, torch.device("cpu"), InputDtype(torch.float64, frozenset()))
     parts = torch.stack([gradient(*batch) for batch in batches])
     torch.testing.assert_close(parts.mean(0), gradient(X, Y, REAL), rtol=1e-10, atol=1e-12)
     theta = torch.cat([p.detach().flatten() for p in net.parameters()])

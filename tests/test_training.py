@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 import ntk_laplace as ntkl
-from ntk_laplace.model.data import Batches
+from ntk_laplace.model.data import Batches, InputDtype
 from ntk_laplace.model.network import Caller
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Descent
@@ -34,6 +34,7 @@ from refusals import refused
 from trainings import adam, classes, flat, mlp, sine, train
 
 F64 = torch.float64
+DOUBLE = InputDtype(F64, frozenset())
 STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=8), "diag": "diag"}
 OPTIONS = {"reduce": ntkl.KFAC(sharing="reduce"), "damped": ntkl.KFAC(damped=True), "trace": ntkl.INF(rank="trace:0.9")}
 quiet = pytest.mark.filterwarnings("ignore:INF's low-rank part")
@@ -882,20 +883,20 @@ def test_a_loss_that_diverges_raises_an_error() -> None:
 
 
 def test_minibatches_are_of_nearly_equal_size() -> None:
-    sizes = [len(y) for _, y, _ in Minibatches(sine(), 10, torch.device("cpu"), F64)]
+    sizes = [len(y) for _, y, _ in Minibatches(sine(), 10, torch.device("cpu"), DOUBLE)]
     assert sizes == [8, 8, 8]  # not 10, 10, 4: each step's gradient counts alike
     for batch_size, count in ((10, 3), (24, 1), (100, 1), (None, 1), (7, 4)):
-        batches = Minibatches(sine(), batch_size, torch.device("cpu"), F64)
+        batches = Minibatches(sine(), batch_size, torch.device("cpu"), DOUBLE)
         assert batches.count == len(list(batches)) == count
 
 
 def test_a_dataset_is_shuffled_and_a_loader_that_drops_nothing_is_whole() -> None:
     dataset = TensorDataset(torch.arange(24.0).unsqueeze(1), torch.zeros(24, 1))
-    batches = Minibatches(dataset, 24, torch.device("cpu"), F64)
+    batches = Minibatches(dataset, 24, torch.device("cpu"), DOUBLE)
     first, second = (next(iter(batches))[0].flatten() for _ in range(2))
     assert not torch.equal(first, second) and torch.equal(first.sort().values, second.sort().values)
     loader = DataLoader(dataset, 8, drop_last=True)
-    assert count_examples(loader, Batches(loader, None, torch.device("cpu"), F64)) == 24
+    assert count_examples(loader, Batches(loader, None, torch.device("cpu"), DOUBLE)) == 24
 
 
 class Stream(torch.utils.data.IterableDataset):

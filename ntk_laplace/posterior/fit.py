@@ -176,7 +176,7 @@ def linearized(
     settings = Settings.of(settings).agreed(frozen.device)
     for module in (prior, likelihood):
         module.to(frozen.device)  # hyperparameters are on the network's device
-    batches = settings.own(Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets))
+    batches = settings.own(frozen.batches(data, settings.batch_size))
     frozen.caller.positions = positions_of(likelihood, batches)
     jacobian_pass = JacobianPass(frozen, dtype, spec.factored_rows, settings.memory_budget)
     return LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings), batches

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_choice, warn
-from ntk_laplace.model.data import Batches, InputData
+from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.calibrate import with_left_out_hyperparameters
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.posterior.other_data import require_noise_of_new_points
@@ -166,7 +166,7 @@ class WhatIfVerbs(Fitted):
         model.settings.reducer.require_one("points to add, which belong to no process's share",
                                            "Use condition(data), to which each process gives its share.")
         require_noise_of_new_points(model.likelihood)
-        batches = Batches((x, y), model.settings.batch_size, model.network.device, model.network.input_dtype)
+        batches = model.network.batches((x, y), model.settings.batch_size)
         with torch.inference_mode(False):
             if is_moving(linearization, steps):
                 more = read_points(replace(model, displacement=None), batches)

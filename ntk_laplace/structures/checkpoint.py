@@ -15,7 +15,7 @@ from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError, warn
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.calibration import Calibration
-from ntk_laplace.model.data import Batches, kept_or_missing
+from ntk_laplace.model.data import Batches, Missing
 from ntk_laplace.model.likelihoods import Likelihood, likelihood_from_record, likelihood_record
 from ntk_laplace.model.network import Network, require_module
 from ntk_laplace.model.priors import GaussianPrior
@@ -134,7 +134,7 @@ def restored_model(
     if curvature_type.kind == "mc" and saved["dtype"] != torch.float64 and "drawn" not in saved["points"]:
         warn("this checkpoint is of an earlier version, which drew labels in float32: explanations and what-ifs give "
              "single training points other labels than its sums have; fit again for these")
-    structure = spec.restored(model, Saved(saved["state"], points, kept_or_missing(batches)))
+    structure = spec.restored(model, Saved(saved["state"], points, batches or Missing()))
     if model.refitted:
         structure = _at_refit(model, structure, saved["base"] if batches is None else None)
     if batches is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.model.data import Batches, InputData, Source, as_tensors, fill_buffer, num_examples
+from ntk_laplace.model.data import InputData, Source, as_tensors, fill_buffer, num_examples
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import coarsest
 from ntk_laplace.structures.structure import Structure
@@ -32,8 +32,7 @@ def training_inputs(
         network, targets = model.network, structure.points.targets
         if settings.sharded:  # the points are those of all processes
             targets = torch.zeros(num_examples(inputs))
-        batches = Batches((inputs, targets), settings.batch_size, network.device, network.input_dtype)
-        source: Source = settings.own(batches)
+        source: Source = settings.own(network.batches((inputs, targets), settings.batch_size))
     elif structure.source is None:
         raise DataError("the training inputs x, which this posterior does not have", "none",
                         "Load the checkpoint with its data, ntk_laplace.load(path, network, data=...)" +

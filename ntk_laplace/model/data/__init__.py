@@ -24,7 +24,7 @@ from ntk_laplace.model.data.inputs import (
 from ntk_laplace.model.data.loaders import generators_of
 from ntk_laplace.model.data.readers import as_pair
 from ntk_laplace.model.data.row_buffer import RowBuffer, fill_buffer
-from ntk_laplace.model.data.sources import Joined, Missing, Replaced, Selected, Source, kept_or_missing
+from ntk_laplace.model.data.sources import Joined, Missing, Replaced, Selected, Source
 from ntk_laplace.model.data.weights import example_weights
 
 __all__ = [
@@ -53,7 +53,6 @@ __all__ = [
     "format_of",
     "generators_of",
     "input_remedy",
-    "kept_or_missing",
     "leaves",
     "map_tensors",
     "num_bytes",

@@ -52,7 +52,7 @@ class Batches:
         Examples per batch; by default 512, and more for tensors with small examples.
     device : torch.device
         Where batches go.
-    dtype : InputDtype or torch.dtype, optional
+    dtype : InputDtype, optional
         Taken by floating inputs: the network's own.
     targets : str, optional
         The key of the targets in batches that are mappings; pairs need none.
@@ -65,7 +65,7 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | torch.dtype | None = None,
+        self, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | None = None,
         targets: str | None = None,
     ) -> None:
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
@@ -116,14 +116,6 @@ class Batches:
             state["_source"] = (LoaderReader(own, state["_targets"], state["_dataset"], keep)
                                 if isinstance(own, DataLoader) else TensorReader(own[0], own[1], given))
         vars(self).update(state)
-
-    @classmethod
-    def of(
-        cls, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | torch.dtype | None = None,
-        targets: str | None = None,
-    ) -> Batches:
-        """Return `Batches` unchanged, so that several readers detect a changing source; wrap other data."""
-        return data if isinstance(data, cls) else cls(data, batch_size, device, dtype, targets)
 
     def limit_batch_size(self, most: int) -> None:
         """Split tensors in memory into even batches of at most `most` examples (or 512 if that is more).

@@ -143,14 +143,11 @@ class InputDtype:
         return tensor.dtype if not tensor.is_floating_point() or tensor.dtype in self.kept else self.default
 
 
-def to_device(x: Inputs, device: torch.device, dtype: InputDtype | torch.dtype | None = None) -> Inputs:
-    """Move to a device; floating tensors also take `dtype`, if given."""
+def to_device(x: Inputs, device: torch.device, dtype: InputDtype | None = None) -> Inputs:
+    """Move to a device; floating tensors also take the type of `dtype`, if given."""
 
     def move(tensor: Tensor) -> Tensor:
-        if isinstance(dtype, InputDtype):
-            return tensor.to(device=device, dtype=dtype.of(tensor))
-        cast = dtype is not None and tensor.is_floating_point()
-        return tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
+        return tensor.to(device=device, dtype=tensor.dtype if dtype is None else dtype.of(tensor))
 
     with torch.inference_mode(False):
         return map_tensors(move, differentiable(x))

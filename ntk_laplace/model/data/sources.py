@@ -269,8 +269,3 @@ Source = Batches | Joined | Selected | Replaced | Missing
 def _missing() -> DataError:
     return DataError("the training data, for another pass over them", "a checkpoint, which does not contain the inputs",
                      "Load it with ntk_laplace.load(path, network, data=...).")
-
-
-def kept_or_missing(batches: Batches | None) -> Batches | Missing:
-    """The data, or a `Missing` placeholder if there are none."""
-    return Missing() if batches is None else batches

@@ -167,8 +167,12 @@ class Network(CheckedOutputs):
         return moved
 
     def batches(self, data: Any, batch_size: int | None = None) -> Batches:
-        """Data as batches for this network: on its device, in its type of inputs, with its key of targets."""
-        return Batches(data, batch_size, self.device, self.input_dtype, self.targets)
+        """Data as batches for this network: on its device, in its type of inputs, with its key of targets.
+
+        `Batches` are returned unchanged, so that several readers detect a changing source.
+        """
+        given = isinstance(data, Batches)
+        return data if given else Batches(data, batch_size, self.device, self.input_dtype, self.targets)
 
     def at(self, theta: Tensor) -> Network:
         """A copy whose chosen parameters have the values (P,)."""
