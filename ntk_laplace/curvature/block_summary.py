@@ -142,13 +142,7 @@ class Summary:
             self._add("squares", own.squares())
 
     def require_finite(self) -> None:
-        """Raise an error if a sum has overflowed.
-
-        Raises
-        ------
-        NonFiniteError
-            If an entry is NaN or infinite.
-        """
+        """Raise an error if a sum has overflowed (NonFiniteError)."""
         for values in self.sums.values():
             # a finite sum implies finite entries, in one pass
             if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):

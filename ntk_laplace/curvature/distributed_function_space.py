@@ -72,10 +72,7 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
     def factor(self) -> LowerTriangle:
         """L in one piece, (N*R, N*R), on every process: for methods that need the inverse of B.
 
-        Raises
-        ------
-        MemoryBudgetError
-            If it does not fit in memory.
+        It has to fit in memory (MemoryBudgetError).
         """
         like = self.rows.f
         require_memory(self.matrix.size**2 * like.element_size(), like.device, "B in one piece, on every process",

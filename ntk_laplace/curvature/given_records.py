@@ -40,13 +40,7 @@ def _prior(record: Mapping[str, Any], shapes: ParameterLayout) -> GaussianPrior:
 
 
 def moved_precision(precision: PosteriorPrecision, device: torch.device, dtype: torch.dtype) -> PosteriorPrecision:
-    """The same H on another device, with another dtype.
-
-    Raises
-    ------
-    UnsupportedError
-        If it has no record.
-    """
+    """The same H on another device, with another dtype (UnsupportedError if it has no record)."""
     record = precision.record()
     if record is None:
         raise no_record(precision, "to move")

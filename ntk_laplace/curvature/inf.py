@@ -45,13 +45,7 @@ def chosen_rank(values: Tensor, rank: int | float | str) -> int:
 
 
 def check_rank(rank: int | float | str) -> int | float | str:
-    """The rank, a whole number as one of Python.
-
-    Raises
-    ------
-    HyperparameterError
-        If it is none of the forms that `chosen_rank` accepts.
-    """
+    """The rank, of a form that `chosen_rank` accepts; a whole number as one of Python (HyperparameterError)."""
     if is_whole(rank, 1):
         return int(rank)
     good = isinstance(rank, float) and 0.0 < rank <= 1.0

@@ -307,10 +307,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
     def factor(self) -> LowerTriangle:
         """L with B = L Lᵀ in one piece, (N*R, N*R), for methods that need the inverse of B.
 
-        Raises
-        ------
-        MemoryBudgetError
-            If it does not fit in memory.
+        It has to fit in memory (MemoryBudgetError).
         """
         self._require_factor()
         return self._factorized(self.variances)
@@ -320,13 +317,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
         require_memory(needed, self.rows.f.device, f"B in one piece, of order {self.num_rows:,}", _REMEDY)
 
     def require_inverse(self) -> None:
-        """Refuse an inverse of B that does not fit in memory, before S of all points is computed for it.
-
-        Raises
-        ------
-        MemoryBudgetError
-            If L or B⁻¹ does not fit.
-        """
+        """Refuse an inverse of B that does not fit in memory, before S is computed for it (MemoryBudgetError)."""
         if "factor" not in vars(self):
             self._require_factor()
         if "inverse" not in vars(self):

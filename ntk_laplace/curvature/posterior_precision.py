@@ -306,10 +306,7 @@ def checked_form(
 ) -> Tensor:
     """What a method of a posterior precision returned, if it is a tensor of this shape with dtype and device of `like`.
 
-    Raises
-    ------
-    UnsupportedError
-        If it is not.
+    UnsupportedError if it is not.
     """
     wanted = tuple(shape), like.dtype, like.device
     if isinstance(found, Tensor) and (found.shape, found.dtype, found.device) == wanted:
@@ -330,13 +327,7 @@ def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size], device
 
 
 def require_finite(variances: Tensor) -> Tensor:
-    """The variances of f, if they are finite.
-
-    Raises
-    ------
-    NonFiniteError
-        If one is not.
-    """
+    """The variances of f, if they are finite (NonFiniteError)."""
     if bool(torch.isfinite(variances).all()):
         return variances
     raise NonFiniteError("finite variances of f", f"numbers that overflow in {variances.dtype}",

@@ -85,13 +85,8 @@ class Batch:
     def sample_agrees(self, blocks: Sequence[Block | FusedSums]) -> bool:
         """Whether the rows of the examples in `sample` agree with autograd's gradient of these examples alone.
 
-        The outputs of the sample alone must equal those within the batch. The fallback computes rows one example
-        at a time, so its rows do not reveal mixing.
-
-        Raises
-        ------
-        MixedExamplesError
-            If the outputs differ.
+        The outputs of the sample alone must equal those within the batch (MixedExamplesError). The fallback computes
+        rows one example at a time, so its rows do not reveal mixing.
         """
         index = slice(None) if self.sample is None else self.sample
         few = [block.sample if isinstance(block, FusedSums) else block.subset(index) for block in blocks]

@@ -95,10 +95,7 @@ class CheckedBlocks:
     def plan(self, graph: Graph, out: Tensor, x: Inputs, confirm: bool = False) -> Plan:
         """The plan of a graph of the outputs `out` at `x`; `confirm` makes it anew, checked against autograd.
 
-        Raises
-        ------
-        NetworkError
-            As `of`.
+        NetworkError as `of`.
         """
         signature = graph.signature()
         if signature not in self.plans:

@@ -67,13 +67,7 @@ def scaled_by(slope: Callable[[], Tensor]) -> Gradient:
 
 
 def require_first_derivative(what: str) -> None:
-    """Refuse a gradient that is to be differentiated again; called in backward.
-
-    Raises
-    ------
-    UnsupportedError
-        If the gradient is computed with a graph.
-    """
+    """Refuse a gradient that is to be differentiated again (UnsupportedError); called in backward."""
     if torch.is_grad_enabled():
         raise UnsupportedError(f"a first derivative of {what}", "a second one, create_graph=True",
                                "Differentiate once, or take finite differences of the gradient.")

@@ -58,10 +58,7 @@ def cholesky_by_torch_(matrix: Tensor) -> Tensor:
 def cholesky_of(matrix: Tensor) -> Tensor:
     """L with ``A = L Lᵀ`` for a small positive definite matrix (n, n), which is not overwritten; differentiable.
 
-    Raises
-    ------
-    NumericalError
-        As `cholesky_`.
+    NumericalError as `cholesky_`.
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
     require_definite(info, 0, len(matrix), matrix.dtype)
@@ -136,10 +133,7 @@ def symmetric_root(matrix: Tensor) -> Tensor:
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (..., n), ascending, and eigenvectors (..., n, n) of symmetric matrices; lower triangles are read.
 
-    Raises
-    ------
-    NumericalError
-        If they are not finite.
+    NumericalError if they are not finite.
     """
     values, vectors = _finite(matrix, lambda lower: torch.linalg.eigh(lower, UPLO="L"))
     return values, vectors

@@ -250,12 +250,7 @@ def more_digits(dtype: torch.dtype) -> str:
 
 
 def require_definite(info: Tensor, before: int, n: int, dtype: torch.dtype) -> None:
-    """Raise if `info` of a Cholesky factorization says so; `before` rows of the n have been factored already.
-
-    Raises
-    ------
-    NumericalError
-    """
+    """Raise NumericalError if `info` of a Cholesky factorization says so; `before` rows of the n have been factored."""
     if int(info) != 0:
         raise NumericalError("a positive definite matrix",
                              f"a leading minor of order {before + int(info)} of {n} that is not positive ({dtype})",
@@ -263,15 +258,10 @@ def require_definite(info: Tensor, before: int, n: int, dtype: torch.dtype) -> N
 
 
 def require_full_precision(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse matrix products of float32 numbers that the caller's settings of torch round to fewer digits.
+    """Refuse products of float32 matrices that the caller's settings of torch round to fewer digits (UnsupportedError).
 
     TF32 and bfloat16 keep three digits and two. An error of 1e-3 of the largest eigenvalue of B exceeds its smallest,
     1: B would not be positive definite, or the evidence would be wrong without a sign of it.
-
-    Raises
-    ------
-    UnsupportedError
-        If `dtype` is float32 and torch's setting for `device` is not "ieee".
     """
     setting = _product_precision(device)
     if dtype == torch.float32 and setting not in ("ieee", "none"):

@@ -56,26 +56,14 @@ class ParameterLayout(Mapping[str, torch.Size]):
         return found
 
     def parts(self, flat: Tensor) -> dict[str, Tensor]:
-        """Split flat vectors (..., P) into views (..., p) by name.
-
-        Raises
-        ------
-        DataError
-            If the last axis does not have length P.
-        """
+        """Split flat vectors (..., P) into views (..., p) by name (DataError for another length)."""
         if flat.ndim == 0 or flat.shape[-1] != self.num_parameters:
             raise DataError(f"flat vectors of shape (..., {self.num_parameters})", f"shape {tuple(flat.shape)}",
                             "Concatenate the flattened parameters in the network's order.")
         return dict(zip(self.sizes, flat.split(list(self.sizes.values()), dim=-1), strict=True))
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Split flat vectors (..., P) into views (..., *shape) by name.
-
-        Raises
-        ------
-        DataError
-            If the last axis does not have length P.
-        """
+        """Split flat vectors (..., P) into views (..., *shape) by name (DataError for another length)."""
         return {name: part.view((*part.shape[:-1], *self[name])) for name, part in self.parts(flat).items()}
 
     def flat(self, named: Mapping[str, Tensor]) -> Tensor:

@@ -81,13 +81,7 @@ class Reducer(ABC):
         return total
 
     def concat(self, rows: Tensor) -> Tensor:
-        """Rows (n, ...) of all processes in rank order, (Σ n, ...), on the device of `rows`.
-
-        Raises
-        ------
-        DataError
-            If the rows of two processes differ in shape.
-        """
+        """Rows (n, ...) of all processes in rank order, of one shape (DataError), on the device of `rows`."""
         parts = self.gather(rows)
         filled = [part.to(rows.device) for part in parts if len(part)]
         shapes = {tuple(part.shape[1:]) for part in filled}
@@ -121,24 +115,12 @@ class Reducer(ABC):
         return sum(counts[: self.rank]), sum(counts[: self.rank + 1]), sum(counts)
 
     def require_one(self, what: str, remedy: str) -> None:
-        """Refuse what several processes cannot do.
-
-        Raises
-        ------
-        UnsupportedError
-            If there are several.
-        """
+        """Refuse what several processes cannot do (UnsupportedError)."""
         if self.world_size > 1:
             raise UnsupportedError(f"one process for {what}", f"a group of {self.world_size}", remedy)
 
     def require_equal(self, what: str, value: Any) -> None:
-        """Check that a value is the same on all processes.
-
-        Raises
-        ------
-        UnsupportedError
-            If it is not.
-        """
+        """Check that a value is the same on all processes (UnsupportedError)."""
         if any(other != value for other in self.gather(value)):
             raise UnsupportedError(f"the same {what} on all processes", "different ones",
                                    "Run the same script, with the same arguments, in every process.")

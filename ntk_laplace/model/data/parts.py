@@ -66,10 +66,7 @@ def index_loader(loader: DataLoader) -> DataLoader | None:
 def only_batches(loader: DataLoader, batches: Sequence[Sequence[Any]], numbers: Tensor) -> DataLoader:
     """The loader with those of its batches, lists of indices, that consist of the examples `numbers`.
 
-    Raises
-    ------
-    DataError
-        If a batch has some of them and others.
+    A batch must not have some of them and others (DataError).
     """
     keep = examples_of(numbers, sum(map(len, batches)))
     kept, start = [], 0
@@ -93,13 +90,7 @@ def subset_of(data: Dataset, numbers: Tensor) -> Dataset:
 
 
 def examples_of(numbers: Tensor, total: int) -> Tensor:
-    """Which of `total` examples have these numbers, (total,).
-
-    Raises
-    ------
-    DataError
-        If a number is too large.
-    """
+    """Which of `total` examples have these numbers, (total,); no number is larger (DataError)."""
     if len(numbers) and int(numbers.max()) >= total:
         raise DataError(f"at least {int(numbers.max()) + 1:,} examples, as in the interrupted fit", f"{total:,}",
                         "Resume with the same data.")

@@ -30,13 +30,7 @@ class RowBuffer:
         return self._count
 
     def append(self, rows: Tensor) -> None:
-        """Copy the rows of one batch, (n, ...).
-
-        Raises
-        ------
-        DataError
-            If the rows have another shape than earlier ones.
-        """
+        """Copy the rows of one batch, (n, ...), of the shape of earlier ones (DataError)."""
         end = self._count + len(rows)
         if self._rows is None:
             self._rows = rows.new_empty(max(self._room, end), *rows.shape[1:])

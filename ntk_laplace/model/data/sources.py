@@ -77,7 +77,7 @@ class Joined:
 
 
 class _Derived:
-    """Examples of another source, in its order and in its batches.
+    """Examples of another source, in its order and in its batches; it must always have as many examples (DataError).
 
     Attributes
     ----------
@@ -98,13 +98,7 @@ class _Derived:
         return self.source.batch_size
 
     def _numbered(self, count: int) -> Iterator[tuple[slice, Inputs, Tensor]]:
-        """Batches of the source, which must have `count` examples, and their numbers there.
-
-        Raises
-        ------
-        DataError
-            At the end of a pass, if it has another number of them.
-        """
+        """Batches of the source, which must have `count` examples (DataError), and their numbers there."""
         seen = 0
         for x, y in self.source:
             yield slice(seen, seen + len(y)), x, y
@@ -124,11 +118,6 @@ class Selected(_Derived):
         Which of the source's examples are kept.
     share : (Tensor, int), optional
         If several processes read the data: what `numbers` returns.
-
-    Raises
-    ------
-    DataError
-        From a pass over it, if the source no longer has N examples.
     """
 
     def __init__(self, source: Source, keep: Tensor, share: tuple[Tensor, int] | None = None) -> None:
@@ -185,11 +174,6 @@ class Replaced(_Derived):
         In the order of the source.
     given : Tensor, (N,)
         Weights.
-
-    Raises
-    ------
-    DataError
-        From a pass over it, if the source no longer has N examples.
     """
 
     def __init__(self, source: Source, targets: Tensor, given: Tensor) -> None:

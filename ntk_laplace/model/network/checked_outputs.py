@@ -53,13 +53,7 @@ class CheckedOutputs:
 
     @property
     def num_outputs(self) -> int:
-        """C, the number of outputs.
-
-        Raises
-        ------
-        NetworkError
-            Before the first evaluation.
-        """
+        """C, the number of outputs; known from the first evaluation on (NetworkError)."""
         if self._num_outputs is None:
             raise NetworkError("a network whose number of outputs is known", "one that was not evaluated",
                                "Evaluate it on one input first.")

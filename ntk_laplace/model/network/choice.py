@@ -15,10 +15,7 @@ ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], boo
 def _last_layer(module: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str]:
     """Names of the parameters of the module that is registered last, its parametrizations' included.
 
-    Raises
-    ------
-    NetworkError
-        If another module uses one of them too.
+    No other module may use them (NetworkError).
     """
     names = {id(parameter): name for name, parameter in named.items()}
     every = [(name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]

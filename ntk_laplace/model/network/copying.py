@@ -33,13 +33,7 @@ def compressed_copies(module: nn.Module) -> dict[int, Any]:
 
 
 def require_module(module: Any) -> nn.Module:
-    """Return the module unchanged.
-
-    Raises
-    ------
-    NetworkError
-        If it is not an `nn.Module`, or a lazy one without values.
-    """
+    """The module, if it is one, and not a lazy one without values (NetworkError)."""
     if not isinstance(module, nn.Module):
         raise NetworkError("a torch.nn.Module", f"a {type(module).__name__}",
                            "Wrap the function in a module whose parameters are registered.")
@@ -51,13 +45,7 @@ def require_module(module: Any) -> nn.Module:
 
 
 def private_copy(module: nn.Module) -> nn.Module:
-    """A copy of the module with its weights and modes that shares no state with the caller's.
-
-    Raises
-    ------
-    NetworkError
-        If it cannot be copied.
-    """
+    """A copy of the module with its weights and modes, without state of the caller's (NetworkError if it cannot)."""
     memo: dict[int, Any] = compressed_copies(module)
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():

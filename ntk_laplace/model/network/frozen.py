@@ -251,13 +251,7 @@ class Network(CheckedOutputs):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def call_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
-        """The network's outputs at these values of the chosen parameters, by name.
-
-        Raises
-        ------
-        NetworkError
-            If outputs do not follow such values.
-        """
+        """The network's outputs at these values of the chosen parameters, which they must follow (NetworkError)."""
         self.require_values_followed()
         named = {f"module.{name}": value for name, value in self.substituted(values).items()}
         found: Tensor = torch.func.functional_call(self.caller, named, (x,))
@@ -273,12 +267,7 @@ class Network(CheckedOutputs):
         return found
 
     def require_values_followed(self) -> None:
-        """Refuse a network that reads its parameters elsewhere than where they are registered, for other weights.
-
-        Raises
-        ------
-        NetworkError
-        """
+        """Refuse a network that reads its parameters elsewhere than where they are registered (NetworkError)."""
         if not self.follows_values:
             raise NetworkError("a network that reads its parameters where they are registered, for other weights",
                                "one whose outputs do not follow values that replace them",

@@ -68,10 +68,7 @@ def _follows_values(network: Network, x: Inputs) -> bool:
 def _followed(network: Network, x: Inputs) -> Tensor:
     """Outputs (2, C) with a graph, of two examples: others may take a way around the chosen parameters.
 
-    Raises
-    ------
-    NetworkError
-        If all examples do.
+    NetworkError if all examples do.
     """
     with network.arithmetic():
         found, n = network.evaluate(x), num_examples(x)

@@ -17,12 +17,7 @@ class Autosave:
     Parameters
     ----------
     path : path or None
-        None saves nothing.
-
-    Raises
-    ------
-    DataError
-        If the path is not writable.
+        None saves nothing; any other must be writable (DataError).
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:

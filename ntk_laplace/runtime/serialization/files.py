@@ -88,13 +88,7 @@ class FileFormat:
         return self.supported(record)
 
     def state(self, resume: Any, device: torch.device, run: str) -> dict[str, Any]:
-        """The state of an interrupted run, given as a record or as the path of its file.
-
-        Raises
-        ------
-        DataError
-            If it is neither.
-        """
+        """The state of an interrupted run, given as a record or as the path of its file (DataError)."""
         if isinstance(resume, (str, os.PathLike)):
             return self.read(resume, device)
         if not self.matches(resume):
@@ -103,13 +97,7 @@ class FileFormat:
         return self.supported(resume)
 
     def supported(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The record, if its version is not later than this one.
-
-        Raises
-        ------
-        DataError
-            Otherwise.
-        """
+        """The record, if its version is not later than this one (DataError)."""
         if record.get("version", 1) > self.version:
             raise DataError(f"a checkpoint of version {self.version} or older", f"version {record['version']}",
                             "Update ntk_laplace.")

@@ -53,13 +53,7 @@ def random_state(device: torch.device, generators: Sequence[torch.Generator]) ->
 
 
 def load_random(saved: Mapping[str, Any], device: torch.device, generators: Sequence[torch.Generator]) -> None:
-    """Restore them.
-
-    Raises
-    ------
-    UnsupportedError
-        If the data's random generators differ from those of the interrupted training.
-    """
+    """Restore them; the data must have as many generators as before (UnsupportedError)."""
     if len(saved["generators"]) != len(generators):
         raise UnsupportedError(f"data with {len(saved['generators'])} random generators, as before",
                                f"{len(generators)}", "Resume with a loader made in the same way.")

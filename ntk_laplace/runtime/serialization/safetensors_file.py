@@ -25,13 +25,7 @@ def is_safetensors(path: Any) -> bool:
 
 
 def require_safetensors(path: str | os.PathLike[str]) -> ModuleType:
-    """The package safetensors.
-
-    Raises
-    ------
-    DataError
-        If it is not installed.
-    """
+    """The package safetensors, if it is installed (DataError)."""
     try:
         import safetensors
         import safetensors.torch
@@ -43,13 +37,7 @@ def require_safetensors(path: str | os.PathLike[str]) -> ModuleType:
 
 
 def read_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a file, by name.
-
-    Raises
-    ------
-    DataError
-        If the package safetensors is not installed.
-    """
+    """The tensors of a file, by name."""
     found: dict[str, Tensor] = require_safetensors(path).torch.load_file(path, device=str(device))
     return found
 
