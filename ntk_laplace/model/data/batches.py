@@ -90,10 +90,7 @@ class Batches:
                 raise DataError("targets as one tensor or array of numbers in (X, y)", f"a {type(y).__name__}",
                                 "Number classes from 0 if these are their names; pass a DataLoader if these are "
                                 "batches, one (X, y) after the other.")
-            n, m = num_examples(x), len(y) if y.ndim else -1
-            if n != m:
-                raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
-                                "Give one target (row) per input.")
+            n = _number_of_pairs(x, y)
             self._source, self._length = TensorReader(x, y, weights), n
             self._fitting = min(_LARGEST_BATCH, BATCH_BYTES // max(1, num_bytes(x) // max(1, n)))
         elif isinstance(data, DataLoader):
@@ -256,10 +253,7 @@ class Batches:
     def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
         seen, order = 0, (0, 0)
         for x, y, weights in self._source.triples(self.batch_size):
-            n = num_examples(x)
-            if y.ndim == 0 or len(y) != n:
-                raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
-                                "Give one target (row) per input.")
+            n = _number_of_pairs(x, y)
             if n == 0:
                 continue
             for tensor in leaves(x):
@@ -290,6 +284,15 @@ class Batches:
             self._weights = RowBuffer(self._length or 0) if self._weights is None else self._weights
             self._weights.append(weights[self.read - seen :].to(self.device))
         self.read = seen + n
+
+
+def _number_of_pairs(x: Inputs, y: Tensor) -> int:
+    """Examples of inputs that have as many targets (DataError)."""
+    n = num_examples(x)
+    if y.ndim == 0 or len(y) != n:
+        raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
+                        "Give one target (row) per input.")
+    return n
 
 
 def _checksum(values: Tensor | None, before: int) -> int:

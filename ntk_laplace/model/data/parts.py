@@ -84,9 +84,14 @@ def only_batches(loader: DataLoader, batches: Sequence[Sequence[Any]], numbers: 
 
 def subset_of(data: Dataset, numbers: Tensor) -> Dataset:
     """Some examples of a data set, by ascending number."""
-    if len(numbers) and len(numbers) == int(numbers[-1] - numbers[0]) + 1:
-        return Subset(data, range(int(numbers[0]), int(numbers[-1]) + 1))
-    return Subset(data, numbers.tolist())
+    index = index_of(numbers)
+    return Subset(data, range(index.start, index.stop) if isinstance(index, slice) else index.tolist())
+
+
+def index_of(numbers: Tensor) -> slice | Tensor:
+    """Ascending numbers as an index: a slice, which needs no copy, where they are consecutive."""
+    consecutive = len(numbers) and len(numbers) == int(numbers[-1] - numbers[0]) + 1
+    return slice(int(numbers[0]), int(numbers[-1]) + 1) if consecutive else numbers
 
 
 def examples_of(numbers: Tensor, total: int) -> Tensor:

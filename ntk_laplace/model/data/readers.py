@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.inputs import Inputs, as_tensors, take
 from ntk_laplace.model.data.loaders import with_own_randomness
-from ntk_laplace.model.data.parts import examples_of, index_loader, only_batches, subset_of
+from ntk_laplace.model.data.parts import examples_of, index_loader, index_of, only_batches, subset_of
 from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.panels import panels
 
@@ -44,8 +44,7 @@ class TensorReader:
 
     def only(self, numbers: Tensor, indices: list[Any], total: int, batch_size: int) -> TensorReader:
         """The examples with these ascending numbers."""
-        few = len(numbers) and len(numbers) == int(numbers[-1] - numbers[0]) + 1  # then no copy is needed
-        own = slice(int(numbers[0]), int(numbers[-1]) + 1) if few else numbers
+        own = index_of(numbers)
         return TensorReader(take(self.x, own), self.y[own], None if self.weights is None else self.weights[own])
 
 
