@@ -61,7 +61,14 @@ def private_copy(module: nn.Module) -> nn.Module:
                            "Keep only parameters, buffers and plain values on the module.") from cause
     for ours, theirs in zip(twin.parameters(), module.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)  # a TorchScript copy loses this flag
-    return _with_dense_gradients(_without_backward_hooks(_uncompiled(twin)))
+    twin = _uncompiled(twin)
+    for part in twin.modules():
+        part._backward_hooks.clear()  # they belong to the caller's training and could change our gradients
+        part._backward_pre_hooks.clear()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            # sparse gradients have no rules, and scaled ones mix the examples
+            part.sparse = part.scale_grad_by_freq = False
+    return twin
 
 
 class _Stale:
@@ -133,19 +140,3 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 def _is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" and isinstance(getattr(module, "_orig_mod", None), nn.Module)
-
-
-def _with_dense_gradients(module: nn.Module) -> nn.Module:
-    """Let embeddings have their dense gradients: sparse ones have no rules, and scaled ones mix the examples."""
-    for part in module.modules():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-            part.sparse = part.scale_grad_by_freq = False
-    return module
-
-
-def _without_backward_hooks(module: nn.Module) -> nn.Module:
-    """Remove backward hooks: they belong to the caller's training and could change our gradients."""
-    for part in module.modules():
-        part._backward_hooks.clear()
-        part._backward_pre_hooks.clear()
-    return module
