@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -156,12 +155,10 @@ class JacobianPass:
         closed = closed if closed and self.last_layer(x, fused_layers) and closed.has_form else None
         n, most = num_examples(x), self.examples_at_once(x, None if closed else _columns(root), fused_layers)
         for part in panels(n, 1, min(most, batch_size or most)):
-            start = offset + part.start
             if closed:
-                yield self._summed(take(x, part), closed, part, start, fused_layers, theta)
-                continue
-            own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
-            yield self._batch(take(x, part), own, start, fused_layers, theta)
+                yield self._summed(x, part, closed, offset, fused_layers, theta)
+            else:
+                yield self._batch(x, part, root, offset, fused_layers, theta)
 
     def examples_at_once(
         self, x: Inputs, cotangents: int | None = None, fused_layers: FusedLayers = NO_FUSED_LAYERS
@@ -228,21 +225,20 @@ class JacobianPass:
         return self._edges
 
     def _batch(
-        self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fused_layers: FusedLayers,
+        self, x: Inputs, part: slice, root: Tensor | RootFunction | None, offset: int, fused_layers: FusedLayers,
         theta: Tensor | None,
     ) -> Jacobian:
-        self.prepare(x)
-        network = self.network
+        """Rows of some examples of `x`."""
+        network, offset = self.network, offset + part.start
         with passing(network), network.with_theta(theta):
-            x = differentiable(x)
+            x = differentiable(take(x, part))
             out = network.evaluate(x, offset)
             n, c = out.shape
-            if root is not None and not isinstance(root, Tensor):
-                root = root(out.detach())
             if root is None:
                 cotangents = torch.eye(c).to(out)[:, None].expand(c, n, c)
             else:
-                cotangents = root.movedim(-1, 0).to(out)
+                own = root[part] if isinstance(root, Tensor) else root(out.detach(), part)
+                cotangents = own.movedim(-1, 0).to(out)
                 # each cotangent starts one pass and must be a contiguous matrix, transposed or not
                 cotangents = cotangents if cotangents.mT.is_contiguous() else cotangents.contiguous()
             f = out.detach().to(self.dtype, copy=True)
@@ -254,14 +250,14 @@ class JacobianPass:
         return Jacobian(tuple(of_dtype), len(cotangents), n, f)
 
     def _summed(
-        self, x: Inputs, root: RootFunction, part: slice, offset: int, fused_layers: FusedLayers, theta: Tensor | None
+        self, x: Inputs, part: slice, root: RootFunction, offset: int, fused_layers: FusedLayers, theta: Tensor | None
     ) -> Jacobian:
         """The sums of a last layer, from its rows of J and the output curvature in closed form."""
-        rows = self._batch(x, None, offset, NO_FUSED_LAYERS, theta)
+        rows = self._batch(x, part, None, offset, NO_FUSED_LAYERS, theta)
         block = rows.last_layer
         if block is None:
             # in this batch an example's outputs are not those of the layer, unlike in the examples of the plan
-            return self._batch(x, partial(root, part=part), offset, fused_layers, theta)
+            return self._batch(x, part, root, offset, fused_layers, theta)
         sums = FusedSums.of_last_layer(block, root.form(rows.f, part), fused_layers.squared)
         return replace(rows, blocks=(cast(Block, sums),))
 
