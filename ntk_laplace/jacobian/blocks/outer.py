@@ -103,9 +103,10 @@ class Outer(Factored):
         """Rows of the weight for some columns of the layer inputs, in the order of the block, (K, N, G*o*i)."""
         return position_product(self.full_b(), self.a[..., sample])
 
-    def shaped(self, vector: Tensor) -> Tensor:
-        """Entries of the weight, (G, o, i)."""
-        return self._entries_of(vector.reshape(1, -1))[0]
+    def shaped(self, vectors: Tensor) -> Tensor:
+        """Flat vectors (..., p) of the weight as entries (..., G, o, i)."""
+        flat = vectors if self.index is None else vectors[..., self.index]
+        return flat.unflatten(-1, (self.b.shape[2], self.b.shape[4], self.a.shape[3]))
 
     def sums(self) -> Tensor:
         """Σ_t b_nkt, the rows of a bias, (K, N, G*o)."""
@@ -127,7 +128,7 @@ class Outer(Factored):
         return replace(self, b=self.b.to(device, dtype), a=self.a.to(device, dtype), index=index)
 
     def jvp(self, vector: Mapping[str, Tensor]) -> Tensor:
-        forward = torch.einsum("ngti,goi->ngto", self.a, self.shaped(vector[self.weight]))
+        forward = torch.einsum("ngti,goi->ngto", self.a, self.shaped(vector[self.weight].flatten()))
         if self.bias is not None:
             forward = forward + vector[self.bias].reshape(1, self.b.shape[2], 1, self.b.shape[4])
         if self.constant:
@@ -149,7 +150,7 @@ class Outer(Factored):
         b = self.full_b()
         out = b.new_zeros(*self.shape, count)
         for some in self._vector_panels(count):
-            weights = self._entries_of(vectors[self.weight][some])
+            weights = self.shaped(vectors[self.weight][some])
             biases = None if self.bias is None else vectors[self.bias][some].unflatten(1, weights.shape[1:3])
             add_pushed_(out[..., some], b, self.a, weights, biases)
         return out
@@ -165,11 +166,6 @@ class Outer(Factored):
             add_pulled_(weights[some], biases[some], b, self.a, cotangents[..., some])
         found = {self.weight: self._in_place(weights.flatten(1))}
         return found if self.bias is None else found | {self.bias: biases.flatten(1)}
-
-    def _entries_of(self, vectors: Tensor) -> Tensor:
-        """Vectors (m, p) of the weight as entries (m, G, o, i)."""
-        flat = vectors if self.index is None else vectors[:, self.index]
-        return flat.view(len(vectors), self.b.shape[2], self.b.shape[4], self.a.shape[3])
 
     def _vector_panels(self, count: int) -> Iterator[slice]:
         """Slices of vectors whose entries of one layer form a wide product that stays in the cache."""

@@ -69,7 +69,7 @@ def _by_input(left: Cluster, right: Cluster, variances: Variances) -> tuple[Clus
     variance = variances.get(one.weight)
     if not isinstance(variance, Tensor):
         return left, right, variances
-    entries = one.shaped(variance)  # (G, o, i)
+    entries = one.shaped(variance.flatten())  # (G, o, i)
     if not torch.equal(entries, entries[:, :1].expand_as(entries)):
         return left, right, variances
     scale = entries[:, :1].sqrt()

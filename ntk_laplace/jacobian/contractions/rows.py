@@ -122,7 +122,7 @@ class Panels(Contraction[Outer]):
         if weight is not None:
             g, o, i = block.b.shape[2], block.b.shape[4], block.a.shape[3]
             for some in panels(i, g * o, tuning.PANEL_COLUMNS):
-                own = block.shaped(weight)[..., some] if isinstance(weight, Tensor) else weight
+                own = block.shaped(weight.flatten())[..., some] if isinstance(weight, Tensor) else weight
                 yield self._panel(block.weight, partial(Outer.columns, sample=some), own)
         if block.bias is not None and bias is not None:
             yield self._panel(block.bias, Outer.sums, bias)
