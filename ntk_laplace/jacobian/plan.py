@@ -73,7 +73,11 @@ class Plan:
 
     def extractions(self, graph: Graph, n: int, accumulation: FusedAccumulation | None = None) -> list[Extraction]:
         """Extraction of each use, in the order of `uses`, for a batch of n examples."""
-        found = [_extraction(use, graph, n) for use in self.uses]
+        found = []
+        for use in self.uses:
+            extractor = None if use.idle else extractor_of(use, graph, n)
+            extract = None if extractor is None else extractor.extract
+            found.append(Extraction(use.name, use.step.consumer, use.layout.dim, extract, use.at_once))
         for index in self._fused_uses(graph, n, accumulation):
             found[index] = replace(found[index], fused=True)
         return found
@@ -145,14 +149,6 @@ def joined(blocks: Iterable[Block]) -> list[Block]:
     for block in blocks:
         found.setdefault(block.kind, []).append(block)
     return [first.joined(others) if others else first for first, *others in found.values()]
-
-
-def _extraction(use: UsePlan, graph: Graph, n: int) -> Extraction:
-    if use.idle:
-        return Extraction(use.name, use.step.consumer, use.layout.dim, None)
-    found = extractor_of(use, graph, n)
-    extract = None if found is None else found.extract
-    return Extraction(use.name, use.step.consumer, use.layout.dim, extract, use.at_once)
 
 
 def extractor_of(use: UsePlan, graph: Graph, n: int) -> Extractor | None:

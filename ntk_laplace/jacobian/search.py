@@ -213,16 +213,13 @@ def _extract(
             return [], []  # the fallback is exact
         if extractor is None or block is None or block.shape != (2, n):
             return [], []
-        if isinstance(block, Outer) and not _covers_weight(block):  # the layout takes positions for features
-            return [], []
+        if isinstance(block, Outer):
+            covered = block.size if block.index is None else len(block.index)  # of the weight, or of its slice
+            if math.prod(block.entries) != covered:  # the layout takes positions for features
+                return [], []
         extractors.append(extractor)
         found.append(block)
     return extractors, joined(found)
-
-
-def _covers_weight(block: Outer) -> bool:
-    """Whether the outer products have as many entries as the weight, or as its slice."""
-    return math.prod(block.entries) == (block.size if block.index is None else len(block.index))
 
 
 def _is_whole(graph: Graph, use: UsePlan) -> bool:

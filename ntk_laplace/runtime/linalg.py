@@ -160,18 +160,15 @@ def unique_null_space_(values: Tensor, vectors: Tensor) -> Tensor:
     n = vectors.shape[-1]
     limit = n * torch.finfo(values.dtype).eps * values[..., -1:]
     counts = (values <= limit).sum(-1).flatten().tolist()
+    generator, most = torch.Generator().manual_seed(0), max(counts, default=0)
+    # the same numbers on every device, in every floating type, whatever the default of torch
+    fixed = torch.randn(n, most, generator=generator, dtype=torch.float32).to(vectors)
     for own, count in zip(vectors.view(-1, n, n), counts, strict=True):
         if count:
             null = own[:, :count]
-            packed, scales = torch.geqrf(null.T @ _fixed_normal(n, max(counts), vectors)[:, :count])
+            packed, scales = torch.geqrf(null.T @ fixed[:, :count])
             null.copy_(torch.ormqr(packed, scales, null, left=False) * packed.diagonal().sign())
     return vectors
-
-
-def _fixed_normal(n: int, columns: int, like: Tensor) -> Tensor:
-    """The same numbers on every device, in every floating type, whatever the default of torch."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(n, columns, generator=generator, dtype=torch.float32).to(like)
 
 
 def _finite(matrix: Tensor, decompose: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
