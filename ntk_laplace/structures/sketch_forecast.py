@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -20,11 +20,11 @@ from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.products import product_vectors
 
 Left = Callable[[int], tuple[float, float]]
-STEPS, _LATER_STEPS = 6, 3  # products with one of the first probes and of the others, expected
-LANCZOS_VECTORS = 15  # of one of these probes, at the peak
+_STEPS, _LATER_STEPS = 6, 3  # products with one of the first probes and of the others, expected
+_LANCZOS_VECTORS = 15  # of one of these probes, at the peak
 _DRAW_TENSORS = 11  # of the size of all draws, in the conjugate gradients for them and a product
 _OUTPUT_TENSORS = 3  # of all outputs of all examples for the draws, in a product
-WEIGHTED_EXAMPLES = 2048  # whose rows are weighted together, at most
+_WEIGHTED_EXAMPLES = 2048  # whose rows are weighted together, at most
 
 
 def tolerance(relative_error: float, joint: float, log_det: float) -> float:
@@ -36,6 +36,43 @@ def expected_logs(problem: Problem) -> Tensor:
     """Estimates of log(1 + λ) of the eigenvalues of SᵀKS, descending; none where the spectrum is not known."""
     spectrum = problem.spectrum
     return torch.zeros(0, dtype=torch.float64) if spectrum is None else spectrum.double().clamp_min(0.0).log1p()
+
+
+@dataclass(frozen=True)
+class Course:
+    """The low ranks that a fit is expected to try, and their probes.
+
+    Attributes
+    ----------
+    ranks, further : list of int
+        Ranks for the evidence, and further ones for predictions.
+    probes : list of int
+        Of those for the evidence.
+    """
+
+    ranks: list[int]
+    further: list[int] = field(default_factory=list)
+    probes: list[int] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The largest rank."""
+        return [*self.ranks, *self.further][-1]
+
+    @property
+    def tried(self) -> int:
+        """Products of all probes: the first ones of a low rank go on until their bracket is narrow."""
+        firsts = [min(count, tuning.LANCZOS_PROBES) for count in self.probes]
+        return sum(firsts) * _STEPS + (sum(self.probes) - sum(firsts)) * _LATER_STEPS
+
+    @property
+    def probing_passes(self) -> int:
+        """Passes of all probes, where rows are computed anew."""
+        return sum(-(-count // tuning.LANCZOS_PROBES) for count in self.probes) * _STEPS
+
+    def lanczos_bytes(self, vector: int) -> int:
+        """Bytes of the probes that share products, for vectors of so many bytes."""
+        return min(tuning.LANCZOS_PROBES, max(self.probes, default=0)) * _LANCZOS_VECTORS * vector
 
 
 @dataclass(frozen=True)
@@ -72,12 +109,12 @@ class Growth:
         log_det = float(expected_logs(problem).sum())
         return cls(left, cost, log_det, tolerance(relative_error, problem.log_joint or 0.0, log_det), most, refined)
 
-    def expected(self, first: int, probes: int | None) -> tuple[list[int], list[int], list[int]]:
-        """Ranks of the evidence from the first on, further ones of predictions, and probes of those of the evidence."""
+    def expected(self, first: int, probes: int | None) -> Course:
+        """From the first rank on."""
         ranks, found, least = [first], [], probes or tuning.FIRST_PROBES
         while self.left(ranks[-1])[0] > tuning.QUADRATURE_SHARE * self.wished:
             needed = max(least, 2.0 * self.left(ranks[-1])[1] / self.wished**2)
-            few = needed <= tuning.MOST_PROBES and (needed - least) * STEPS <= self._larger(ranks)
+            few = needed <= tuning.MOST_PROBES and (needed - least) * _STEPS <= self._larger(ranks)
             if few or ranks[-1] >= self.most or probes is not None:
                 found.append(int(min(needed, tuning.MOST_PROBES)))
                 break
@@ -90,16 +127,20 @@ class Growth:
             if (little and larger >= fewest / 2) or larger > most - fewest:
                 break
             ranks.append(min(2 * ranks[-1], self.most))
-        return ranks[:evidence], ranks[evidence:], found
+        return Course(ranks[:evidence], ranks[evidence:], found)
 
     def _larger(self, ranks: list[int]) -> float:
         return self.cost(min(2 * ranks[-1], self.most))
 
 
-def expected_products(probes: int) -> int:
-    """Products of so many probes: the first ones go on until their bracket is narrow."""
-    first = min(probes, tuning.LANCZOS_PROBES)
-    return first * STEPS + (probes - first) * _LATER_STEPS
+def rows_kept(problem: Problem) -> bool:
+    """Whether a process is expected to keep rows of J of its share of the examples."""
+    return 2 * problem.row_bytes(problem.share) <= memory_of(problem.model)
+
+
+def batch_bytes(problem: Problem) -> int:
+    """Bytes of S, and of rows that are weighted together."""
+    return problem.root_bytes + problem.weighted_bytes(min(problem.share, _WEIGHTED_EXAMPLES))
 
 
 def rows_limit(memory: int, num_rows: int, columns: int, element: int, row: int) -> int:
@@ -189,29 +230,28 @@ def forecast_of_rows(
     each = 4.0 * problem.num_examples * p
     growth = Growth.of(problem, relative_error, rows.left, lambda rank: rank**3 / 3 / each,
                        min(rows.limit, p, problem.num_rows), refined)
-    ranks, further, found = growth.expected(rows.count, probes)
-    before, rank = [0, *ranks, *further][-2:]
-    tried = sum(map(expected_products, found))
+    course = growth.expected(rows.count, probes)
+    before, rank = [0, *course.ranks, *course.further][-2:]
     single, blocks = problem.single_row_bytes, problem.num_rows * problem.num_columns * e
-    kept = 2 * problem.row_bytes(share) <= memory_of(model)
+    kept = rows_kept(problem)
     triangle = partial(LowerTriangle.predicted_bytes, unit=1, dtype=model.jacobian_pass.dtype,
                        device=model.network.device)
     stored = {"leading rows": rank * single + blocks, "factor": triangle(rank),
               "rows of J": kept * problem.row_bytes(share)}
-    passes = 3 * len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in found) * STEPS
-    algebra = problem.pair_flops / problem.num_columns**2 * sum(r * r for r in ranks)
-    work = Work(passes=share * (1 if kept else passes), products=share * tried,
-                matmul=algebra + 4.0 * p * tried * ranks[-1], cholesky=sum(r**3 for r in ranks) / 3)
+    passes = 3 * len(course.ranks) + course.probing_passes
+    algebra = problem.pair_flops / problem.num_columns**2 * sum(r * r for r in course.ranks)
+    algebra += 4.0 * p * course.tried * course.ranks[-1]
+    work = Work(passes=share * (1 if kept else passes), products=share * course.tried, matmul=algebra,
+                cholesky=sum(r**3 for r in course.ranks) / 3)
     whole = sum(stored.values())
     # rows are put in order beside the factorization before; of all blocks there are directions, and what they leave
     choosing = (rank + before) * single + triangle(before) + 3 * blocks
-    lanczos = min(tuning.LANCZOS_PROBES, max(found, default=0)) * LANCZOS_VECTORS * problem.vector_bytes
-    rows_of_batch = problem.root_bytes + problem.weighted_bytes(min(share, WEIGHTED_EXAMPLES))
+    lanczos, rows_of_batch = course.lanczos_bytes(problem.vector_bytes), batch_bytes(problem)
     forecast = Forecast.of_phases(
         stored, {"rows": whole + choosing + rows_of_batch, "probes": whole + lanczos + rows_of_batch,
                  "draws": whole, "responses": whole},
         {"draws": problem.root_bytes + draw_bytes(problem, kept, rank), "responses": problem.response_bytes})
-    sent = (2 * tried * p * e + rank * single + 2 * blocks) * (problem.processes - 1) // problem.processes
+    sent = (2 * course.tried * p * e + rank * single + 2 * blocks) * (problem.processes - 1) // problem.processes
     note = f"{rank:,} leading rows, rows {'kept' if kept else 'streamed'}"
     return replace(forecast, work=work, communication=sent, note=note, least=least)
 
@@ -223,14 +263,14 @@ def layer_bytes(problem: Problem, vectors: int, tensors: int, panels: int, rows:
     """
     widths = [block.b.shape[4] for block in problem.sample.blocks if isinstance(block, Outer)]
     columns = max((width * min(vectors, max(1, tuning.PRODUCT_COLUMNS // width)) for width in widths), default=0)
-    own = max(tensors * min(problem.share, WEIGHTED_EXAMPLES), rows) * columns * problem.element
+    own = max(tensors * min(problem.share, _WEIGHTED_EXAMPLES), rows) * columns * problem.element
     return own + panels * problem.shares_positions * problem.buffer(tuning.WRITTEN_BYTES)
 
 
 def product_bytes(problem: Problem, vectors: int) -> int:
     """Bytes of products of JᵀΛJ with so many vectors: those that share a product twice, outputs, and a layer."""
     together = min(product_vectors(problem.vector_bytes), vectors)
-    outputs = min(problem.share, WEIGHTED_EXAMPLES) * problem.num_columns * problem.element
+    outputs = min(problem.share, _WEIGHTED_EXAMPLES) * problem.num_columns * problem.element
     return together * (2 * problem.vector_bytes + outputs) + layer_bytes(problem, together, 4, 1)
 
 

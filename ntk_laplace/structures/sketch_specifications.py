@@ -23,6 +23,7 @@ from ntk_laplace.structures.points import present_values
 from ntk_laplace.structures.products import CurvatureProducts
 from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.sketch_forecast import (
+    Course,
     Growth,
     expected_logs,
     expected_rows,
@@ -103,7 +104,7 @@ class Iterative(SketchSpec):
                  "dtype=torch.float32.")
         return found, found.sketch
 
-    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int], list[int]]:
+    def expected(self, problem: Problem, most: int) -> Course:
         """The decisions of `Growth` for a random sketch, which costs a product for each vector."""
         logs = expected_logs(problem)
 
@@ -181,7 +182,7 @@ class Nystrom(SketchSpec):
         """The eigenvalues, whose rounding another decomposition would change."""
         return {"values": of_kind(LowRankPrecision, precision).values}
 
-    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int], list[int]]:
+    def expected(self, problem: Problem, most: int) -> Course:
         """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
         logs = expected_logs(problem)
         wished = tolerance(self.relative_error, problem.log_joint or 0.0, float(logs.sum()))
@@ -190,7 +191,7 @@ class Nystrom(SketchSpec):
             ranks = [self._tests(self.rank, min(problem.num_parameters, problem.num_rows))]
         while ranks[-1] < most and float(logs[ranks[-1] :].sum()) > wished:
             ranks.append(min(2 * ranks[-1], most))
-        return ranks + ranks[-1:] * (self.rounds - 1), [], []
+        return Course(ranks + ranks[-1:] * (self.rounds - 1))
 
     def _tests(self, rank: int, most: int) -> int:
         """More test vectors than the rank that is kept find its directions with less error; no more than there are."""

@@ -41,13 +41,12 @@ from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
 from ntk_laplace.structures.products import CurvatureProducts
 from ntk_laplace.structures.sketch_forecast import (
-    LANCZOS_VECTORS,
-    STEPS,
-    WEIGHTED_EXAMPLES,
+    Course,
+    batch_bytes,
     covariance_bytes,
     draw_bytes,
-    expected_products,
     product_bytes,
+    rows_kept,
 )
 from ntk_laplace.structures.streamed import StreamedStructure
 from ntk_laplace.structures.structure import (
@@ -103,8 +102,8 @@ class SketchSpec(StructureSpec):
         return int(self.copies * rank * model.network.num_parameters * model.jacobian_pass.dtype.itemsize)
 
     @abstractmethod
-    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int], list[int]]:
-        """Test vectors of the sketches of the evidence, of further ones of predictions, and probes of the former."""
+    def expected(self, problem: Problem, most: int) -> Course:
+        """The sketches by their numbers of test vectors, at most so many."""
 
     def forecast(self, problem: Problem) -> Forecast:
         """A sketch of the expected rank r on every process, and rows of J of its share of the examples if they fit.
@@ -112,29 +111,26 @@ class SketchSpec(StructureSpec):
         A sketch takes a product per vector and ten r²P flops of algebra; streamed, every pass computes the rows anew.
         """
         model, p, share, vector = problem.model, problem.num_parameters, problem.share, problem.vector_bytes
-        ranks, further, probes = self.expected(problem, min(self.most_rank(model), p, problem.num_rows))
-        last = [*ranks, *further][-1]
-        rank, tried = min(last, self.rank or last), sum(map(expected_products, probes))
-        kept = 2 * problem.row_bytes(share) <= memory_of(model)
+        course = self.expected(problem, min(self.most_rank(model), p, problem.num_rows))
+        ranks, rank, kept = course.ranks, min(course.last, self.rank or course.last), rows_kept(problem)
         stored = {"sketch": rank * vector, "rows of J": kept * problem.row_bytes(share)}
         whole = sum(stored.values())
         # a sketch in place of the one before, if there is one
         made = self.copies - kept * self.images - 1.0
         made = (1 + kept) * self.images if len(ranks) == 1 and not self.exact else made
-        lanczos = min(tuning.LANCZOS_PROBES, max(probes, default=0)) * LANCZOS_VECTORS * vector
-        products = problem.root_bytes + problem.weighted_bytes(min(share, WEIGHTED_EXAMPLES))
-        products += product_bytes(problem, max(rank, *probes, 1))
-        sizes = {"sketch": whole + int(made * rank * vector) + products, "probes": whole + lanczos + products}
+        products = batch_bytes(problem) + product_bytes(problem, max(rank, *course.probes, 1))
+        sizes = {"sketch": whole + int(made * rank * vector) + products,
+                 "probes": whole + course.lanczos_bytes(vector) + products}
         # directions of V, and draws of what an exact structure's sketch leaves and their images, are kept
         drawn = (rank + self.exact * 2 * tuning.REMAINDER_DRAWS) * vector
         buffers = {"prediction": drawn + covariance_bytes(problem, rank), "responses": drawn + problem.response_bytes}
         if self.exact:  # the draws, beside the evidence's sketch and test vectors
             buffers["draws"] = (rank + ranks[-1]) * vector + problem.root_bytes + draw_bytes(problem, kept)
         found = Forecast.of_phases(stored, sizes | dict.fromkeys(buffers, whole), buffers)
-        passes = len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in probes) * STEPS
+        passes, tried = len(ranks) + course.probing_passes, course.tried
         work = Work(passes=share * (1 if kept else passes), products=share * (sum(ranks) + tried),
                     matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * tried)
-        sent = 2 * (sum(ranks) + sum(further) + tried) * vector * (problem.processes - 1) // problem.processes
+        sent = 2 * (sum(ranks) + sum(course.further) + tried) * vector * (problem.processes - 1) // problem.processes
         note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
         least = self.sketch_bytes(model, min(self.rank or 1, p))
         return replace(found, work=work, communication=sent, note=note, least=least)
