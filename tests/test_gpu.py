@@ -126,13 +126,13 @@ def test_gram_tiles_of_a_device(device, monkeypatch):
     """Tiles and panels of the device's sizes, cut small, are the whole matrix of the CPU."""
     case = fresh("cnn_groups")
     delta = {key: torch.full((1,), 0.5 + i).double() for i, key in enumerate(case.parameters)}
-    want = engine.gram(JacobianPass(Network(case.network), torch.float64).rows(case.x), None, delta)
+    want = engine.gram(JacobianPass(Network(case.network), torch.float64).rows(case.x), delta)
     rows = JacobianPass(Network(case.network.to(device)), torch.float64).rows(case.x.to(device))
     own = {key: value.to(device) for key, value in delta.items()}
     for name in ("PANEL_ROWS", "PANEL_DEVICE_ROWS", "TILE_ROWS", "TILE_DEVICE_ROWS"):
         monkeypatch.setattr(tuning, name, 6)
     assert relative_error(engine.gram_lower(rows, own).to_dense().cpu(), want.tril()) < 1e-10
-    assert relative_error(engine.gram(rows, None, own).cpu(), want) < 1e-10
+    assert relative_error(engine.gram(rows, own).cpu(), want) < 1e-10
 
 
 @pytest.mark.parametrize(("device", "setting"), [("cpu", "bf16"), pytest.param("cuda", "tf32", marks=CUDA.marks)])

@@ -13,7 +13,7 @@ from ntk_laplace.jacobian import Jacobian, JacobianPass, contractions
 from ntk_laplace.jacobian import gram as engine
 from ntk_laplace.jacobian.blocks import Dense, Lookup, Outer
 from ntk_laplace.model.network import Network
-from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime import resources, tuning
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, problem
 
@@ -65,11 +65,11 @@ CASES = [pytest.param(name, prior, id=f"{name}-{prior}") for name in NETWORKS fo
 def test_whole_and_across(name, prior):
     one, two = rows(name)
     delta = variances(problem(name), prior)
-    whole = engine.gram(one, None, delta)
+    whole = engine.gram(one, delta)
     assert relative_error(whole, truth(name, prior, 0, 0)) < limit(name)
     assert torch.equal(whole, whole.T)
-    assert relative_error(engine.gram(one, two, delta), truth(name, prior, 0, 1)) < limit(name)
-    assert relative_error(engine.gram(two, one, delta), truth(name, prior, 1, 0)) < limit(name)
+    assert relative_error(engine.gram(one, delta, two), truth(name, prior, 0, 1)) < limit(name)
+    assert relative_error(engine.gram(two, delta, one), truth(name, prior, 1, 0)) < limit(name)
 
 
 @pytest.mark.parametrize(("name", "prior"), CASES)
@@ -88,19 +88,19 @@ def test_tiles_of_any_size_are_the_same(name, prior, monkeypatch):
     """Small tiles cut every block at every place."""
     one, two = rows(name)
     delta = variances(problem(name), prior)
-    whole = engine.gram(one, None, delta), engine.gram(one, two, delta)
+    whole = engine.gram(one, delta), engine.gram(one, delta, two)
     with monkeypatch.context() as few:  # four blocks of rows
         few.setattr(tuning, "FEWEST_TILE_ROWS", 1)
-        assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
+        assert relative_error(engine.gram(one, delta), whole[0]) < 1e-13
     for examples in (1, 2, 5):
         monkeypatch.setattr(tuning, "TILE_ROWS", examples * one.num_cotangents)
-        assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
-        assert relative_error(engine.gram(one, two, delta), whole[1]) < 1e-13
+        assert relative_error(engine.gram(one, delta), whole[0]) < 1e-13
+        assert relative_error(engine.gram(one, delta, two), whole[1]) < 1e-13
         assert relative_error(engine.gram_lower(one, delta).to_dense(), whole[0].tril()) < 1e-13
     monkeypatch.setattr(tuning, "FEWEST_TILE_ROWS", 1)
-    assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
+    assert relative_error(engine.gram(one, delta), whole[0]) < 1e-13
     monkeypatch.setattr(tuning, "TILE_BYTES", 1)
-    assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
+    assert relative_error(engine.gram(one, delta), whole[0]) < 1e-13
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -110,7 +110,7 @@ def test_weighted_rows_fold_the_root(name):
     n, c = one.f.shape
     root = torch.randn(n, c, 2, dtype=torch.float64)
     big = torch.block_diag(*root)
-    found = engine.gram(one.weighted(root), None, variances(problem(name), "layer"))
+    found = engine.gram(one.weighted(root), variances(problem(name), "layer"))
     assert relative_error(found, big.T @ truth(name, "layer", 0, 0) @ big) < limit(name)
 
 
@@ -119,7 +119,7 @@ def test_groups_add_up(name):
     """K = Σ_g K_g: a parameter that is absent from the variances is left out."""
     one, two = rows(name)
     delta = variances(problem(name), "tensor")
-    total = sum(engine.gram(one, two, {key: value}) for key, value in delta.items())
+    total = sum(engine.gram(one, {key: value}, two) for key, value in delta.items())
     assert relative_error(total, truth(name, "tensor", 0, 1)) < limit(name)
 
 
@@ -127,13 +127,13 @@ def test_large_parameters_have_a_matrix_of_their_own(monkeypatch):
     """Rows of one large parameter are kept as they were written; small ones share a matrix."""
     for name in ("cnn_groups", "transformer_tied"):
         case = problem(name)
-        whole = engine.gram(rows(name)[0], None, variances(case, "layer"))
+        whole = engine.gram(rows(name)[0], variances(case, "layer"))
         for entries in (1, 10**9):
             monkeypatch.setattr(tuning, "SEPARATE_MATRIX_ENTRIES", entries)
             one = JacobianPass(Network(case.network), torch.float64).rows(case.x)
             wide = [block for block in one.blocks if isinstance(block, Dense)]
             assert all(len(block.spans) == 1 for block in wide) if entries == 1 else len(wide) == 1
-            assert relative_error(engine.gram(one, None, variances(case, "layer")), whole) < 1e-13
+            assert relative_error(engine.gram(one, variances(case, "layer")), whole) < 1e-13
 
 
 def test_every_contraction_is_met():
@@ -184,8 +184,8 @@ def test_positions_and_tokens_without_rows(tied, prior, cache, monkeypatch):
     kinds = {type(block) for block in one.blocks}
     assert Lookup in kinds and any(isinstance(b, Outer) and not b.single for b in one.blocks)
     jac, jac_z = jacobian(network, x).flatten(0, 1), jacobian(network, z).flatten(0, 1)
-    assert relative_error(engine.gram(one, None, delta), (jac / precision) @ jac.T) < 1e-10
-    assert relative_error(engine.gram(one, two, delta), (jac / precision) @ jac_z.T) < 1e-10
+    assert relative_error(engine.gram(one, delta), (jac / precision) @ jac.T) < 1e-10
+    assert relative_error(engine.gram(one, delta, two), (jac / precision) @ jac_z.T) < 1e-10
     square = ((jac / precision) @ jac.T).reshape(6, 2, 6, 2)
     blocks = torch.stack([square[i, :, i] for i in range(6)])
     assert relative_error(engine.diagonal_blocks(one, delta), blocks) < 1e-10
@@ -221,14 +221,14 @@ def test_rows_written_out_a_panel_at_a_time(prior, panel, monkeypatch):
     assert {"first.weight", "second.weight", "third", "conv.weight"} <= set(kept)
     jac, jac_z = jacobian(network, x).flatten(0, 1), jacobian(network, z).flatten(0, 1)
     square = (jac / precision) @ jac.T
-    assert relative_error(engine.gram(one, None, delta), square) < 1e-10
-    assert relative_error(engine.gram(one, two, delta), (jac / precision) @ jac_z.T) < 1e-10
+    assert relative_error(engine.gram(one, delta), square) < 1e-10
+    assert relative_error(engine.gram(one, delta, two), (jac / precision) @ jac_z.T) < 1e-10
     assert relative_error(engine.multiply(one, one, delta, torch.eye(12).double()), square) < 1e-10
     blocks = torch.stack([square.reshape(6, 2, 6, 2)[i, :, i] for i in range(6)])
     assert relative_error(engine.diagonal_blocks(one, delta), blocks) < 1e-10
     some = {name: value for name, value in delta.items() if name not in ("first.weight", "third")}
     left_out = {name: torch.zeros_like(value) if name not in some else value for name, value in delta.items()}
-    assert relative_error(engine.gram(one, None, some), engine.gram(one, None, left_out)) < 1e-12
+    assert relative_error(engine.gram(one, some), engine.gram(one, left_out)) < 1e-12
 
 
 class RoomyAttention(nn.Module):
@@ -252,9 +252,9 @@ def test_slices_of_one_weight():
     assert len(slices) == 3 and {b.weight for b in slices} == {"attention.in_proj_weight"}
     jac, jac_z = jacobian(network, x).flatten(0, 1), jacobian(network, z).flatten(0, 1)
     ones = {name: torch.ones(1).double() for name, _ in network.named_parameters()}
-    assert relative_error(engine.gram(one, None, ones), jac @ jac.T) < 1e-10
-    assert relative_error(engine.gram(one, two, ones), jac @ jac_z.T) < 1e-10
-    assert relative_error(engine.gram(two, one, ones), jac_z @ jac.T) < 1e-10
+    assert relative_error(engine.gram(one, ones), jac @ jac.T) < 1e-10
+    assert relative_error(engine.gram(one, ones, two), jac @ jac_z.T) < 1e-10
+    assert relative_error(engine.gram(two, ones, one), jac_z @ jac.T) < 1e-10
 
 
 class HalfShared(nn.Module):
@@ -279,7 +279,7 @@ def test_a_weight_shared_without_its_bias(left_out):
     delta.pop(left_out, None)
     jac = jacobian(network, x).flatten(0, 1)
     one = JacobianPass(Network(network), torch.float64).rows(x)
-    assert relative_error(engine.gram(one, None, delta), (jac * scale) @ jac.T) < 1e-10
+    assert relative_error(engine.gram(one, delta), (jac * scale) @ jac.T) < 1e-10
 
 
 def test_rows_of_other_lengths_take_other_forms():
@@ -292,8 +292,8 @@ def test_rows_of_other_lengths_take_other_forms():
     one, two = factors.rows(x), factors.rows(z)
     assert [type(b) for b in one.blocks] != [type(b) for b in two.blocks]
     jac, jac_z = jacobian(network, x).flatten(0, 1), jacobian(network, z).flatten(0, 1)
-    assert relative_error(engine.gram(one, two, ones), jac @ jac_z.T) < 1e-10
-    assert relative_error(engine.gram(two, one, ones), jac_z @ jac.T) < 1e-10
+    assert relative_error(engine.gram(one, ones, two), jac @ jac_z.T) < 1e-10
+    assert relative_error(engine.gram(two, ones, one), jac_z @ jac.T) < 1e-10
 
 
 class Routed(nn.Module):
@@ -316,17 +316,20 @@ def test_rows_that_name_different_parameters():
     ones = {name: torch.ones(1).double() for name, _ in network.named_parameters()}
     factors = JacobianPass(Network(network), torch.float64)
     one, two = factors.rows(x), factors.rows(z)
-    assert engine.gram(one, two, ones).abs().max() == 0
+    assert engine.gram(one, ones, two).abs().max() == 0
     jac = jacobian(network, z).flatten(0, 1)
-    assert relative_error(engine.gram(two, None, ones), jac @ jac.T) < 1e-10
+    assert relative_error(engine.gram(two, ones), jac @ jac.T) < 1e-10
 
 
-def test_a_gram_too_large_is_refused_before_it_is_allocated():
+def test_a_gram_too_large_is_refused_before_it_is_allocated(monkeypatch):
     one, _ = rows("deep_mlp")
-    size = 35 * 35 * 8
-    engine.gram(one, None, variances(problem("deep_mlp"), "scalar"), budget=size)
+    size, delta = 35 * 35 * 8, variances(problem("deep_mlp"), "scalar")
+    monkeypatch.setattr(tuning, "ASSUMED_FREE_BYTES", 0)
+    monkeypatch.setattr(resources, "available_memory", lambda device: size)
+    engine.gram(one, delta)
+    monkeypatch.setattr(resources, "available_memory", lambda device: size - 1)
     with pytest.raises(MemoryBudgetError, match=r"expected a Gram matrix of 35 x 35 .*; got .*9\.6 KiB.*gram_tiles"):
-        engine.gram(one, None, variances(problem("deep_mlp"), "scalar"), budget=size - 1)
+        engine.gram(one, delta)
 
 
 @pytest.mark.parametrize("name", ["deep_mlp", "transformer_tied", "scalar_outputs", "decoder_dict", "mlp_float32"])

@@ -75,7 +75,7 @@ def test_gram_matrices_in_panels(name, monkeypatch):
     case = problem(name)
     rows = JacobianPass(Network(case.network), torch.float64).rows(case.x)
     delta = {key: torch.full((1,), 0.5 + i).double() for i, key in enumerate(case.parameters)}
-    want = engine.gram(rows, None, delta).tril()
+    want = engine.gram(rows, delta).tril()
     k = rows.num_cotangents
     for height in (1, 2 * k + 1):
         monkeypatch.setattr(tuning, "PANEL_ROWS", height)
@@ -176,12 +176,12 @@ def test_a_setting_of_few_digits_reaches_gram_and_factor():
     triangle = LowerTriangle.empty(3, 1, torch.empty(0))
     try:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        for work in (lambda: engine.gram(rows, None, delta), lambda: engine.gram_lower(rows, delta),
+        for work in (lambda: engine.gram(rows, delta), lambda: engine.gram_lower(rows, delta),
                      lambda: engine.cross_gram(rows, rows, delta), lambda: engine.diagonal_blocks(rows, delta),
                      lambda: next(engine.gram_tiles(rows, None, delta)), triangle.cholesky_):
             with pytest.raises(ntkl.UnsupportedError, match="float32 matrix products with all digits"):
                 work()
         double = rows.to(torch.float64)
-        engine.gram(double, None, delta)
+        engine.gram(double, delta)
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before

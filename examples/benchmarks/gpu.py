@@ -196,7 +196,7 @@ def digits(sizes: Sizes, device: torch.device, found: Found) -> None:
         with set_to(backend.matmul, "fp32_precision", setting):
             own = exact.float() @ exact.float().T
             try:
-                gram(some, None, {name: torch.ones(1, device=device) for name in shapes})
+                gram(some, {name: torch.ones(1, device=device) for name in shapes})
                 refused = False
             except ntkl.UnsupportedError:
                 refused = True

@@ -168,7 +168,7 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
             return self.matrix.solve(self.cross(rows.subset(part))).T.unflatten(0, (-1, k))
 
         found = self._dealt(rows.num_examples, self.matrix.size * k, half).flatten(0, 1)
-        return self.reducer.broadcast(less_(gram(rows, None, self.variances), found))
+        return self.reducer.broadcast(less_(gram(rows, self.variances), found))
 
     def _dealt(self, count: int, numbers: int, function: Callable[[slice], Tensor]) -> Tensor:
         """A function of slices of 0 ... count, each by one process, concatenated.

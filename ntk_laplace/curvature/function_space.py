@@ -181,7 +181,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; SᵀKS is recomputed, because the factor overwrote B."""
         if not self._lists_eigenvalues(len(self.factor)):
             return None
-        return symmetric_eigenvalues(gram(self.weighted, None, self.variances))
+        return symmetric_eigenvalues(gram(self.weighted, self.variances))
 
     def log_det_at(self, factor: float) -> Tensor:
         """log det B with all prior precisions multiplied by a factor, from a second triangle."""
@@ -236,7 +236,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
-        return less_(gram(rows, None, self.variances), self.factor.solve_lower_(self.cross(rows)).T)
+        return less_(gram(rows, self.variances), self.factor.solve_lower_(self.cross(rows)).T)
 
 
 def prior_variances(prior: GaussianPrior, shapes: Iterable[str]) -> dict[str, Tensor]:

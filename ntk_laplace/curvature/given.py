@@ -118,7 +118,7 @@ class BlockwisePrecision(PosteriorPrecision):
 
     def covariance(self, rows: Jacobian) -> Tensor:
         k, n = rows.num_cotangents, rows.num_examples
-        joint = gram(rows, None, self._variances) if self._variances else rows.f.new_zeros(n * k, n * k)
+        joint = gram(rows, self._variances) if self._variances else rows.f.new_zeros(n * k, n * k)
         for half in self._halves(rows):
             own = half.flatten(1)
             joint.addmm_(own.T, own)

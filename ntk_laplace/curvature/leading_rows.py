@@ -125,7 +125,7 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
         return vectors - self._pulled(seen).mul_(self.deviation)
 
     def eigenvalues(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        values, turn = symmetric_eigen(gram(self.weighted, None, self.variances))
+        values, turn = symmetric_eigen(gram(self.weighted, self.variances))
         seen = (turn.T @ self._pushed(vectors * self.deviation)).square().sum(1)  # qᵀFP0^-½v = λ^½ uᵀv
         return values.clamp_min(0.0), seen
 
@@ -134,7 +134,7 @@ class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):
         for group in range(self._num_groups):
             variances = {name: self._of_one_group(name, group) for name in self.shapes}
             used = [name for name, part in variances.items() if bool(part.any())]
-            found.append(gram(self.weighted.restricted(used), None, variances).double())
+            found.append(gram(self.weighted.restricted(used), variances).double())
         return torch.stack(found)
 
     def _of_one_group(self, name: str, group: int) -> Tensor:

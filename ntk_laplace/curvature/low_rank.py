@@ -185,4 +185,4 @@ class LowRankPrecision(LowRankBase):
 
     def covariance(self, rows: Jacobian) -> Tensor:
         seen = rows.products(self.shapes.parts(self.directions)).transpose(0, 1).flatten(0, 1)
-        return less_(gram(rows, None, self.variances), seen)
+        return less_(gram(rows, self.variances), seen)

@@ -51,7 +51,7 @@ class FullGram:
 
     def value(self, variances: Variances) -> Tensor:
         """K, (N1*C, N2*C)."""
-        return gram(self.left, self.right, variances)
+        return gram(self.left, variances, self.right)
 
     def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
         """Computed in tiles, without a second K in memory."""

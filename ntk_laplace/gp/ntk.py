@@ -43,4 +43,4 @@ def empirical_ntk(
     left = jacobian_pass.rows(to_device(as_tensors(x1), frozen.device, frozen.input_dtype))
     right = None if x2 is None else jacobian_pass.rows(to_device(as_tensors(x2), frozen.device, frozen.input_dtype))
     with outside_autocast():
-        return gram(left, right, prior_variances(prior, frozen.shapes))
+        return gram(left, prior_variances(prior, frozen.shapes), right)

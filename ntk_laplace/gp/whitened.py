@@ -100,7 +100,7 @@ class WhitenedGram(LinearOperator):
 
     def to_dense(self) -> Tensor:
         """The matrix, (N*R, N*R); a backward pass through it raises an error."""
-        matrix = gram(self._precision.weighted, None, self._precision.variances)
+        matrix = gram(self._precision.weighted, self._precision.variances)
         if self._noise:
             matrix.diagonal().add_(1.0)
         return self._value_alone(matrix)

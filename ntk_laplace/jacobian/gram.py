@@ -20,36 +20,20 @@ from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 
 
-def gram(left: Jacobian, right: Jacobian | None, variances: Variances, budget: int | None = None) -> Tensor:
-    """K between two sets of rows, interleaved.
+def gram(rows: Jacobian, variances: Variances, right: Jacobian | None = None) -> Tensor:
+    """K of rows of N1 examples with themselves, or with others `right` of N2, (N1*K1, N2*K2), interleaved.
 
-    Parameters
-    ----------
-    left, right : Jacobian
-        Rows of N1 and N2 examples. With `right` None, K is `left` with itself: half is computed and mirrored.
-    variances : mapping of str to Tensor
-        Prior variance by parameter name.
-    budget : int, optional
-        Maximum bytes of the result; by default the free memory of the device.
-
-    Returns
-    -------
-    Tensor, (N1*K1, N2*K2)
-        Entry (n*K1 + k, m*K2 + l) is J_nk P0⁻¹ J_mlᵀ.
-
-    Raises
-    ------
-    MemoryBudgetError
-        If the result would not fit, before it is allocated.
+    Entry (n*K1 + k, m*K2 + l) is J_nk P0⁻¹ J_mlᵀ. Of rows with themselves half is computed and mirrored. It has to fit
+    in memory (MemoryBudgetError).
     """
-    other = left if right is None else right
-    height, width = left.num_examples * left.num_cotangents, other.num_examples * other.num_cotangents
-    require_memory(height * width * left.f.element_size(), left.f.device, f"a Gram matrix of {height} x {width}",
-                   "Ask for tiles (gram_tiles), or for fewer examples at a time.", budget)
+    other = rows if right is None else right
+    height, width = rows.num_examples * rows.num_cotangents, other.num_examples * other.num_cotangents
+    require_memory(height * width * rows.f.element_size(), rows.f.device, f"a Gram matrix of {height} x {width}",
+                   "Ask for tiles (gram_tiles), or for fewer examples at a time.")
     if right is not None:
-        return cross_gram(left, right, variances)
-    out = left.f.new_empty(height, height)
-    _fill_panels(left, None, variances, [out])
+        return cross_gram(rows, right, variances)
+    out = rows.f.new_empty(height, height)
+    _fill_panels(rows, None, variances, [out])
     return mirror_lower_(out)
 
 

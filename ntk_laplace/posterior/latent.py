@@ -117,7 +117,7 @@ class LatentVerbs(Fitted):
         with torch.no_grad():
             back = -self._fitted.from_prior_mean
         # lazy, as in `latent`: K is singular with more outputs than parameters
-        covariance = DenseLinearOperator(gram(rows, None, prior_variances(model.prior, self.network.shapes)))
+        covariance = DenseLinearOperator(gram(rows, prior_variances(model.prior, self.network.shapes)))
         return MultitaskMultivariateNormal(rows.f + rows.jvp(self.network.unflatten(back)), covariance)
 
     def sample(self, count: int, x: InputData | None = None, generator: torch.Generator | None = None) -> Tensor:

@@ -194,7 +194,7 @@ class SampledRows:
     def _log_pivots(self) -> tuple[Tensor, Tensor]:
         """Log pivots of B of the examples, and of half of them, repeated to all: sums are those of leading minors."""
         m, r, found = self._used, self.problem.num_columns, []
-        products = gram(self.weighted.subset(slice(0, m)), None, _variances(self.problem)).double().view(m, r, m, r)
+        products = gram(self.weighted.subset(slice(0, m)), _variances(self.problem)).double().view(m, r, m, r)
         each = torch.arange(m, device=products.device)
         _, turn = torch.linalg.eigh(products[each, :, each])
         products = torch.einsum("nra,nrms,msb->namb", turn, products, turn)

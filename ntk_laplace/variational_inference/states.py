@@ -209,7 +209,7 @@ class FunctionSpaceState(VariationalState):
         self._ages: list[tuple[int, float]] = [(rows.num_examples, 1.0)] if rows.num_examples else []
         self._scales, classes = self._ratio.unique(return_inverse=True)
         self._classify(classes)
-        self._grams = [gram(rows, None, variances) for variances in self._variances]
+        self._grams = [gram(rows, variances) for variances in self._variances]
         self._precision: FunctionSpacePrecision | None = None
 
     def _classify(self, classes: Tensor) -> None:
@@ -258,7 +258,7 @@ class FunctionSpaceState(VariationalState):
         self._precision = None
         self._forget(1.0 - step_size)
         self._grams = [
-            _bordered(own, cross_gram(new, self._rows, variances), gram(new, None, variances))
+            _bordered(own, cross_gram(new, self._rows, variances), gram(new, variances))
             for own, variances in zip(self._grams, self._variances, strict=True)
         ]
         self._rows = Jacobian.concatenate([self._rows, new]) if self._ages else new
@@ -275,7 +275,7 @@ class FunctionSpaceState(VariationalState):
         width = max(new.num_cotangents, self._rows.num_cotangents)
         if self._rows.num_cotangents < width:
             self._rows = _padded(self._rows, width)
-            self._grams = [gram(self._rows, None, variances) for variances in self._variances]
+            self._grams = [gram(self._rows, variances) for variances in self._variances]
         return _padded(new, width)
 
     def _forget(self, keep: float) -> None:

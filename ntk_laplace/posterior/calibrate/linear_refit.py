@@ -112,7 +112,7 @@ def _decomposed(fitted: FittedModel, root: Tensor) -> tuple[Tensor, Tensor]:
         _require_order(size, 'Use fewer points, or structure="full" with fewer parameters.')
         _require(3 * size * size * element, fitted)
         space = fitted.function_space
-        values, vectors = torch.linalg.eigh(gram(space.weighted, None, space.variances))
+        values, vectors = torch.linalg.eigh(gram(space.weighted, space.variances))
         return values.clamp_min(0.0), vectors.view(n, root.shape[2], -1)
     shapes, p = fitted.network.shapes, len(fitted.theta)
     _require_order(p, 'Use structure="gp" with fewer points, or parameters="last_layer".')

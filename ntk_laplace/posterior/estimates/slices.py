@@ -69,7 +69,7 @@ class SlicedPath(Path[Outputs]):
                 root = rows.dense(self._shapes).transpose(0, 1).flatten(0, 1)
                 root = root * model.prior.flat_precision().to(root).rsqrt()
         else:
-            root = symmetric_root(gram(rows, None, prior_variances(model.prior, self._shapes)))
+            root = symmetric_root(gram(rows, prior_variances(model.prior, self._shapes)))
         self._base = self._known + away, root
         self._sites: _Sites | None = None
         if start == "posterior":

@@ -61,8 +61,8 @@ class PrequentialEvidence:
             log_prob = points.log_prob(fitted.likelihood)
             distance = fitted.jvp(fitted.from_prior_mean)  # d = J(θ* - μ0)
         own = space.rows.weighted(residual.unsqueeze(-1))
-        return cls(log_prob, gram(space.weighted, None, space.variances).view(n, k, n, k),
-                   cross_gram(space.weighted, own, space.variances).view(n, k, n), gram(own, None, space.variances),
+        return cls(log_prob, gram(space.weighted, space.variances).view(n, k, n, k),
+                   cross_gram(space.weighted, own, space.variances).view(n, k, n), gram(own, space.variances),
                    torch.einsum("ncr,nc->nr", space.root, distance), (distance * residual).sum(-1))
 
     def _factor(self, order: Tensor) -> Tensor:

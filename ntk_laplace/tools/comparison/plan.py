@@ -266,7 +266,7 @@ class _Probe:
 
     def _spectrum(self, weighted: Jacobian) -> Tensor:
         """Eigenvalues of SᵀKS of all examples, from those of the sample."""
-        matrix = gram(weighted, None, prior_variances(self.model.prior, self.model.network.shapes))
+        matrix = gram(weighted, prior_variances(self.model.prior, self.model.network.shapes))
         values = torch.linalg.eigvalsh(matrix).clamp_min(0.0).flip(0)
         return values * (self._count / weighted.num_examples)
 
