@@ -24,12 +24,7 @@ from ntk_laplace.runtime.resources import require_memory
 def chosen_rank(values: Tensor, rank: int | float | str) -> int:
     """Number of largest eigenvalues that `rank` selects; zero eigenvalues are excluded.
 
-    Parameters
-    ----------
-    values : Tensor
-        Eigenvalues, any shape.
-    rank : int, float or str
-        A number; a fraction in (0, 1]; or "trace:0.95", as many as reach that share of the trace.
+    The rank is a number; a fraction in (0, 1]; or "trace:0.95", as many as reach that share of the trace.
     """
     ordered = values.flatten().double().sort(descending=True).values
     positive = int((ordered > ordered[0] * torch.finfo(values.dtype).eps).sum()) if len(ordered) else 0

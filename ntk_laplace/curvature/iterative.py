@@ -320,27 +320,9 @@ def grown(
 ) -> IterativePrecision:
     """The precision whose log determinant has the wished standard error, or the best that ranks and probes allow.
 
-    The rank is doubled as long as that costs less than the probes that the present rank needs.
-
-    Parameters
-    ----------
-    curvature : Curvature
-    sketch : Sketch, optional
-        What is known of the curvature, at any prior.
-    first_rank : int
-    limits : SketchLimits
-    probes : tuple of int
-        Fewest and most.
-    seed : int
-    wished : callable
-        The wished standard error of log det B, in nats, at a value of log det B.
-    variance_error : float
-        See `IterativePrecision`.
-
-    Raises
-    ------
-    NumericalError
-        If the estimate is not finite.
+    The rank is doubled as long as that costs less than the probes that the present rank needs; of these there are
+    `probes`, fewest and most. The sketch is what is known of the curvature, at any prior. `wished` is the standard
+    error in nats at a value of log det B, of which the estimate has to be finite (NumericalError).
     """
     (fewest, most), first = probes, min(tuning.LANCZOS_PROBES, probes[1])
     known = None if sketch is None else sketch.at(curvature)

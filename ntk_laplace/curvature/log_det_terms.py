@@ -20,10 +20,7 @@ class LogDetTerm(ABC):
     def value_and_slope(self, shift: Tensor) -> tuple[Tensor, Tensor]:
         """The term, 0-d, and its derivatives in s, (G,), both float64 and without a graph.
 
-        Parameters
-        ----------
-        shift : Tensor, (G,)
-            Changes of the log precisions of the prior groups, less log c if Λ becomes cΛ.
+        The `shift` s (G,) contains the changes of the log precisions of the prior groups, less log c if Λ becomes cΛ.
         """
 
 

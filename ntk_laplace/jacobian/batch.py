@@ -57,22 +57,10 @@ class Batch:
     ) -> tuple[str, ...]:
         """Parameters whose randomly weighted rows do not sum to autograd's gradient of the batch.
 
-        The check costs one more backward pass. Random weights reveal rows of the wrong example and mixed examples.
-        In larger batches a random sample of examples is evaluated alone, which also reveals mixing. If the sample
-        fails, the check is repeated on the full batch.
-
-        Parameters
-        ----------
-        blocks : sequence of Block
-        whole : bool
-            Check the full batch in any case, and no sample.
-        uncertain : bool
-            Check the full batch after the sample.
-
-        Raises
-        ------
-        NonFiniteError
-            If rows are NaN or infinite, with the index of the example.
+        The check costs one more backward pass. Random weights reveal rows of the wrong example and mixed examples. In
+        larger batches a random sample of examples is evaluated alone, which also reveals mixing. If the sample fails,
+        or `uncertain`, the check is repeated on the full batch; `whole` checks that alone. Rows have to be finite
+        (NonFiniteError, with the index of the example).
         """
         if not whole and self.sample is not None and self.sample_agrees(blocks) and not uncertain:
             self._require_finite(blocks)

@@ -70,14 +70,8 @@ def shape_layout(shape: torch.Size, n: int, other: torch.Size, m: int) -> Layout
 def find_layouts(plain: Tensor, scaled: Tensor, weights: Tensor, precision: torch.dtype) -> list[Layout]:
     """Find the axes along which ``scaled = weights[example] * plain``; none if the tensor mixes examples.
 
-    Parameters
-    ----------
-    plain, scaled : Tensor
-        Gradients at one node for the cotangents r_n and weights_n r_n.
-    weights : Tensor, (N,)
-        One distinct weight per example.
-    precision : torch.dtype
-        Coarsest floating type of the computation.
+    These are gradients at one node for the cotangents r_n and weights_n r_n, with one distinct weight per example (N,).
+    `precision` is the coarsest floating type of the computation.
     """
     n = len(weights)
     size = float(scaled.abs().max()) if scaled.numel() else 0.0

@@ -91,15 +91,9 @@ class Search:
 
 
 def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) -> Plan:
-    """Search the graph of a small batch for a plan.
+    """Search the graph of a small batch for a plan; `keep_factors` keeps those of rows that have them.
 
-    Parameters
-    ----------
-    search : Search
-    keep_factors : bool
-        Keep the factors of rows that have them.
-    confirm : bool
-        Keep only parameters whose rows agree with autograd's gradient; costs another backward pass.
+    `confirm` keeps only parameters whose rows agree with autograd's gradient; it costs another backward pass.
     """
     graph, out, parameters = search.graph, search.out, search.parameters
     n = len(out)
@@ -138,14 +132,9 @@ def _find_uses(
 ) -> tuple[dict[str, list[UsePlan]], set[str], dict[int, tuple[Tensor, Tensor]]]:
     """Follow the graph from each parameter to its first nodes with an example axis.
 
-    Returns
-    -------
-    uses : dict of str to list of UsePlan
-    lost : set of str
-        Parameters with a path to the output on which no such node was found.
-    gradients : dict of int to pair of Tensor
-        Output gradients of both `cotangents` at the visited nodes. The second cotangent is the first one with each
-        example n multiplied by weights_n.
+    The uses of each parameter; those with a path to the output on which no such node was found; and the output
+    gradients of both `cotangents` at the visited nodes. The second cotangent is the first one with each example n
+    multiplied by weights_n.
     """
     graph = search.graph
     gradients: dict[int, tuple[Tensor, Tensor]] = {}

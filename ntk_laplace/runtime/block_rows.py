@@ -132,16 +132,8 @@ class BlockRows:
     def inverse_columns(self, first: int, last: int, factor_only: bool = False) -> dict[int, Tensor]:
         """Columns of ``(L Lᵀ)⁻¹`` that belong to this process's blocks, from `first` to `last` (exclusive).
 
-        Parameters
-        ----------
-        first, last : int
-        factor_only : bool
-            Columns of L⁻¹ instead, at half the cost.
-
-        Returns
-        -------
-        dict of int to Tensor
-            By number of the block i, the rows from its diagonal block on, (n - bounds[i], width).
+        By number of the block i, the rows from its diagonal block on, (n - bounds[i], width). With `factor_only` they
+        are columns of L⁻¹, at half the cost.
         """
         found = {}
         for i in self.own:

@@ -16,24 +16,11 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_definite, 
 
 
 def cholesky_(matrix: Tensor) -> Tensor:
-    """Factor a positive definite matrix in place, ``A = L Lᵀ``.
+    """Factor a positive definite matrix (n, n) in place, ``A = L Lᵀ``, and return it.
 
-    Parameters
-    ----------
-    matrix : Tensor, (n, n)
-        Only the lower triangle is read. It is overwritten by L; the strict upper triangle is then undefined.
-
-    Returns
-    -------
-    Tensor, (n, n)
-        The same storage; only its lower triangle is valid.
-
-    Raises
-    ------
-    NumericalError
-        If the matrix is not positive definite in its precision; it is then partly overwritten.
-    UnsupportedError
-        As `require_full_precision`.
+    Only the lower triangle is read, and overwritten by L; the strict upper triangle is then undefined. If the matrix is
+    not positive definite in its precision it is partly overwritten (NumericalError). UnsupportedError as
+    `require_full_precision`.
     """
     if matrix.device.type == "cuda":
         require_full_precision(matrix.dtype, matrix.device)
@@ -66,16 +53,9 @@ def cholesky_of(matrix: Tensor) -> Tensor:
 
 
 def add_outer_lower_(matrix: Tensor, rows: Tensor, *, scale: float = 1.0, keep: float = 1.0) -> None:
-    """``matrix ← keep matrix + scale rowsᵀ rows`` in the lower triangle, at half the cost of the full product.
+    """``matrix ← keep matrix + scale rowsᵀ rows`` in the lower triangle, for rows (m, n), at half of the cost.
 
     Diagonal blocks are full. With `keep` 0 the matrix may be uninitialized.
-
-    Parameters
-    ----------
-    matrix : Tensor, (n, n)
-    rows : Tensor, (m, n)
-    scale, keep : float
-        1 by default: the product is added.
     """
     n = matrix.shape[0]
     height = max(96, min(1024, round(n / 160) * 32))  # of a panel: about n / 5, multiples of 32 suit the kernels
@@ -190,17 +170,8 @@ def _finite(matrix: Tensor, decompose: Callable[[Tensor], Sequence[Tensor]]) -> 
 def cross_approximation(matrix: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
     """Approximate a smooth matrix by few outer products: Gaussian elimination with complete pivoting, stopped early.
 
-    Parameters
-    ----------
-    matrix : Tensor, (o, i)
-    most : int
-        Maximum number of outer products.
-
-    Returns
-    -------
-    (Tensor, Tensor) or None
-        u (r, o) and v (r, i) in double precision. Every entry of ``u.T @ v`` is within 8 eps of the largest absolute
-        entry, eps of the matrix's type. None if more than `most` products are needed.
+    u (r, o) and v (r, i) in double precision. Every entry of ``u.T @ v`` is within 8 eps of the largest absolute entry,
+    eps of the matrix's type. None if more than `most` products are needed.
     """
     left = matrix.double().clone()
     enough = 8 * torch.finfo(matrix.dtype).eps * left.abs().max()

@@ -100,12 +100,7 @@ class LowerTriangle:
     def cholesky_(self) -> LowerTriangle:
         """Overwrite A by L with ``A = L Lᵀ``, panel after panel; each reads only those before it.
 
-        Raises
-        ------
-        NumericalError
-            If the matrix is not positive definite in its precision; it is then partly overwritten.
-        UnsupportedError
-            As `require_full_precision`.
+        Errors as `linalg.cholesky_`.
         """
         require_full_precision(self.like.dtype, self.like.device)
         for i, (start, panel) in enumerate(self._placed()):
@@ -175,18 +170,10 @@ class LowerTriangle:
         return inverse
 
     def inverse_panels(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """``(L Lᵀ)⁻¹`` in panels of columns, without allocating a second matrix.
+        """``(L Lᵀ)⁻¹`` in panels of columns, without a second matrix; widths are multiples of `size`, as n must be.
 
-        Parameters
-        ----------
-        size : int
-            The number of columns of each panel is a multiple of `size`; so must n be.
-
-        Yields
-        ------
-        (int, Tensor)
-            The first column `start` of a panel, and its rows from `start` on, (n - start, width). The rows above follow
-            from earlier panels by symmetry. The panels share one buffer: copy them to keep them.
+        The first column `start` of a panel, and its rows from `start` on, (n - start, width). The rows above follow
+        from earlier panels by symmetry. The panels share one buffer: copy them to keep them.
         """
         for start, half in self._inverse_factor(size):
             # (L Lᵀ)⁻¹ = L⁻ᵀL⁻¹: its rows from `start` on need only those of L

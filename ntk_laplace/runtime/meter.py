@@ -19,10 +19,6 @@ _PERIOD = 0.002  # seconds between two samples of the resident memory
 class Stopwatch:
     """Wall time of a block; on a GPU it waits for queued work.
 
-    Parameters
-    ----------
-    device : torch.device
-
     Attributes
     ----------
     seconds : float

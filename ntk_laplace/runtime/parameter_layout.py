@@ -13,10 +13,6 @@ from ntk_laplace.errors import DataError
 class ParameterLayout(Mapping[str, torch.Size]):
     """Mapping from parameter name to shape, in the order that flattens θ; converts flat vectors to tensors by name.
 
-    Parameters
-    ----------
-    shapes : mapping of str to a sequence of int
-
     Attributes
     ----------
     num_parameters : int

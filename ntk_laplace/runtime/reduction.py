@@ -91,12 +91,9 @@ class Reducer(ABC):
         return torch.cat(filled) if filled else rows
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Callable[[], None]:
-        """Begin to overwrite a contiguous tensor by that of the rank `source`.
+        """Begin to overwrite a contiguous tensor by that of the rank `source`; the result waits for the end.
 
-        Returns
-        -------
-        callable
-            Waits for the end; until then nobody may write the tensor, nor read it but at the source.
+        Until then nobody may write the tensor, nor read it but at the source.
         """
         found = self.gather(tensor if self.rank == source else None)[source]
         if found is not None:

@@ -27,14 +27,7 @@ def normal(shape: tuple[int, ...], like: Tensor, generator: Generator | None) ->
 def draw_sizes(count: int, numbers: int, like: Tensor, most: int | None = None) -> list[int]:
     """Sizes of the parts in which `count` draws of so many numbers are made, each within the buffer of draws.
 
-    Parameters
-    ----------
-    count, numbers : int
-        Draws, and numbers in each.
-    like : Tensor
-        Has the dtype of the draws.
-    most : int, optional
-        Draws in a part, at most.
+    `like` has the dtype of the draws, of which a part has `most` at most.
     """
     step = max(1, min(tuning.WEIGHT_SAMPLE_BYTES // (numbers * like.element_size()), count if most is None else most))
     return [min(step, count - first) for first in range(0, count, step)]

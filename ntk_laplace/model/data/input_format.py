@@ -17,11 +17,7 @@ def format_of(x: Inputs) -> Inputs:
 def describe_inputs(x: Inputs, examples: str = "") -> str:
     """A short description of inputs, such as ``float32 (4, 5)`` or ``{'tokens': int64 (4, 7)}``.
 
-    Parameters
-    ----------
-    x : tensor, or nested tuples, lists and dicts of them
-    examples : str
-        Text shown instead of the number of examples, "n" for a format.
+    `examples` is shown instead of their number: "n" for a format.
     """
     if isinstance(x, Tensor):
         sizes = [str(size) for size in x.shape]

@@ -163,18 +163,9 @@ def refuse_input_gradients(
     x: Inputs,
     instead: str = "a posterior's latent and latent_moments have gradients in inputs with differentiable=True.",
 ) -> None:
-    """Raise an error for inputs that require gradients: Jacobians have no graph to them, so gradients would be zero.
+    """Refuse inputs that require gradients, if these are enabled (UnsupportedError).
 
-    Parameters
-    ----------
-    x : tensor, tuple or dict of tensors
-    instead : str
-        What else the caller can do; the end of the message.
-
-    Raises
-    ------
-    UnsupportedError
-        If a tensor of `x` requires a gradient, and gradients are enabled.
+    Jacobians have no graph to them, so gradients would be zero. `instead` ends the message: what else a caller can do.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves(x)):
         raise UnsupportedError("inputs that require no gradient", "x.requires_grad=True",

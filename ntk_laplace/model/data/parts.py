@@ -16,18 +16,8 @@ from ntk_laplace.errors import DataError
 def dealt(left: Tensor, sizes: Sequence[int] | None, ranks: int) -> list[Tensor]:
     """Numbers of examples for each of several processes: consecutive, about equally many, whole batches.
 
-    Parameters
-    ----------
-    left : Tensor, (n,)
-        Ascending numbers of the examples to deal.
-    sizes : sequence of int, optional
-        Sizes of the batches of all data, which are not cut; None if they may be cut anywhere.
-    ranks : int
-
-    Raises
-    ------
-    DataError
-        If a batch is only partly in `left`.
+    Of ascending numbers `left` (n,). Batches of these `sizes`, those of all data, are not cut (DataError if only a part
+    of one is in `left`); with None, data may be cut anywhere.
     """
     ends = torch.arange(1, len(left) + 1)
     if sizes is not None:

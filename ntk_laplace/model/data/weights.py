@@ -14,17 +14,8 @@ from ntk_laplace.model.data.inputs import as_tensors
 def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
     """Split (x, y, w) into (x, y) and one weight per example, float64; other data are returned with None.
 
-    Parameters
-    ----------
-    data : object
-        (x, y, w) is a tuple or list of three, w real numbers of shape (N,), as many as targets.
-    seen : int
-        Index of the first example, for messages.
-
-    Raises
-    ------
-    DataError
-        If there is a number of weights that does not fit, or one is negative or not finite.
+    A tuple or list of three is (x, y, w) if w are numbers (N,). As many as targets are expected, real, finite and at
+    least 0 (DataError, which counts examples from `seen`).
     """
     if not isinstance(data, (tuple, list)) or len(data) != 3:
         return data, None

@@ -23,11 +23,6 @@ from ntk_laplace.runtime.resources import is_about_memory
 class CheckedOutputs:
     """Outputs of a network's calls, each checked against those of earlier calls.
 
-    Parameters
-    ----------
-    caller : Caller
-    precision : torch.dtype
-
     Attributes
     ----------
     caller : Caller

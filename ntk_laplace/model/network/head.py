@@ -24,14 +24,8 @@ def head_of(
 ) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
     """Outputs (N, C) at other values of these parameters, by name, from the module that owns them alone.
 
-    None if no one module does, it is called several times, or its output is not the network's.
-
-    Parameters
-    ----------
-    network : nn.Module
-    names : sequence of str
-    evaluate : callable
-        Runs the network once, without a graph, and returns its outputs (N, C).
+    None if no one module does, it is called several times, or its output is not the network's: `evaluate` runs the
+    network once, without a graph, and returns its outputs.
     """
     owner = owner_of(names)
     if not owner:

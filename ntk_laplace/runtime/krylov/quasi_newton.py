@@ -275,13 +275,7 @@ class Inverses:
 def remembered(count: int, size: int, dtype: torch.dtype, room: int) -> tuple[int, torch.dtype]:
     """How many vectors (size,) each of `count` descents remembers, and in which type: single, where they are large.
 
-    Parameters
-    ----------
-    count, size : int
-    dtype : torch.dtype
-        Of the objectives.
-    room : int
-        Bytes for the vectors of all during the descent; a few are kept in any case.
+    `dtype` is that of the objectives. All vectors take `room` bytes; a few are kept in any case.
     """
     for own in (dtype, torch.float32):
         one = count * size * own.itemsize
