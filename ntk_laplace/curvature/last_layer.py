@@ -1,7 +1,4 @@
-"""Function space of a last linear layer: rows, parameters and outputs around the algebra of `output_factors`.
-
-The layer's inputs and a one, times their prior deviations, are in r = min(N, D + 1) coordinates.
-"""
+"""Function space of a last linear layer: the algebra of `output_factors` in the coordinates of `layer_inputs`."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision
+from ntk_laplace.curvature.layer_inputs import LayerInputs
 from ntk_laplace.curvature.output_factors import OutputFactors, output_parts
 from ntk_laplace.jacobian import Jacobian, Outer
 from ntk_laplace.jacobian.contractions import read_once
@@ -64,29 +62,16 @@ class LastLayerPrecision(FunctionSpacePrecision):
         self._root_of, self._columns = root, num_columns
         layer = last_layer(rows, self.variances)
         assert layer is not None
-        self._layer, self.form = layer, form.to(torch.float64)
-        self._scale = self._deviations(self.variances)
-        features = self._inputs(rows) * self._scale
-        self._turn = torch.linalg.qr(features.T).Q if len(features) < features.shape[1] else None
-        features = features if self._turn is None else features @ self._turn  # X, (N, r)
-        self._factors = OutputFactors.of(features, self.form, self._turn is not None)
+        self.form, self._inputs = form.to(torch.float64), LayerInputs.of(layer, self.variances)
+        self._factors = OutputFactors.of(self._inputs.inside(rows), self.form, self._inputs.turn is not None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_factors" not in state:  # of an earlier version
             names = ("_features", "form", "_log_det", "_inner", "_covariances")
             state["_factors"] = OutputFactors(*(state[name] for name in names))
+        if "_inputs" not in state:
+            state["_inputs"] = LayerInputs(state["_layer"], state["_scale"], state["_turn"])
         vars(self).update(state)
-
-    def _deviations(self, variances: Variances) -> Tensor:
-        """Prior deviations of the layer's inputs and of the bias, (D + 1,)."""
-        weight, *bias = (float(variances[name]) ** 0.5 for name in self._layer.names)
-        return self._layer.a.new_tensor([weight] * self._layer.a.shape[3] + bias, dtype=torch.float64)
-
-    def _inputs(self, rows: Jacobian) -> Tensor:
-        """The layer's inputs, and a one if there is a bias, (n, D + 1)."""
-        (block,) = rows.blocks
-        assert isinstance(block, Outer)
-        return block.inputs[:, 0, 0].double()
 
     # --- evidence
 
@@ -100,7 +85,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
     def log_det_at(self, factor: float) -> Tensor:
         own = self._factors
-        found = OutputFactors.of(own.features * factor**-0.5, own.form, self._turn is not None, keep=False)
+        found = OutputFactors.of(own.features * factor**-0.5, own.form, self._inputs.turn is not None, keep=False)
         return found.log_det.to(self.rows.dtype)
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
@@ -118,11 +103,10 @@ class LastLayerPrecision(FunctionSpacePrecision):
         return self.rows.num_examples * self._columns
 
     def effective_parameters(self) -> Tensor:
-        used = self._used()
-        by_input = used.diagonal() if self._turn is None else ((self._turn @ used) * self._turn).sum(1)
+        by_input = self._inputs.whole(self._used())
         total = by_input.new_zeros(self._num_groups)
-        weight, *bias = self._layer.names
-        total[self._group_of[weight]] += by_input[: self._layer.a.shape[3]].sum()
+        weight, *bias = self._inputs.layer.names
+        total[self._group_of[weight]] += by_input[: self._inputs.layer.a.shape[3]].sum()
         for name in bias:
             total[self._group_of[name]] += by_input[-1]
         return total
@@ -154,41 +138,24 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
     def solve(self, vectors: Tensor) -> Tensor:
         flat = (vectors / self.prior_precision).reshape(-1, self.num_parameters)
-        found = flat.clone()
+        found, inputs = flat.clone(), self._inputs
         for part in panels(len(flat), 8 * self.form.diagonal.numel(), tuning.COVARIANCE_BYTES):
-            self._scatter_(found[part], self._solved_whitened(self._gather(flat[part]) / self._scale) * self._scale)
+            whitened = inputs.gather(flat[part], self.shapes) / inputs.deviations
+            solved = inputs.solved(whitened, self._factors.solve) * inputs.deviations
+            inputs.scatter_(found[part], solved, self.shapes)
         return found.view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """H v = P0 v + JᵀΛJ v for vectors (..., P)."""
-        flat, inputs = vectors.reshape(-1, self.num_parameters), self._inputs(self.rows)
-        pushed = self._gather(flat) @ inputs.T  # (m, C, N)
+        flat, inputs = vectors.reshape(-1, self.num_parameters), self._inputs.plain(self.rows)
+        pushed = self._inputs.gather(flat, self.shapes) @ inputs.T  # (m, C, N)
         seen = self.form.diagonal.T * pushed
         if self.form.vector is not None:
             u = self.form.vector.T
             seen -= u * (u * pushed).sum(1, keepdim=True)
         total = torch.zeros_like(flat)
-        self._scatter_(total, seen @ inputs)
+        self._inputs.scatter_(total, seen @ inputs, self.shapes)
         return total.addcmul_(flat, self.prior_precision).view_as(vectors)
-
-    def _gather(self, flat: Tensor) -> Tensor:
-        """The layer's entries of vectors (m, P) as (m, C, D + 1)."""
-        named, (weight, *bias) = self.shapes.parts(flat), self._layer.names
-        columns = [named[weight].view(len(flat), -1, self._layer.a.shape[3])]
-        return torch.cat(columns + [named[name].unsqueeze(2) for name in bias], 2).double()
-
-    def _scatter_(self, flat: Tensor, values: Tensor) -> None:
-        """Write (m, C, D + 1) to the layer's entries of vectors (m, P)."""
-        named, (weight, *bias) = self.shapes.parts(flat), self._layer.names
-        named[weight].copy_(values[..., : self._layer.a.shape[3]].flatten(1))
-        for name in bias:
-            named[name].copy_(values[..., -1])
-
-    def _solved_whitened(self, values: Tensor) -> Tensor:
-        """P0^½ H⁻¹ P0^½ v for v (m, C, D + 1)."""
-        inside = values if self._turn is None else values @ self._turn
-        solved = self._factors.solve(inside)
-        return solved if self._turn is None else values + (solved - inside) @ self._turn.T
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: H⁻¹(P0 u - JᵀS ε), u ~ N(0, P0⁻¹)."""
@@ -196,13 +163,13 @@ class LastLayerPrecision(FunctionSpacePrecision):
         white = partial(normal, like=like, generator=generator)
         prior = white((count, self.num_parameters)) * self.prior_precision.rsqrt()
         noise = white((count, self.num_rows)).view(count, rows.num_examples, -1)
-        seen = like.new_zeros(count, rows.f.shape[1], len(self._scale), dtype=torch.float64)
-        inputs = self._inputs(rows)
+        inputs = self._inputs.plain(rows)
+        seen = like.new_zeros(count, rows.f.shape[1], inputs.shape[1], dtype=torch.float64)
         for part in self._examples(rows, self._columns):
             drawn = torch.einsum("ncr,mnr->mcn", self._root_of(part).double(), noise[:, part].double())
             seen += drawn @ inputs[part]
         back = torch.zeros_like(prior)
-        self._scatter_(back, seen)
+        self._inputs.scatter_(back, seen, self.shapes)
         return self.solve(prior * self.prior_precision - back)
 
     # --- covariance of f
@@ -226,9 +193,8 @@ class LastLayerPrecision(FunctionSpacePrecision):
         block = self._block_of(rows)
         if block is None or not block.constant:
             return super().variances_of_outputs(rows)
-        features, outside = self._projected(rows)
-        marginals = self._factors.marginals
-        found = outside.unsqueeze(1).repeat(1, len(marginals))
+        (features, outside), marginals = self._inputs.split(rows), self._factors.marginals
+        found = outside.square().sum(1, keepdim=True).repeat(1, len(marginals))
         for part in output_parts(self.form, 3 * features.numel()):
             found[:, part] += ((features @ marginals[part]) * features).sum(2).T
         return found.to(rows.dtype)
@@ -237,39 +203,28 @@ class LastLayerPrecision(FunctionSpacePrecision):
         block = self._block_of(rows)
         if block is None or not block.constant:
             return super().covariance(rows)
-        (features, _), (n, c) = self._projected(rows), rows.f.shape
+        (features, outside), (n, c) = self._inputs.split(rows), rows.f.shape
         _, half = self._moments(rows)
         half = half.permute(1, 0, 2).flatten(1)  # (N, n C)
         found = (half.T @ half).view(n, c, n, c)
         diagonal = found.diagonal(dim1=1, dim2=3)  # (n, n, C)
         for part in output_parts(self.form, features.numel() + n * n):
             diagonal[..., part] += (features @ self._factors.covariances[part] @ features.T).permute(1, 2, 0)
-        if self._turn is not None:
-            left = self._inputs(rows) * self._scale
-            left = left - features @ self._turn.T
-            diagonal += (left @ left.T).unsqueeze(2)
+        diagonal += (outside @ outside.T).unsqueeze(2)
         return found.view(n * c, n * c).to(rows.dtype)
 
     def _block_of(self, rows: Jacobian) -> Outer | None:
         """The layer's rows, if these are rows of that layer."""
         block = rows.blocks[0] if len(rows.blocks) == 1 else None
-        if not isinstance(block, Outer) or not block.matches(self._layer) or not block.single:
+        if not isinstance(block, Outer) or not block.matches(self._inputs.layer) or not block.single:
             return None
         return None if block.constant and block.b.shape[0] != block.b.shape[4] else block
 
-    def _projected(self, rows: Jacobian) -> tuple[Tensor, Tensor]:
-        """φ in the r coordinates, (n, r), and the squared norm of what lies outside, (n,)."""
-        features = self._inputs(rows) * self._scale
-        if self._turn is None:
-            return features, features.new_zeros(len(features))
-        inside = features @ self._turn
-        return inside, (features - inside @ self._turn.T).square().sum(1)
-
     def _moments(self, rows: Jacobian) -> tuple[Tensor, Tensor]:
         """`OutputFactors.moments` at other rows, with what lies outside of the r coordinates."""
-        features, outside = self._projected(rows)
+        features, outside = self._inputs.split(rows)
         own, half = self._factors.moments(features)
-        return own + outside.unsqueeze(1), half
+        return own + outside.square().sum(1, keepdim=True), half
 
     def _examples(self, rows: Jacobian, numbers: int) -> Iterator[slice]:
         """Slices of examples of which each takes so many numbers per output."""
