@@ -51,15 +51,13 @@ class Bernoulli(PerOutput):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log probability of each example, summed over its outputs, (N,), nats."""
-        y, there = self._filled(f, y)
-        log_prob = y * logsigmoid(f) + (1 - y) * logsigmoid(-f)
-        return (log_prob if there is None else log_prob * there).sum(-1)
+        filled = self._filled(f, y)
+        return self._known(filled * logsigmoid(f) + (1 - filled) * logsigmoid(-f), y).sum(-1)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``y - σ(f)`` ([T20] 2.5), (N, C), without cancellation where σ(f) is near y."""
-        y, there = self._filled(f, y)
-        residual = y * torch.sigmoid(-f) - (1 - y) * torch.sigmoid(f)
-        return residual if there is None else residual * there
+        filled = self._filled(f, y)
+        return self._known(filled * torch.sigmoid(-f) - (1 - filled) * torch.sigmoid(f), y)
 
     def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``σ(f) σ(-f)`` on the diagonal ([T20] Table 2.1), 0 where a label is missing, (N, C, C)."""

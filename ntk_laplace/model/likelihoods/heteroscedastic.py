@@ -113,15 +113,13 @@ class HeteroscedasticGaussian(PerOutput):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log density of each example's observed targets, (N,), nats."""
-        y, there = self._filled(f, y)
         mean, log_variance, _ = self._moments(f)
-        error = (y - mean) * (-0.5 * log_variance).exp()
-        values = -0.5 * (error.square() + log_variance + math.log(2 * math.pi))
-        return (values if there is None else values.masked_fill(~there, 0.0)).sum(-1)
+        error = (self._filled(f, y) - mean) * (-0.5 * log_variance).exp()
+        return self._known(-0.5 * (error.square() + log_variance + math.log(2 * math.pi)), y).sum(-1)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``Gᵀ ((y - μ)/σ², ((y - μ)²/σ² - 1)/2)`` with G = ∂(μ, log σ²)/∂f, 0 where a target is missing, (N, 2D)."""
-        filled, _ = self._filled(f, y)
+        filled = self._filled(f, y)
         mean, log_variance, (mean_by_u, mean_by_s, log_by_s) = self._moments(f)
         precision = (-log_variance).exp()
         by_mean = (filled - mean) * precision
@@ -168,7 +166,7 @@ class HeteroscedasticGaussian(PerOutput):
         """In closed form for "log variance", where each (u, s) is normal and 1/σ² = exp(-s) tilts its mean."""
         if type(self) is not HeteroscedasticGaussian or self.parametrization != "log variance":
             return None
-        filled, there = self._filled(mean, y)
+        filled = self._filled(mean, y)
         d = self.num_responses(mean.shape[-1])
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         both = covariance[:, :d, d:].diagonal(dim1=-2, dim2=-1)  # Cov(u, s)
@@ -177,8 +175,7 @@ class HeteroscedasticGaussian(PerOutput):
         precision = log_precision.exp()  # E exp(-s); under the weight exp(-s), u has the mean E u - Cov(u, s)
         error = filled - mean[:, :d] + both
         square = precision * (error.square() + variance[:, :d])
-        values = -0.5 * (square + mean[:, d:] + math.log(2 * math.pi))
-        values = (values if there is None else values.masked_fill(~there, 0.0)).sum(-1)
+        values = self._known(-0.5 * (square + mean[:, d:] + math.log(2 * math.pi)), y).sum(-1)
         residual = torch.cat([self._known(precision * error, y), self._known(0.5 * (square - 1), y)], -1)
         diagonal = [self._known(precision, y), self._known(torch.full_like(precision, 0.5), y)]
         return values, residual, torch.diag_embed(torch.cat(diagonal, -1))

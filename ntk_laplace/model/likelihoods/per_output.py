@@ -64,13 +64,9 @@ class PerOutput(Likelihood):
                   f'{type(self).__name__}(missing="nan").')
         return read_columns(y, num_examples, self.num_responses(num_outputs), self.missing is not None, remedy)
 
-    def _filled(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Targets in the dtype of f, zero where missing, and the mask of observed ones (None if all are observed)."""
-        y = y.to(f)
-        if self.missing is None:
-            return y, None
-        there = ~y.isnan()
-        return torch.where(there, y, torch.zeros_like(y)), there
+    def _filled(self, f: Tensor, y: Tensor) -> Tensor:
+        """Targets in the dtype of f, zero where missing."""
+        return self._known(y.to(f), y)
 
     def _known(self, values: Tensor, y: Tensor | None) -> Tensor:
         """Values (N, D), such as diagonal entries, set to zero where the target is missing."""

@@ -46,9 +46,8 @@ class Poisson(PerOutput):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log probability of each example, summed over its outputs, (N,), nats."""
-        y, there = self._filled(f, y)
-        log_prob = y * f - f.exp() - torch.lgamma(y + 1)
-        return (log_prob if there is None else log_prob.masked_fill(~there, 0.0)).sum(-1)
+        filled = self._filled(f, y)
+        return self._known(filled * f - f.exp() - torch.lgamma(filled + 1), y).sum(-1)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``y - exp(f)`` ([T20] 2.5), (N, C)."""
@@ -92,7 +91,7 @@ class Poisson(PerOutput):
         if type(self) is not Poisson:
             return None  # a subclass may override the density
         rate = self._rate(mean + 0.5 * covariance.diagonal(dim1=-2, dim2=-1))
-        filled, _ = self._filled(mean, y)
+        filled = self._filled(mean, y)
         terms = self._known(filled * mean - rate - torch.lgamma(filled + 1), y)
         return terms.sum(-1), self._known(filled - rate, y), torch.diag_embed(self._known(rate, y))
 
