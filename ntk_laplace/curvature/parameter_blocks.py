@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, warn
 from ntk_laplace.jacobian import Block, FusedLayer, FusedSums, Jacobian, LayerRows, Lookup, Outer
-from ntk_laplace.jacobian.blocks import clusters, summed
+from ntk_laplace.jacobian.blocks import clusters, same_order, summed
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reflections import Basis
@@ -126,7 +126,7 @@ class ParameterBlock:
 
     def rows(self, rows: Jacobian) -> LayerRows:
         """Rows of a data set, restricted to this block's entries."""
-        mine = tuple(block for block in rows.blocks if set(block.names) & set(self.names))
+        mine = rows.restricted(self.names).blocks
         own = [block for block in mine if isinstance(block, Outer | Lookup) and self._has_form_of(block)]
         if len(own) == 1 and (len(mine) == 1 or self.index is not None):
             return self._factored(own[0])
@@ -140,7 +140,7 @@ class ParameterBlock:
         UnsupportedError
             If the graph uses these parameters in several ways, and one of them is fused.
         """
-        mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
+        mine = rows.restricted(self.names).blocks
         fused = [block for block in cast("list[object]", mine) if isinstance(block, FusedSums)]
         if not fused:
             return None
@@ -161,15 +161,10 @@ class ParameterBlock:
     def _has_form_of(self, block: Outer | Lookup) -> bool:
         if isinstance(block, Lookup):
             return self.table
-        if block.weight != self.weight or self.table:
+        if block.weight != self.weight or self.table or block.b.shape[4] != self.entries[1]:
             return False
-        if (block.index is None) != (self.index is None) or block.b.shape[4] != self.entries[1]:
-            return False
-        if self.bias is not None and block.bias != self.bias:
-            return False  # this batch's graph uses the bias elsewhere, or not at all
-        if self.index is None or block.index is None:
-            return True
-        return block.index is self.index or torch.equal(block.index, self.index)
+        # a batch's graph may use the bias elsewhere, or not at all
+        return self.bias in (None, block.bias) and same_order(block.index, self.index)
 
     def _factored(self, block: Outer | Lookup) -> Block:
         if isinstance(block, Lookup):

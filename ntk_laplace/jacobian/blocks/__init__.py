@@ -12,7 +12,7 @@ from ntk_laplace.jacobian.blocks.base import Block, Factored, LayerRows
 from ntk_laplace.jacobian.blocks.clusters import Cluster, clusters, summed, written_out
 from ntk_laplace.jacobian.blocks.dense import Dense
 from ntk_laplace.jacobian.blocks.lookup import Lookup
-from ntk_laplace.jacobian.blocks.outer import Outer
+from ntk_laplace.jacobian.blocks.outer import Outer, same_order
 
-__all__ = ["Block", "Cluster", "Dense", "Factored", "LayerRows", "Lookup", "Outer", "clusters", "summed",
-           "written_out"]
+__all__ = ["Block", "Cluster", "Dense", "Factored", "LayerRows", "Lookup", "Outer", "clusters", "same_order",
+           "summed", "written_out"]

@@ -191,11 +191,7 @@ class Outer(Factored):
         return GramCost(k * rows, 2 * g * (t * t * (i + k * o) + k * k * t * o), rows, g * t * (k * o + i))
 
     def matches(self, other: Block) -> bool:
-        if not isinstance(other, Outer) or other.names != self.names:
-            return False
-        if self.index is None or other.index is None:
-            return self.index is other.index
-        return self.index is other.index or torch.equal(self.index, other.index)
+        return isinstance(other, Outer) and other.names == self.names and same_order(self.index, other.index)
 
     def input_products(self, other: Outer, weight: float, bias: float) -> Tensor:
         (n1, g, t1, i), (n2, _, t2, _) = self.a.shape, other.a.shape
@@ -290,3 +286,10 @@ class Outer(Factored):
         if not self.one_position:
             return super().project(weights, left, right)
         return projected(self.full_b()[:, :, :, 0], self.inputs[:, :, 0], weights.expand(self.entries), left, right)
+
+
+def same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two `index` of entries are the same."""
+    if one is None or other is None:
+        return one is other
+    return one is other or torch.equal(one, other)

@@ -250,11 +250,14 @@ class Network(CheckedOutputs):
             found = [self.outputs(call, p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def call_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
-        """The network's outputs at these values of the chosen parameters, which they must follow (NetworkError)."""
+    def call_at(self, values: Mapping[str, Tensor], x: Inputs, tied: bool = True) -> Tensor:
+        """The network's outputs at these values of the chosen parameters, which they must follow (NetworkError).
+
+        To look for weights that are `tied` takes time; it may be left out if none is.
+        """
         self.require_values_followed()
         named = {f"module.{name}": value for name, value in self.substituted(values).items()}
-        found: Tensor = torch.func.functional_call(self.caller, named, (x,))
+        found: Tensor = torch.func.functional_call(self.caller, named, (x,), tie_weights=tied)
         return found
 
     def substituted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

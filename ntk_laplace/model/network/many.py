@@ -87,9 +87,7 @@ class ManyWeights:
         return twice_differentiable(self.network.module) if self.batched else nullcontext()
 
     def _one(self, theta: Tensor, x: Inputs) -> Tensor:
-        named = self.network.substituted(self.network.values(theta))
-        values = {f"module.{name}": value for name, value in named.items()}
-        found = torch.func.functional_call(self.network.caller, values, (x,), tie_weights=self._tied)
+        found = self.network.call_at(self.network.values(theta), x, self._tied)
         return found.unsqueeze(1) if found.ndim == 1 else found
 
     def _is_batched(self, x: Inputs) -> bool:
