@@ -6,31 +6,28 @@ Example weights, given as (X, y, w) or as batches (x, y, w), are collected durin
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.inputs import (
     InputDtype,
     Inputs,
-    as_tensors,
     check_finite,
     leaves,
     num_bytes,
     num_examples,
     to_device,
 )
-from ntk_laplace.model.data.loaders import length_of, require_every_example_once, with_own_workers
 from ntk_laplace.model.data.parts import dealt, examples_of
-from ntk_laplace.model.data.readers import LoaderReader, TensorReader, as_pair
+from ntk_laplace.model.data.readers import LoaderReader, TensorReader, number_of_pairs, reader_of
 from ntk_laplace.model.data.row_buffer import RowBuffer
-from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.reduction import Reducer
 
 _BATCH = 512  # default batch size
@@ -79,32 +76,13 @@ class Batches:
         self._chosen = batch_size is not None
         self._fitting = _LARGEST_BATCH  # batch size at which the inputs fill BATCH_BYTES
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
-        self._source: TensorReader | LoaderReader
-        self._length: int | None
-        data, weights = example_weights(data)
-        if isinstance(data, Mapping):
-            data = as_pair(data, targets)
-        if isinstance(data, (tuple, list)) and len(data) == 2:
-            x, y = as_tensors(data[0]), as_tensors(data[1])
-            if not isinstance(y, Tensor):
-                raise DataError("targets as one tensor or array of numbers in (X, y)", f"a {type(y).__name__}",
-                                "Number classes from 0 if these are their names; pass a DataLoader if these are "
-                                "batches, one (X, y) after the other.")
-            n = _number_of_pairs(x, y)
-            self._source, self._length = TensorReader(x, y, weights), n
-            self._fitting = min(_LARGEST_BATCH, BATCH_BYTES // max(1, num_bytes(x) // max(1, n)))
-        elif isinstance(data, DataLoader):
-            require_every_example_once(data)
-            self._source, self._length = LoaderReader(with_own_workers(data), targets), length_of(data)
-        elif isinstance(data, Dataset):
-            whole = None if isinstance(data, IterableDataset) else data
-            self._source = LoaderReader(DataLoader(data, batch_size=self.batch_size), targets, whole)
-            self._length = length_of(data)
-        else:
-            raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
-                            "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,).")
+        self._source = reader_of(data, self.batch_size, targets)
+        self._length: int | None = self._source.length
         if self._length == 0:
             raise _empty()
+        if isinstance(self._source, TensorReader):
+            each = num_bytes(self._source.x) // len(self._source.y)
+            self._fitting = min(_LARGEST_BATCH, BATCH_BYTES // max(1, each))
         self.limit_batch_size(_UNKNOWN_BATCH)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -253,7 +231,7 @@ class Batches:
     def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
         seen, order = 0, (0, 0)
         for x, y, weights in self._source.triples(self.batch_size):
-            n = _number_of_pairs(x, y)
+            n = number_of_pairs(x, y)
             if n == 0:
                 continue
             for tensor in leaves(x):
@@ -284,15 +262,6 @@ class Batches:
             self._weights = RowBuffer(self._length or 0) if self._weights is None else self._weights
             self._weights.append(weights[self.read - seen :].to(self.device))
         self.read = seen + n
-
-
-def _number_of_pairs(x: Inputs, y: Tensor) -> int:
-    """Examples of inputs that have as many targets (DataError)."""
-    n = num_examples(x)
-    if y.ndim == 0 or len(y) != n:
-        raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
-                        "Give one target (row) per input.")
-    return n
 
 
 def _checksum(values: Tensor | None, before: int) -> int:

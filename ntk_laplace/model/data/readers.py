@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.model.data.inputs import Inputs, as_tensors, take
-from ntk_laplace.model.data.loaders import with_own_randomness
+from ntk_laplace.model.data.inputs import Inputs, as_tensors, num_examples, take
+from ntk_laplace.model.data.loaders import (
+    length_of,
+    require_every_example_once,
+    with_own_randomness,
+    with_own_workers,
+)
 from ntk_laplace.model.data.parts import examples_of, index_loader, index_of, only_batches, subset_of
 from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.panels import panels
@@ -36,6 +41,11 @@ class TensorReader:
     weights: Tensor | None
 
     divisible = True
+
+    @property
+    def length(self) -> int:
+        """Number of examples."""
+        return len(self.y)
 
     def triples(self, batch_size: int) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
         """Inputs, targets and weights of each batch."""
@@ -69,6 +79,11 @@ class LoaderReader:
     keep: Tensor | None = None
 
     @property
+    def length(self) -> int | None:
+        """Number of examples of the loader's data set, if it is known."""
+        return length_of(self.loader)
+
+    @property
     def divisible(self) -> bool:
         """Whether its batches may be cut anywhere."""
         return self.dataset is not None
@@ -97,6 +112,38 @@ class LoaderReader:
         if indices:
             return replace(self, loader=only_batches(self.loader, indices, numbers))
         return replace(self, keep=examples_of(numbers, total))
+
+
+def reader_of(data: Any, batch_size: int, targets: str | None) -> TensorReader | LoaderReader:
+    """What reads data: a loader, a data set in batches of this size, (X, y), (X, y, w) or a mapping (DataError)."""
+    data, weights = example_weights(data)
+    if isinstance(data, Mapping):
+        data = as_pair(data, targets)
+    if isinstance(data, (tuple, list)) and len(data) == 2:
+        x, y = as_tensors(data[0]), as_tensors(data[1])
+        if not isinstance(y, Tensor):
+            raise DataError("targets as one tensor or array of numbers in (X, y)", f"a {type(y).__name__}",
+                            "Number classes from 0 if these are their names; pass a DataLoader if these are "
+                            "batches, one (X, y) after the other.")
+        number_of_pairs(x, y)
+        return TensorReader(x, y, weights)
+    if isinstance(data, DataLoader):
+        require_every_example_once(data)
+        return LoaderReader(with_own_workers(data), targets)
+    if isinstance(data, Dataset):
+        whole = None if isinstance(data, IterableDataset) else data
+        return LoaderReader(DataLoader(data, batch_size=batch_size), targets, whole)
+    raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
+                    "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,).")
+
+
+def number_of_pairs(x: Inputs, y: Tensor) -> int:
+    """Examples of inputs that have as many targets (DataError)."""
+    n = num_examples(x)
+    if y.ndim == 0 or len(y) != n:
+        raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
+                        "Give one target (row) per input.")
+    return n
 
 
 def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
