@@ -135,18 +135,12 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
 
     def _seen(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
         """As one process computes it: each takes some of the m."""
+        seen = super()._seen
+        return self._dealt(len(scaled), self.matrix.size,
+                           lambda part: seen(scaled[part], None if noise is None else noise[part]))
 
-        def seen(part: slice) -> Tensor:
-            inner = [self.weighted.jvp(self.shapes.named(one)) for one in scaled[part]]
-            shape = self.weighted.num_examples, self.weighted.num_cotangents
-            right = torch.stack(inner) if inner else scaled.new_zeros(0, *shape)
-            right = right.flatten(1) if noise is None else right.flatten(1) + noise[part]
-            right = right.T.contiguous()
-            solved = self.matrix.solve_transposed(self.matrix.solve(right)).T.reshape(-1, *shape)
-            found = [self.weighted.vjp(one, self.shapes) / self.prior_precision for one in solved]
-            return torch.stack(found) if found else scaled.new_zeros(0, self.num_parameters)
-
-        return self._dealt(len(scaled), self.matrix.size, seen)
+    def _solved_sides(self, right: Tensor) -> Tensor:
+        return self.matrix.solve_transposed(self.matrix.solve(right.contiguous()))
 
     # --- covariance of f
 

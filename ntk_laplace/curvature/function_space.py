@@ -213,8 +213,12 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """P0⁻¹JᵀS B⁻¹ (SᵀJ u + ε), (m, P), for u (m, P) and ε (m, N R)."""
         inner = self.weighted.products(self.shapes.parts(scaled)).transpose(0, 1)  # SᵀJ u, (N, R, m)
         right = inner.flatten(0, 1)
-        solved = self.factor.solve(right if noise is None else right + noise.T).view(inner.shape)
+        solved = self._solved_sides(right if noise is None else right + noise.T).view(inner.shape)
         return self.weighted.transposed_products(solved.transpose(0, 1), self.shapes) / self.prior_precision
+
+    def _solved_sides(self, right: Tensor) -> Tensor:
+        """B⁻¹ times right sides (N*R, m)."""
+        return self.factor.solve(right)
 
     # --- covariance of f
 
