@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, steps, weigh
+from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, weigh
+from ntk_laplace.jacobian.blocks.outer_entries import OuterEntries
 from ntk_laplace.jacobian.blocks.outer_products import (
     add_pulled_,
     add_pushed_,
     factors_are_cheaper,
     position_product,
-    projected,
     summed_product,
 )
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.runtime.reflections import Basis, turned
 
 
 @dataclass(frozen=True)
-class Outer(Factored):
+class Outer(OuterEntries, Factored):
     """Rows of a weight, and of the bias that shares its output gradient, as sums of outer products.
 
     Attributes
@@ -63,10 +61,6 @@ class Outer(Factored):
         return ("outer", self.weight, self.bias, self.b.shape[2], self.b.shape[4], self.a.shape[3], key)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.b.shape[0], self.a.shape[0]
-
-    @property
     def nbytes(self) -> int:
         return self.b.nbytes + self.a.nbytes
 
@@ -78,10 +72,6 @@ class Outer(Factored):
     def single(self) -> bool:
         """One position and one group: the Gram matrix is a Hadamard product."""
         return self.b.shape[2] == 1 and self.b.shape[3] == 1
-
-    def full_b(self) -> Tensor:
-        """b with a full example axis, also if it is constant."""
-        return self.b.expand(-1, self.a.shape[0], -1, -1, -1) if self.constant else self.b
 
     def sizes(self) -> dict[str, int]:
         found = {self.weight: self.size}
@@ -213,79 +203,12 @@ class Outer(Factored):
 
     # --- rows as (G, o, i) entries
 
-    @cached_property
-    def inputs(self) -> Tensor:
-        """Layer inputs, with a last input of one if there is a bias, (N, G, T, i)."""
-        return self._with_ones(self.a)
-
-    def _with_ones(self, a: Tensor) -> Tensor:
-        return a if self.bias is None else torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
-
     @property
     def entries(self) -> tuple[int, int, int]:
         return self.b.shape[2], self.b.shape[4], self.a.shape[3] + (self.bias is not None)
 
-    @property
-    def one_position(self) -> bool:
-        """Each row is one outer product, in each group."""
-        return self.b.shape[3] == 1
-
-    def written(self, part: slice) -> Tensor:
-        rows = position_product(self.full_b()[:, part], self._with_ones(self.a[part]))  # `inputs` has all examples
-        return rows.transpose(0, 1).unflatten(2, self.entries)
-
-    def rotated(self, basis: Basis) -> Outer:
-        """Rows in another basis; their entries belong to no parameter any more."""
-        b, a = turned(self.b, basis.left), turned(self.inputs, basis.right)
-        size = b.shape[2] * b.shape[4] * a.shape[3]
-        return replace(self, bias=None, b=b, a=a, index=None, size=size)
-
-    def squares(self) -> Tensor:
-        if not self.one_position:
-            return super().squares()
-        b = self.full_b()[:, :, :, 0].square().sum(0)
-        return torch.einsum("ngo,ngi->goi", b, self.inputs[:, :, 0].square())
-
-    def inner(self, weights: Tensor) -> Tensor:
-        if not self.one_position:
-            return super().inner(weights)
-        rows = self.full_b()[:, :, :, 0].transpose(0, 1).flatten(2)
-        return (rows * self._output_weights(weights).unsqueeze(1)) @ rows.mT
-
-    def inner_diagonal(self, weights: Tensor) -> Tensor:
-        if not self.one_position:
-            return super().inner_diagonal(weights)
-        own = self._output_weights(weights)
-        if self.constant:
-            return own @ self.b[:, 0, :, 0].flatten(1).square().T
-        return torch.einsum("kno,no->nk", self.b[:, :, :, 0].flatten(2).square(), own)
-
-    def _output_weights(self, weights: Tensor) -> Tensor:
-        """Σ_i w_oi a_i², (N, G*o), for rows of one position: `inner` is a weighted product of their b."""
-        return torch.einsum("ngi,goi->ngo", self.inputs[:, :, 0].square(), weights.expand(self.entries)).flatten(1)
-
-    def joint(self, weights: Tensor) -> Tensor:
-        """`inner` for all pairs of examples, (N*K, N*K), a few outputs of the layer at a time."""
-        (k, n), (g, o, i) = self.shape, self.entries
-        out, weights, b = self.b.new_zeros(n * k, n * k), weights.expand(self.entries), self.full_b()
-        for part in steps(o, n * k * g * i * self.b.element_size(), self.b.device):
-            rows = position_product(b[..., part], self.inputs).transpose(0, 1).flatten(0, 1)
-            out.addmm_(rows * weights[:, part].flatten(), rows.T)
-        return out
-
-    def products(self, vectors: Tensor) -> Tensor:
-        if not self.one_position:
-            return super().products(vectors)
-        a, b = self.inputs[:, :, 0].transpose(0, 1), self.full_b()[:, :, :, 0]
-        out = self.b.new_empty(*self.shape, len(vectors))
-        for place, vector in enumerate(vectors):  # bᵀ V a, without written-out rows
-            out[:, :, place] = torch.einsum("kngo,gno->kn", b, a @ vector.mT)
-        return out
-
-    def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        if not self.one_position:
-            return super().project(weights, left, right)
-        return projected(self.full_b()[:, :, :, 0], self.inputs[:, :, 0], weights.expand(self.entries), left, right)
+    def with_ones(self, a: Tensor) -> Tensor:
+        return a if self.bias is None else torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
 
 
 def same_order(one: Tensor | None, other: Tensor | None) -> bool:
