@@ -18,7 +18,7 @@ import ntk_laplace as ntkl
 from class_cases import classes, digits_like
 from exact_cases import TURNS, fit, ids
 from ntk_laplace.curvature import probed_log_det
-from ntk_laplace.curvature.iterative import IterativePrecision, SketchLimits
+from ntk_laplace.curvature.iterative import IterativePrecision
 from ntk_laplace.curvature.probed_log_det import ProbedLogDet
 from ntk_laplace.curvature.remainder import Remainder
 from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, NTKLaplaceWarning, NumericalError
@@ -342,14 +342,14 @@ def test_later_probes_take_fewer_steps_and_their_brackets_say_what_that_costs() 
 
 def test_the_seed_sets_all_random_numbers() -> None:
     fits = (classes(ntkl.Iterative(rank=10, probes=4, seed=s)).posterior_precision for s in (0, 1))
-    own, other = (one.refined for one in fits)
-    assert not torch.allclose(own.sketch.tests, other.sketch.tests)
-    wished = own.probing.wished
-    probed = (ProbedLogDet(own.curvature, own.sketch, own.base, 4, seed, wished) for seed in (0, 1))
-    same, moved = (IterativePrecision(one, SketchLimits(10, 64), 0.05) for one in probed)
-    near, far = (relative_error(one.probing.probed, own.probing.probed) for one in (same, moved))
+    left, other = (one.refined for one in fits)
+    own = left.probing
+    assert not torch.allclose(own.sketch.tests, other.probing.sketch.tests)
+    probed = (ProbedLogDet(own.curvature, own.sketch, own.base, 4, seed, own.wished) for seed in (0, 1))
+    same, moved = (Remainder(one, 10, 0.05).enough for one in probed)
+    near, far = (relative_error(one.probing.probed, own.probed) for one in (same, moved))
     assert near < 1e-3 < far
-    assert torch.equal(same._left.draws, own._left.draws) and not torch.allclose(moved._left.draws, own._left.draws)
+    assert torch.equal(same.draws, left.enough.draws) and not torch.allclose(moved.draws, left.draws)
     noise = own.curvature.noise(3, torch.Generator().manual_seed(8))
     one, four = (types.SimpleNamespace(noise=lambda *_, size=size: size * noise) for size in (1.0, 2.0))
     drawn = own.sketch.noise(one, 3, torch.Generator())
@@ -366,7 +366,7 @@ def test_the_gradient_of_a_local_model_is_its_own() -> None:
     shift = torch.tensor([0.2, -0.3], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(log_det, (shift,), atol=1e-6)
     zero = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    assert float(log_det(zero).detach()) == pytest.approx(precision.informed.estimate.value, rel=1e-10)
+    assert float(log_det(zero).detach()) == pytest.approx(precision.informed.probing.estimate.value, rel=1e-10)
     (slope,) = torch.autograd.grad(log_det(zero), zero)
     assert relative_error(-slope, precision.effective_parameters()) < 1e-10
 
@@ -477,10 +477,10 @@ def test_draws_of_what_the_sketch_leaves_have_its_covariance(monkeypatch: pytest
     _, x, y = digits_like(40)
     small = nn.Sequential(nn.Linear(12, 5).double())
     found = ntkl.laplace(small, (x, y), ntkl.Categorical(), structure=ntkl.Iterative(rank=20, probes=2))
-    precision = found.posterior_precision.refined
-    eye = torch.eye(found.num_parameters, dtype=torch.float64)
-    left = precision.base.whitened_solve(eye) - precision.solve(eye)  # the prior precision is 1
-    draws = precision._left.draws
+    precision = found.posterior_precision
+    fine, eye = precision.refined, torch.eye(found.num_parameters, dtype=torch.float64)
+    left = fine.probing.base.whitened_solve(eye) - precision.solve(eye)  # the prior precision is 1
+    draws = fine.enough.draws
     assert relative_error(draws.T @ draws / len(draws), left) < 0.1
 
 
@@ -683,7 +683,7 @@ def test_what_draws_alone_do_not_give_is_as_with_the_default(tmp_path: Any) -> N
         assert relative_error(found.leave_one_out().log_density, default.leave_one_out().log_density) < 1e-3
         assert relative_error(*(one.latent(x[:5]).covariance_matrix for one in (found, default))) < 1e-2
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    uncertain = [found.posterior_precision.refined._left.uncertain(one, 0.5 * one) for found in (coarse, default)]
+    uncertain = [found.posterior_precision.refined.enough.uncertain(one, 0.5 * one) for found in (coarse, default)]
     assert uncertain == [torch.tensor([True])] * 2  # with 64 draws of half of a variance, its error is 0.09
     coarse.save(path, include_data=True)
     again = ntkl.load(path, network)

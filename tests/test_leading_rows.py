@@ -174,10 +174,10 @@ def test_draws_of_what_the_rows_leave_have_its_covariance(monkeypatch: pytest.Mo
     monkeypatch.setattr(tuning, "LEFT_SHARE", 0.5)
     found = classes("iterative")
     of(found)
-    precision: Any = found.posterior_precision.refined
-    eye = torch.eye(found.num_parameters, dtype=torch.float64)
-    left = precision.base.whitened_solve(eye) - 0.1 * precision.solve(eye)  # the prior precision is 0.1
-    draws = precision._left.draws
+    precision: Any = found.posterior_precision
+    fine, eye = precision.refined, torch.eye(found.num_parameters, dtype=torch.float64)
+    left = fine.probing.base.whitened_solve(eye) - 0.1 * precision.solve(eye)  # the prior precision is 0.1
+    draws = fine.enough.draws
     assert len(draws) == 4000 and relative_error(draws.T @ draws / len(draws), left) < 0.15
 
 
@@ -285,12 +285,12 @@ def test_draws_are_as_many_as_the_measured_points_need(monkeypatch: pytest.Monke
     monkeypatch.setattr(tuning, "REMAINDER_DRAWS", 8)
     monkeypatch.setattr(tuning, "LEFT_SHARE", 0.3)
     posterior = classes("iterative")
-    fine: Any = posterior.posterior_precision.refined
-    count = len(fine._left)
+    fine: Any = posterior.posterior_precision.refined.enough
+    count, base = len(fine), fine.probing.base
     assert tuning.REMAINDER_DRAWS < count <= tuning.MOST_DRAWS
     for rows in posterior.fitted.rows_at(torch.arange(tuning.MEASURED_POINTS)):
-        low = fine.base.covariance_blocks(rows)
-        seen = rows.products(posterior.network.shapes.parts(fine._left.draws * fine.base.deviation)).transpose(0, 1)
+        low = base.covariance_blocks(rows)
+        seen = rows.products(posterior.network.shapes.parts(fine.draws * base.deviation)).transpose(0, 1)
         rest = seen @ seen.mT / count
         ratio = torch.linalg.eigvals(torch.linalg.solve(low - rest, rest)).real.amax(1)  # the worst direction of each
         worst = float(ratio.max()) * (2 / count) ** 0.5
@@ -302,10 +302,10 @@ def test_more_rows_take_the_place_of_draws_that_cost_more(monkeypatch: pytest.Mo
     monkeypatch.setattr(tuning, "LEFT_SHARE", 0.9)  # the first rows leave less
     dear, free = classes(ntkl.Iterative(relative_error=0.5)), classes(ntkl.Iterative(relative_error=0.5))
     first = of(dear)[1].rank
-    assert dear.posterior_precision.refined.base.rank > first
+    assert dear.posterior_precision.refined.probing.base.rank > first
     monkeypatch.setattr(tuning, "DRAW_PRODUCTS", 0)
     fine: Any = free.posterior_precision.refined
-    assert fine.base.rank == first and len(fine._left) > 8
+    assert fine.probing.base.rank == first and len(fine.enough) > 8
 
 
 @pytest.mark.slow
@@ -355,7 +355,7 @@ def test_a_forecast_stores_what_the_fit_stores(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tuning, "PROBED_ROWS", 1000)
     row, given = forecast_of((x, y), network, monkeypatch)
     posterior = classes("iterative")
-    fine: Any = posterior.posterior_precision.refined  # whose rank is that of predictions
+    fine: Any = posterior.posterior_precision.refined.probing  # whose rank is that of predictions
     sketch, base = fine.sketch, fine.base
     assert row.note == f"{base.rank:,} leading rows, rows kept"
     rows: Any = posterior.fitted.structure

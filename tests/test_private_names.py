@@ -22,7 +22,6 @@ PRIVATE = {
     "_accumulated": "sums of parts of the data, compared to add up before anything is formed from them",
     "_sampler": "replaced, to read off the root of the covariance by unit vectors",
     "_repr_html_": "IPython's own name of a representation",
-    "_left": "draws of what a low rank leaves: only their covariance, subtracted from another, is public",
     "_Passing": "counts the inputs of each pass over the data: the ranking is the same with more passes",
     "_Strongest": "the bounded heap alone, against a full sort, with ties that no network gives",
     "_Search": "the criterion and the line search alone, on evidences that no network gives",

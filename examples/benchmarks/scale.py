@@ -318,7 +318,7 @@ def mnist(options: argparse.Namespace) -> list[list[str]]:
     if len(test):
         seconds = measured(lambda: posterior.predict(test))[1]
         precision = posterior.posterior_precision
-        by = f"rank {precision.refined.base.rank:,}" if precision.drawn_for_variances is None else "draws"
+        by = f"rank {precision.refined.probing.base.rank:,}" if precision.drawn_for_variances is None else "draws"
         rows.append([f"predictions of {len(test):,}, {by}",
                      f"γ = {float(posterior.effective_parameters().sum()):,.0f}", "", f"{seconds:.3g} s",
                      f"{max(0, peak_bytes() - before) / 2**30:.2f} GiB in all"])

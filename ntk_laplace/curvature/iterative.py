@@ -21,7 +21,7 @@ from ntk_laplace.curvature.local_log_det import approximate_log_det
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
-from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, student, sufficient
+from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, sufficient
 from ntk_laplace.curvature.remainder import Remainder
 from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch, growing
 from ntk_laplace.errors import NumericalError
@@ -65,10 +65,22 @@ class IterativePrecision(PosteriorPrecision):
         self.probing: ProbedLogDet = probing
         self.curvature, self.sketch, self.base, self.seed = curvature, probing.sketch, probing.base, probing.seed
         self.most, self.limits = min(limits.rank, curvature.rank), limits
-        self.variance_error, self._best = variance_error, self
+        self.variance_error = variance_error
         self._draws_alone = draws_suffice(variance_error, curvature.num_columns)
-        left_error = min(variance_error, tuning.LOW_RANK_VARIANCE_ERROR) if self._draws_alone else variance_error
-        self._remainder = Remainder(probing, self.most, left_error)
+        self._best = self._remainder(probing)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in ("_best", "informed", "refined"):  # of an earlier version: precisions of their own, or this one
+            own = state.get(name)
+            if isinstance(own, IterativePrecision):
+                state[name] = state["_remainder"] if own is self else own._best
+        state.pop("_remainder", None)
+        vars(self).update(state)
+
+    def _remainder(self, probing: ProbedLogDet) -> Remainder:
+        """What a low rank leaves."""
+        error = min(self.variance_error, tuning.LOW_RANK_VARIANCE_ERROR) if self._draws_alone else self.variance_error
+        return Remainder(probing, self.most, error)
 
     def estimates_record(self) -> dict[str, Any]:
         """The estimates, in plain containers; `restored` takes them with `best_sketch`.
@@ -79,9 +91,10 @@ class IterativePrecision(PosteriorPrecision):
         drawn = None if self.drawn_for_variances is None else self.drawn_for_variances.record()
         refined = not self._draws_alone or "refined" in vars(self)
         best = self.refined if refined else self._best
-        left = best._left.draws if refined and not best.probing.complete else None
+        left = best.enough.draws if refined and not best.probing.complete else None
         return {"own": own, "drawn": drawn, "estimate": asdict(self.estimate), "effective": effective,
-                "best": asdict(best.estimate), "diagonal": best.probing.diagonal, "refined": refined, "left": left}
+                "best": asdict(best.probing.estimate), "diagonal": best.probing.diagonal, "refined": refined,
+                "left": left}
 
     @classmethod
     def restored(
@@ -92,17 +105,18 @@ class IterativePrecision(PosteriorPrecision):
         sketch, base = sketch.at(curvature)
         own = dict(record["own"])
         limits = SketchLimits(own.pop("most"), draws)
-        found, best = (cls(ProbedLogDet(curvature, sketch, base, wished=wished, **own), limits, variance_error)
-                       for _ in range(2))
+        first, probing = (ProbedLogDet(curvature, sketch, base, wished=wished, **own) for _ in range(2))
+        found = cls(first, limits, variance_error)
+        best = found._remainder(probing)
         effective, error = record["effective"]
         vars(found).update(_best=best, _effective=(effective.to(curvature.like), error))
         vars(found.probing)["estimate"] = LogDet(**record["estimate"])
         vars(best.probing).update(estimate=LogDet(**record["best"]), diagonal=tuple(record["diagonal"]))
         if record["refined"]:
-            vars(found)["refined"] = vars(best)["refined"] = best
+            vars(found)["refined"] = best
         if record["left"] is not None:
-            best._remainder.draws = record["left"].to(curvature.like)
-            vars(best)["_left"] = best._remainder
+            best.draws = record["left"].to(curvature.like)
+            vars(best)["enough"] = best
         if record.get("drawn") is not None:
             drawn = PosteriorDraws(best.probing, float(effective.sum()), error, draws)
             drawn.restore(record["drawn"])
@@ -128,13 +142,13 @@ class IterativePrecision(PosteriorPrecision):
     @property
     def log_det_bounds(self) -> tuple[float, float]:  # type: ignore[override]
         """Certain bounds of log det B, from the best sketch so far."""
-        found = [one.estimate for one in (self, self._best)]
+        found = [one.estimate for one in (self.probing, self._best.probing)]
         return max(one.lower for one in found), min(one.upper for one in found)
 
     @property
     def best_sketch(self) -> Sketch:
         """The largest sketch so far."""
-        return self._best.sketch
+        return self._best.probing.sketch
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹): that of the low rank, and what the draws find of the rest, (G,)."""
@@ -148,59 +162,40 @@ class IterativePrecision(PosteriorPrecision):
     @collective_property
     def _effective(self) -> tuple[Tensor, float]:
         """`effective_parameters` with its error."""
-        informed = self.informed
-        each = informed._used
-        error = 0.0 if informed.probing.complete else float(each.sum(1).std() / len(each) ** 0.5)
-        return informed.base.effective_parameters() + each.mean(0).to(self.curvature.like), error
-
-    @property
-    def _used(self) -> Tensor:
-        """γ_g beyond those of the low rank, as each draw finds them, (s, G)."""
-        if self.probing.complete:
-            return self._by_group.new_zeros(1, self._num_groups, dtype=torch.float64)
-        draws = self._remainder.draws
-        return draws.new_zeros(len(draws), self._num_groups).index_add_(1, self.groups, draws.square()).double()
+        low, each = self.informed.effective()
+        error = 0.0 if self.informed.probing.complete else float(each.sum(1).std() / len(each) ** 0.5)
+        return low + each.mean(0).to(self.curvature.like), error
 
     @collective_property
-    def informed(self) -> IterativePrecision:
-        """The same with a sketch and draws that give each γ_g a relative error of `tuning.EFFECTIVE_ERROR`.
+    def informed(self) -> Remainder:
+        """A low rank and draws that give each γ_g a relative error of `tuning.EFFECTIVE_ERROR`.
 
         The rank is doubled as long as that costs less than the draws that the present rank needs, and more than
         `tuning.LEFT_SHARE` of log det B is left; there are at most `tuning.REMAINDER_DRAWS` draws.
         """
         most = tuning.REMAINDER_DRAWS
-        for found, larger in self._drawing():
-            if found.probing.complete:
+        for left, larger in self._drawing():
+            if left.probing.complete:
                 break
-            left = found._remainder
             left.draw(tuning.LANCZOS_PROBES)
-            wanted = min(sufficient(len(left), found._effective_error / tuning.EFFECTIVE_ERROR), most)
+            wanted = min(sufficient(len(left), left.effective_error() / tuning.EFFECTIVE_ERROR), most)
             cheap = (wanted - len(left)) * tuning.DRAW_PRODUCTS <= (larger or 0)
-            if cheap or larger is None or found.probing.leaves_little:
+            if cheap or larger is None or left.probing.leaves_little:
                 left.draw(wanted)
                 break
-        return found
+        return left
 
-    @property
-    def _effective_error(self) -> float:
-        """The largest relative standard error of a γ_g by the draws so far."""
-        used = self._used
-        errors = used.std(0) * (student(len(used) - 1) / len(used) ** 0.5)
-        found = self.base.effective_parameters().to(errors) + used.mean(0)
-        return float((errors / found.clamp_min(torch.finfo(errors.dtype).tiny)).max())
-
-    def _drawing(self) -> Iterator[tuple[IterativePrecision, float | None]]:
-        """Sketches to draw from, as `growing` yields them from the best so far on."""
-        found, probes = self._best, min(self.probing.probes, tuning.MEASURING_PROBES)
-        start = found.sketch, found.base
-        if not found.probing.complete:
-            start = found.sketch.drawing(self.curvature, found.base, self.seed)
+    def _drawing(self) -> Iterator[tuple[Remainder, float | None]]:
+        """What sketches leave, as `growing` yields them from the best so far on."""
+        best, probes = self._best.probing, min(self.probing.probes, tuning.MEASURING_PROBES)
+        start = best.sketch, best.base
+        if not best.complete:
+            start = best.sketch.drawing(self.curvature, best.base, self.seed)
         for sketch, base, larger in growing(self.curvature, start, (0, self.most), self.seed, True):
-            if base is not found.base:
+            if base is not self._best.probing.base:
                 probing = ProbedLogDet(self.curvature, sketch, base, probes, self.seed, self.probing.wished)
-                found = IterativePrecision(probing, self.limits, self.variance_error)
-            self._best = found
-            yield found, larger
+                self._best = self._remainder(probing)
+            yield self._best, larger
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
         """log det B with all prior precisions multiplied by each of `factors` (m,), from one Lanczos run; (m,)."""
@@ -208,12 +203,11 @@ class IterativePrecision(PosteriorPrecision):
 
     def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
         """`approximate_log_det` of the low rank and the estimates; None if there are too many prior groups for it."""
-        fine = self.informed
-        r = fine.base.rank
-        if self._num_groups * r * r * self.curvature.like.element_size() > tuning.LOCAL_BYTES:
+        base, estimate = self.informed.probing.base, self.informed.probing.estimate
+        if self._num_groups * base.rank**2 * self.curvature.like.element_size() > tuning.LOCAL_BYTES:
             return None
-        rest = fine.estimate.value - fine.estimate.lower
-        return approximate_log_det(fine.base.group_grams(), fine._used.mean(0), rest)
+        _, used = self.informed.effective()
+        return approximate_log_det(base.group_grams(), used.mean(0), estimate.value - estimate.lower)
 
     # --- solves and samples
 
@@ -238,28 +232,21 @@ class IterativePrecision(PosteriorPrecision):
     # --- covariance of f
 
     @collective_property
-    def _left(self) -> Remainder:
-        """What the low rank leaves, by as many draws as variances need."""
-        self._remainder.draw(tuning.REMAINDER_DRAWS)
-        self._remainder.draw(self._remainder.needed())
-        return self._remainder
-
-    @collective_property
-    def refined(self) -> IterativePrecision:
-        """The same with a sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows.
+    def refined(self) -> Remainder:
+        """A low rank that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows.
 
         Where that is reached, or where a larger sketch costs more than the fewest draws, these tell whether those that
         the present one needs are cheaper. A larger one that costs less than half of them is taken unasked.
         """
         fewest = tuning.REMAINDER_DRAWS * tuning.DRAW_PRODUCTS
-        for found, larger in self._drawing():
-            if larger is None or found.probing.complete:
+        for left, larger in self._drawing():
+            if larger is None or left.probing.complete:
                 break
-            if (found.probing.leaves_little and larger >= fewest / 2) or larger > fewest:
-                found._remainder.draw(tuning.REMAINDER_DRAWS)
-                if (found._remainder.needed() - len(found._remainder)) * tuning.DRAW_PRODUCTS <= larger:
+            if (left.probing.leaves_little and larger >= fewest / 2) or larger > fewest:
+                left.draw(tuning.REMAINDER_DRAWS)
+                if (left.needed() - len(left)) * tuning.DRAW_PRODUCTS <= larger:
                     break
-        return found
+        return left
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         if draws_suffice(self.variance_error, rows.num_cotangents) and self.drawn_for_variances is not None:
@@ -288,14 +275,14 @@ class IterativePrecision(PosteriorPrecision):
 
     def _blocks(self, rows: Jacobian, root: Tensor | None) -> Tensor:
         fine = self.refined
-        return fine.base.covariance_blocks(rows) if fine.probing.complete else fine._left.blocks(rows, root)
+        return fine.probing.base.covariance_blocks(rows) if fine.probing.complete else fine.enough.blocks(rows, root)
 
     def covariance(self, rows: Jacobian) -> Tensor:
         fine = self.refined
         if fine.probing.complete:
-            return fine.base.covariance(rows)
-        found = fine._left.joint(rows)
-        return PosteriorPrecision.covariance(fine, rows) if found is None else found
+            return fine.probing.base.covariance(rows)
+        found = fine.enough.joint(rows)
+        return super().covariance(rows) if found is None else found
 
 
 def reaching(

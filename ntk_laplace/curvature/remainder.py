@@ -1,4 +1,4 @@
-"""What a low rank leaves of the inverse of a posterior precision, by draws."""
+"""What a low rank leaves of the inverse of a posterior precision, and of effective parameters, by draws."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.probed_log_det import ProbedLogDet
+from ntk_laplace.curvature.probed_log_det import ProbedLogDet, student
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.reduction import collective_property
 from ntk_laplace.runtime.sampling import normal
 
 
@@ -38,6 +39,11 @@ class Remainder:
         self.draws = probing.curvature.like.new_zeros(0, len(probing.curvature.like))
         self._directions: tuple[int, dict[str, Tensor]] = 0, {}  # of so many draws, by parameter
 
+    @property
+    def probing(self) -> ProbedLogDet:
+        """The low rank, with what is known of its log determinant."""
+        return self._probing
+
     def __len__(self) -> int:
         return len(self.draws)
 
@@ -55,7 +61,31 @@ class Remainder:
         right = curvature.products(x) - base.products(x) + noise
         return self._probing.solved_draws(right.mul_(base.deviation))
 
+    # --- effective parameters
+
+    def effective(self) -> tuple[Tensor, Tensor]:
+        """γ_g of the low rank, (G,), and those beyond it in double precision, as each draw finds them, (s, G)."""
+        base, draws = self._probing.base, self.draws
+        low = base.effective_parameters()
+        if self._probing.complete:
+            return low, low.new_zeros(1, len(low), dtype=torch.float64)
+        return low, draws.new_zeros(len(draws), len(low)).index_add_(1, base.groups, draws.square()).double()
+
+    def effective_error(self) -> float:
+        """The largest relative standard error of a γ_g by the draws so far."""
+        low, used = self.effective()
+        errors = used.std(0) * (student(len(used) - 1) / len(used) ** 0.5)
+        found = low.to(errors) + used.mean(0)
+        return float((errors / found.clamp_min(torch.finfo(errors.dtype).tiny)).max())
+
     # --- variances
+
+    @collective_property
+    def enough(self) -> Remainder:
+        """The same with as many draws as variances need."""
+        self.draw(tuning.REMAINDER_DRAWS)
+        self.draw(self.needed())
+        return self
 
     def outputs(self, rows: Jacobian) -> Tensor:
         """J d over s^½ for all draws, (n, K, s): the product with its transpose is what the low rank leaves of V."""
