@@ -32,7 +32,7 @@ from ntk_laplace.runtime import tuning
 
 @dataclass
 class Search:
-    """Input of the search for a plan.
+    """A search for a plan: what it is given, and what its two backward passes have shown.
 
     Attributes
     ----------
@@ -47,6 +47,10 @@ class Search:
         Returns the network's graph for another number of examples, and that number; called only if needed.
     ambiguous : bool
         Whether a layout was assumed.
+    layouts : dict of int to Layout or None
+        Of the nodes that were visited.
+    gradients : dict of int to pair of Tensor
+        Output gradients of these for both `cotangents`.
     """
 
     graph: Graph
@@ -55,11 +59,49 @@ class Search:
     precision: torch.dtype
     other: Callable[[], tuple[Graph, int]]
     ambiguous: bool = False
+    layouts: dict[int, Layout | None] = field(default_factory=dict)
+    gradients: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def draw(self, *shape: int) -> Tensor:
         """Standard normal numbers in the outputs' type and on their device."""
         return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(self.out)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """A distinct weight α_n of each example, (N,)."""
+        steps = torch.arange(len(self.out))
+        return (1.0 + 0.7 * steps.double() * (-1.0) ** steps).to(self.out)
+
+    @cached_property
+    def cotangents(self) -> Tensor:
+        """Random r_n and α_n r_n, (2, N, C)."""
+        cotangent = self.draw(*self.out.shape)
+        return torch.stack([cotangent, cotangent * self.weights[:, None]])
+
+    def visit(self, numbers: set[int]) -> None:
+        """Find the layouts of nodes with two backward passes for all of them; views of a parameter have none."""
+        graph, wanted = self.graph, []
+        for number in sorted(numbers - self.layouts.keys()):
+            self.layouts[number] = None
+            if not is_view(graph.nodes[number]):
+                wanted.append(number)
+        if not wanted:
+            return
+        edges = [GradientEdge(graph.nodes[number], 0) for number in wanted]
+        passes = [torch.autograd.grad(self.out, edges, cotangent, retain_graph=True, allow_unused=True)
+                  for cotangent in self.cotangents]
+        for number, plain, scaled in zip(wanted, *passes, strict=True):
+            if plain is None and len(graph.nodes[number]._input_metadata) == 1:
+                plain = scaled = self.out.new_zeros(graph.shape(number))  # None stands for a zero gradient
+            if plain is None:
+                continue
+            self.gradients[number] = plain, scaled
+            if bool(plain.any()):
+                fitting = find_layouts(plain, scaled, self.weights, self.precision)
+                self.layouts[number] = self.layout(number, fitting)
+            else:
+                self.layouts[number] = self.layout_by_shape(number)
 
     @cached_property
     def shapes(self) -> tuple[list[torch.Size], int] | None:
@@ -96,14 +138,10 @@ def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) 
     `confirm` keeps only parameters whose rows agree with autograd's gradient; it costs another backward pass.
     """
     graph, out, parameters = search.graph, search.out, search.parameters
-    n = len(out)
-    weights = 1.0 + 0.7 * torch.arange(n, dtype=torch.float64) * (-1.0) ** torch.arange(n)
-    cotangent, weights = search.draw(*out.shape), weights.to(out)
-    cotangents = torch.stack([cotangent, cotangent * weights[:, None]])
-    uses, lost, found = _find_uses(search, cotangents, weights)
+    n, (uses, lost) = len(out), _find_uses(search)
     numbers = {use.step.consumer for plans in uses.values() for use in plans}
-    gradients = {number: torch.stack(found[number]) for number in numbers}
-    truth = GradientCheck(out, cotangents, search.draw(2, n), parameters, search.precision) if confirm else None
+    gradients = {number: torch.stack(search.gradients[number]) for number in numbers}
+    truth = GradientCheck(out, search.cotangents, search.draw(2, n), parameters, search.precision) if confirm else None
     blocks: dict[str, list[Block]] = {}
     good: list[UsePlan] = []
     unmatched: list[str] = []
@@ -127,18 +165,12 @@ def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) 
     return Plan(uses_apart, tuple(unmatched), partners, search.ambiguous or graph.reorders())
 
 
-def _find_uses(
-    search: Search, cotangents: Tensor, weights: Tensor
-) -> tuple[dict[str, list[UsePlan]], set[str], dict[int, tuple[Tensor, Tensor]]]:
+def _find_uses(search: Search) -> tuple[dict[str, list[UsePlan]], set[str]]:
     """Follow the graph from each parameter to its first nodes with an example axis.
 
-    The uses of each parameter; those with a path to the output on which no such node was found; and the output
-    gradients of both `cotangents` at the visited nodes. The second cotangent is the first one with each example n
-    multiplied by weights_n.
+    The uses of each parameter, and those with a path to the output on which no such node was found.
     """
     graph = search.graph
-    gradients: dict[int, tuple[Tensor, Tensor]] = {}
-    layouts: dict[int, Layout | None] = {}
     uses: dict[str, list[UsePlan]] = {name: [] for name in graph.accumulators}
     lost: set[str] = set()
     frontier = [(name, number) for name, number in graph.accumulators.items()]
@@ -146,47 +178,17 @@ def _find_uses(
     while frontier:
         steps = [(name, source, step) for name, source in frontier for step in graph.consumers[source]]
         lost |= {name for name, source in frontier if not graph.consumers[source]}
-        wanted = {step.consumer for _, _, step in steps}
-        gradients |= _probe(search, cotangents, weights, wanted, layouts)
+        search.visit({step.consumer for _, _, step in steps})
         frontier = []
         for name, source, step in steps:
-            layout = layouts[step.consumer]
+            layout = search.layouts[step.consumer]
             if layout is not None:
-                by_shape = not bool(gradients[step.consumer][0].any())
+                by_shape = not bool(search.gradients[step.consumer][0].any())
                 uses[name].append(UsePlan(name, step, source, layout, by_shape=by_shape))
             elif (name, step.consumer) not in visited:
                 visited.add((name, step.consumer))
                 frontier.append((name, step.consumer))
-    return uses, lost, gradients
-
-
-def _probe(
-    search: Search, cotangents: Tensor, weights: Tensor, numbers: set[int], layouts: dict
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Find the layout of each node with two backward passes for all nodes; views of a parameter have no layout."""
-    graph, wanted = search.graph, []
-    for number in sorted(numbers - layouts.keys()):
-        layouts[number] = None
-        if not is_view(graph.nodes[number]):
-            wanted.append(number)
-    if not wanted:
-        return {}
-    edges = [GradientEdge(graph.nodes[number], 0) for number in wanted]
-    passes = [torch.autograd.grad(search.out, edges, cotangent, retain_graph=True,
-                                  allow_unused=True) for cotangent in cotangents]
-    found = {}
-    for number, plain, scaled in zip(wanted, *passes, strict=True):
-        if plain is None and len(graph.nodes[number]._input_metadata) == 1:
-            plain = scaled = search.out.new_zeros(graph.shape(number))  # None stands for a zero gradient
-        if plain is None:
-            continue
-        found[number] = plain, scaled
-        known = bool(plain.any())
-        layouts[number] = (
-            search.layout(number, find_layouts(plain, scaled, weights, search.precision))
-            if known else search.layout_by_shape(number)
-        )
-    return found
+    return uses, lost
 
 
 def _extract(
