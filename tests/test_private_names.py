@@ -49,7 +49,7 @@ FOREIGN = {
 }
 # strings that only look like names
 WORDS = {
-    "_accuracy", "_build", "_deep", "_fit", "_log_likelihood", "_ntk_laplace_network_fails", "_ntk_laplace_network_net",
+    "_accuracy", "_behind", "_behind_error", "_build", "_deep", "_error", "_fit", "_log_likelihood", "_ntk_laplace_network_fails", "_ntk_laplace_network_net",
     "_only_new_objects", "_reverse",
 }
 
