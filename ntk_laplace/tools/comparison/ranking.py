@@ -217,12 +217,12 @@ class ModelComparison(Rows[ModelScores]):
             values = [getattr(row, name) for row in self.rows]
             if any(value is not None for value in values):
                 cells = cells_of(values, form.format)
-                if name in _ERRORS:
-                    errors = [getattr(row, _ERRORS[name]) for row in self.rows]
-                    cells = [c + plus_minus(error)[0] for c, error in zip(cells, errors, strict=True)]
                 if name in _TRUST:
                     good = [getattr(row, _TRUST[name]) for row in self.rows]
                     cells = [c + "*" * (trusted is False) for c, trusted in zip(cells, good, strict=True)]
+                if name in _ERRORS:
+                    errors = [getattr(row, _ERRORS[name]) for row in self.rows]
+                    cells = [c + plus_minus(error)[0] for c, error in zip(cells, errors, strict=True)]
                 columns.append([heading, *cells])
         lines = [head, "", *aligned(columns)]
         found = {name: rho for name, rho in self._correlations().items() if rho is not None}
