@@ -434,9 +434,13 @@ def test_folders_that_do_not_fit_are_one_line(folder: Path, capsys: pytest.Captu
     for inputs, words in {
         "flat": "a folder with images; got flat without one.",
         "large": "images of one size, 3 x 4 pixels as in the training data; got 5 x 4 in large/dark/00.png.",
-        "other": "classes of the training data ('dark', 'light') in other; got 'bright'.",
     }.items():
         refused([*line("explain", "train", "image"), "--inputs", inputs], words, capsys)
+    refused([*line("predict", "train", "image"), "--inputs", "train", "--held-out", "other"],
+            "classes of the training data ('dark', 'light') in other; got 'bright'.", capsys)
+    assert cli.main([*line("explain", "train", "image"), "--inputs", "other", "--out", "page.html"]) == 0
+    points = json.loads(Path("page.html").read_text().partition('id="data">')[2].partition("</script>")[0])["points"]
+    assert [point.get("target") for point in points] == [None] * (len(points) // 2) + [0] * (len(points) // 2)
     refused([*line("explain", "kind.npz"), "--inputs", "train"], "columns or arrays of the training data; got the "
             "folder train. A folder of images needs one as --data too.", capsys)
 

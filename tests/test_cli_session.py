@@ -87,6 +87,7 @@ def test_a_session_in_the_shell(targets: list[str], folder: Path, capsys: pytest
     scores = told[told.index("Scores of") : told.index("\n\nLog marginal")].partition("\n")[2]
     assert scores in again and "Scores of the 4 inputs" in again
     one, other = page(), content("out/explanations.html")
+    _targets_in_some_rows(held_out[["height", "width", *targets]], found, one, capsys)
     assert one["points"] == other["points"] and one["training"] == other["training"] and one["rows"] == other["rows"]
     assert one["names"] == other["names"]
     # by rows of data.csv, and of new.csv, counted from 0
@@ -103,6 +104,36 @@ def test_a_session_in_the_shell(targets: list[str], folder: Path, capsys: pytest
         assert words in Path(path).read_text()
     told = " ".join(capsys.readouterr().out.split())
     assert ("of standardized targets" in told) == (targets[0] in ("price", "rent"))
+
+
+def _targets_in_some_rows(
+    held_out: pandas.DataFrame, whole: pandas.DataFrame, full: dict[str, Any], capsys: pytest.CaptureFixture
+) -> None:
+    """Predictions need no targets: rows without one, or with one that is unknown, have no score, and are counted."""
+    new, first = held_out.astype(object), held_out.columns[2]
+    new.iloc[1, 2:], new.iloc[2, 2] = None, "?"
+    level = "--level", "0.5"
+    found = predict(new, *level)
+    known = [name for name in whole if not name.startswith("target")]
+    pandas.testing.assert_frame_equal(found[known], whole[known], check_exact=True)
+    told = [name for name in whole if name in ("target", f"target_{first}")]
+    assert found[told[0]].isna().tolist() == [False, True, True, False]
+    several, kind = held_out.shape[1] > 3, "number" if "mean" in "".join(known) else "class of the training data"
+    out = capsys.readouterr().out
+    heading, _, table = out.partition("Scores of ")[2].partition("\n")
+    assert heading == (f"{first} in 2 and rent in 3 of 4 inputs; 2 targets are missing" if several else
+                       "2 of 4 inputs; 1 target is missing") + f" and 1 is no {kind}, such as '?'"
+    predict(held_out.iloc[[0, 3]], *level)
+    few = capsys.readouterr().out.partition("Scores of ")[2].splitlines()[1:3]
+    assert few[0] == table.splitlines()[0] and few[1] in table.splitlines()
+    predict(new, *level)
+    shown = page()["points"]
+    assert shown[0] == full["points"][0] and ("target" in shown[1]) is False
+    assert "target" in shown[2] if several else "target" not in shown[2]
+    capsys.readouterr()
+    none = predict(new.assign(**dict.fromkeys(new.columns[2:])), *level)
+    assert none.equals(predict(new[["height", "width"]], *level)) and "Scores" not in capsys.readouterr().out
+    predict(held_out, *level)
 
 
 @pytest.mark.slow
@@ -327,7 +358,6 @@ def test_what_does_not_fit_a_model_is_one_line(models: Path, capsys: pytest.Capt
         ("array.joblib", "wide.npz", "X of shape (N, 2), as in the training data; got (N, 3) in wide.npz."),
         ("array.joblib", "gaps.npz", "finite numbers in X of gaps.npz; got none in row 0, counted from 0."),
         ("array.joblib", "pairs.npz", "y of 1 targets; got shape (3, 2) in pairs.npz."),
-        ("count.joblib", "d.npz", "classes of the training data (5, 6, 7) in y of d.npz; got 0 in row 0, counted"),
     ]:
         assert cli.main(["predict", network, "--inputs", inputs, "--out", "p.csv"]) == 1
         printed = capsys.readouterr()

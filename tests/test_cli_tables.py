@@ -182,6 +182,28 @@ def test_predictions_of_tables_are_those_of_the_npz(
         assert list(reference["target"]) == list(new["kind"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["price", "kind"])
+def test_targets_in_some_rows(target: str, folder: Path, quick: None, capsys: pytest.CaptureFixture) -> None:
+    """Predictions need none: a row without a target, or with one that is unknown, has no score."""
+    new = pandas.read_csv(f"{target}.csv").iloc[5:10].astype(object)
+    new.to_csv("new.csv", index=False)
+    whole = predicted(f"{target}.csv", "new.csv", target)
+    rest = ["target", "covered"]
+    new.iloc[1, 1], new.iloc[2, 1] = None, "?"
+    new.to_csv("new.csv", index=False)
+    capsys.readouterr()
+    found = predicted(f"{target}.csv", "new.csv", target)
+    pandas.testing.assert_frame_equal(found.drop(columns=rest), whole.drop(columns=rest), check_exact=True)
+    assert found["target"].isna().tolist() == found["covered"].isna().tolist() == [False, True, True, False, False]
+    kind = "number" if target == "price" else "class of the training data"
+    words = f"Scores of 3 of 5 inputs; 1 target is missing and 1 is no {kind}, such as '?'\n"
+    assert words in capsys.readouterr().out
+    assert cli.main([*line("explain", f"{target}.csv", target), "--inputs", "new.csv", "--out", "page.html"]) == 0
+    new.assign(**{target: None}).to_csv("new.csv", index=False)
+    assert not {*rest} & set(predicted(f"{target}.csv", "new.csv", target))
+
+
 def test_the_page_of_explanations_has_the_names_of_the_table(folder: Path) -> None:
     def content(*more: str) -> dict:
         assert cli.main([*line("explain", *more), "--inputs", more[0], "--out", "page.html"]) == 0
@@ -333,8 +355,8 @@ def test_wide_numbers_can_be_names() -> None:
         (line("predict", "kind.csv", "kind", None, "--inputs", "all.csv"), "expected the 2 input columns of the "
          "training data in all.csv; got 'price', 'count' too."),
         (line("predict", "kind.csv", "kind", None, "--inputs", "less.csv"), "in less.csv; got no 'width'. Give both"),
-        (line("predict", "kind.csv", "kind", None, "--inputs", "other.csv"), "expected classes of the training data "
-         "('ant', 'bee', 'cat') in column 'kind' of other.csv; got 'dog' in row 1"),
+        (line("predict", "kind.csv", "kind", None, "--inputs", "kind.csv", "--held-out", "other.csv"), "expected "
+         "classes of the training data ('ant', 'bee', 'cat') in column 'kind' of other.csv; got 'dog' in row 1"),
         (line("predict", "kind.csv", "kind", None, "--inputs", "kind.csv", "--held-out", "unknown.csv"), "one of "
          "'height', 'width' in unknown.csv; got --target kind."),
     ],

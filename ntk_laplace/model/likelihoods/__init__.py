@@ -14,6 +14,7 @@ from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.everywhere import Everywhere, positions_of
 from ntk_laplace.model.likelihoods.gaussian import Gaussian
 from ntk_laplace.model.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.poisson import Poisson
 from ntk_laplace.model.likelihoods.registry import (
     likelihood_from_record,
@@ -22,9 +23,11 @@ from ntk_laplace.model.likelihoods.registry import (
     registered_likelihoods,
 )
 from ntk_laplace.model.likelihoods.responses import Response
+from ntk_laplace.model.likelihoods.targets import MISSING_LABEL
 from ntk_laplace.model.likelihoods.tempered import Tempered
 
 __all__ = [
+    "MISSING_LABEL",
     "Bernoulli",
     "Categorical",
     "CustomLikelihood",
@@ -33,6 +36,7 @@ __all__ = [
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "PerOutput",
     "Poisson",
     "Response",
     "Tempered",

@@ -43,6 +43,7 @@ def describe(
     model : LaplaceRegressor or LaplaceClassifier
     x : DataFrame, (n, features)
     y : ndarray, (n,) or (n, targets), optional
+        None or NaN where a target is not known: such an input has no score.
     targets : sequence of str
         Names of the targets; the columns of several are named after them.
     level : float
@@ -57,7 +58,7 @@ def _numbers(
     model: ntkl.LaplaceRegressor, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
 ) -> Described:
     mean, sd = (_columns(values) for values in model.predict(x, return_std=True))
-    known = {} if y is None else {"target": _columns(y)}
+    known = {} if y is None or pandas.isna(y).all() else {"target": _columns(y)}
     noise = np.broadcast_to(np.sqrt(model.noise_), mean.shape)
     half = NormalDist().inv_cdf(0.5 + level / 2) * sd
     parts = {"mean": mean, "sd": sd, "lower": mean - half, "upper": mean + half} | known
@@ -66,11 +67,12 @@ def _numbers(
         one = slice(None), index
         ending, of = ("", "") if len(targets) == 1 else (f"_{target}", f", {target}")
         columns |= {part + ending: values[one] for part, values in parts.items()}
-        for name, own in {NETWORK: noise[one], _POSTERIOR: sd[one]}.items() if known else ():
-            truth = known["target"][one]
-            response = distributions.Normal(torch.as_tensor(mean[one]), torch.as_tensor(own.copy()))
-            (covered,) = metrics.interval_coverage(mean[one], own**2, truth, [level])
-            scores[name + of] = metrics.held_out_scores(response, torch.as_tensor(truth.copy()))
+        there = ~np.isnan(known["target"][one]) if known else np.zeros(len(mean), bool)
+        for name, deviation in {NETWORK: noise, _POSTERIOR: sd}.items() if there.any() else ():
+            center, own, truth = (values[there, index] for values in (mean, deviation, known["target"]))
+            response = distributions.Normal(torch.as_tensor(center), torch.as_tensor(own))
+            (covered,) = metrics.interval_coverage(center, own**2, truth, [level])
+            scores[name + of] = metrics.held_out_scores(response, torch.as_tensor(truth))
             scores[name + of][f"coverage of {100 * level:g}%"] = covered
     return Described(columns, scores)
 
@@ -85,27 +87,28 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
     if sets is not None:
         columns["set"] = [as_set(one) for one in sets.labels(names)]
     columns |= {f"probability_{name}": p[:, index] for index, name in enumerate(names)}
-    if y is None:
+    there = np.zeros(len(p), bool) if y is None else ~pandas.isna(y)
+    if y is None or not there.any():
         return Described(columns)
-    alone = model.posterior_.predict(inputs, "map").mean.detach().cpu().double()
-    labels = model.network_targets(y)
+    alone = model.posterior_.predict(inputs, "map").mean.detach().cpu().double()[there]
+    labels = model.network_targets(y[there].astype(model.classes_.dtype))
     scores = {
         name: metrics.held_out_scores(distributions.Categorical(probs=probs), labels)
-        for name, probs in {NETWORK: alone, _POSTERIOR: torch.as_tensor(p)}.items()
+        for name, probs in {NETWORK: alone, _POSTERIOR: torch.as_tensor(p[there])}.items()
     }
     note = ""
     if sets is not None:
-        inside = float(sets.mask.cpu()[torch.arange(len(labels)), labels].double().mean())
-        size = float(sets.size.double().mean())
+        mask = sets.mask.cpu()[torch.as_tensor(there)]
+        inside = float(mask[torch.arange(len(labels)), labels].double().mean())
+        size = float(mask.sum(1).double().mean())
         note = f"Sets of labels of level {100 * level:g}%: {inside:.1%} contain the label; {size:.2f} labels on average"
     return Described({**columns, "target": y}, scores, note)
 
 
 def tell_scores(found: Described, of: str) -> None:
-    """Print the scores, if there are some."""
-    if found.scores:
-        print(f"\nScores of the {of}")
-        print(score_table(found.scores))
+    """Print the scores."""
+    print(f"\nScores of {of}")
+    print(score_table(found.scores))
     if found.note:
         print(f"\n{found.note}")
 

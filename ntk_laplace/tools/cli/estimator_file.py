@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ import ntk_laplace as ntkl
 from ntk_laplace.errors import first_line
 from ntk_laplace.tools.cli.columns import InputColumns
 from ntk_laplace.tools.cli.described import Model
-from ntk_laplace.tools.cli.examples import Examples, array_rows, example_names, table_labels
+from ntk_laplace.tools.cli.examples import Examples, array_rows, example_names
 from ntk_laplace.tools.cli.images import ImageNetwork, read_images
 from ntk_laplace.tools.cli.python_files import first_few, require_file, run_file
 from ntk_laplace.tools.cli.tables import (
     input_columns,
     is_table,
-    numbers,
     read_table,
     require_no_dropped,
+    scored_classes,
+    scored_numbers,
     without_dropped,
 )
 from ntk_laplace.tools.estimators.base import training_data
@@ -43,14 +44,22 @@ class NewExamples:
     ----------
     x : DataFrame, (n, features)
     y : ndarray, (n,) or (n, targets), or None
-        Labels, or real numbers.
+        Labels, or real numbers; None or NaN where there is none that the model knows.
     named : DataFrame, (n, 1)
         What names an example: its row, or its file.
+    others : list of str
+        What the file has in place of a known label, or of a number.
     """
 
     x: pandas.DataFrame
     y: NDArray[Any] | None
     named: pandas.DataFrame
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """Whether there is each target, of the shape of y (n,) or (n, targets); one target if y is None."""
+        return np.zeros(len(self.x), bool) if self.y is None else ~pandas.isna(self.y)
 
     @property
     def names(self) -> list[str]:
@@ -59,7 +68,8 @@ class NewExamples:
 
     def first(self, most: int) -> NewExamples:
         """The first examples alone."""
-        return NewExamples(self.x.iloc[:most], None if self.y is None else self.y[:most], self.named.iloc[:most])
+        return replace(self, x=self.x.iloc[:most], y=None if self.y is None else self.y[:most],
+                       named=self.named.iloc[:most])
 
 
 def save_estimator(
@@ -236,15 +246,21 @@ class Estimator:
         frame = without_dropped(frame.drop(columns=self._left_out, errors="ignore"), path, dropped, self.targets)
         input_columns(frame, path, self.targets, self.columns.names, drop=True)
         x = self.columns.rows(frame, path)
-        return NewExamples(x, self._targets(frame, path), _counted(len(x)))
-
-    def _targets(self, frame: pandas.DataFrame, path: Path) -> NDArray[Any] | None:
         if not set(self.targets) <= set(frame.columns):
-            return None
+            return NewExamples(x, None, _counted(len(x)))
         if isinstance(self.model, ntkl.LaplaceClassifier):
-            return self._known(table_labels(frame[self.targets[0]], path), f"column {self.targets[0]!r} of {path}")
-        y = numbers(frame, path, self.targets)
-        return y[:, 0] if len(self.targets) == 1 else y
+            return self._of_labels(x, frame[self.targets[0]].tolist())
+        return self._of_numbers(x, *scored_numbers(frame, self.targets))
+
+    def _of_numbers(self, x: pandas.DataFrame, y: NDArray[np.float64], others: list[str]) -> NewExamples:
+        """Examples with real targets, (n, targets)."""
+        return NewExamples(x, y[:, 0] if len(self.targets) == 1 else y, _counted(len(x)), others)
+
+    def _of_labels(self, x: pandas.DataFrame, labels: list[Any]) -> NewExamples:
+        """Examples with labels."""
+        classes = np.asarray(getattr(self.model, "classes_", ()))
+        number, others = scored_classes(labels, classes.tolist())
+        return NewExamples(x, _named(number, classes), _counted(len(x)), others)
 
     def _arrays(self, path: Path, what: str) -> NewExamples:
         if self.columns is not None:
@@ -257,16 +273,15 @@ class Estimator:
             raise ntkl.DataError(f"X of shape {_of(shape)}, as in the training data", f"{_of(inputs.shape[1:])} in "
                                  f"{path}", "Save the inputs as those of the training.")
         x = pandas.DataFrame(inputs.reshape(len(inputs), -1).double().numpy())
-        return NewExamples(x, None if y is None else self._array_targets(y, path), _counted(len(x)))
-
-    def _array_targets(self, y: Tensor, path: Path) -> NDArray[Any]:
+        if y is None:
+            return NewExamples(x, None, _counted(len(x)))
         if isinstance(self.model, ntkl.LaplaceClassifier):
-            return self._known(y.reshape(len(y), -1)[:, 0].numpy(), f"y of {path}")
+            return self._of_labels(x, y.reshape(len(y), -1)[:, 0].tolist())
         if y.numel() != len(y) * len(self.targets):
             raise ntkl.DataError(f"y of {len(self.targets)} targets", f"shape {tuple(y.shape)} in {path}",
                                  "Save the targets as those of the training, or none.")
-        found = y.double().numpy().reshape(len(y), -1)
-        return found[:, 0] if len(self.targets) == 1 else found
+        rows = pandas.DataFrame(y.double().numpy().reshape(len(y), -1))
+        return self._of_numbers(x, *scored_numbers(rows, list(rows)))
 
     def _folder(self, path: Path) -> NewExamples:
         shape = self.shape
@@ -274,22 +289,9 @@ class Estimator:
             raise self._another("the folder", path)
         classes = [str(name) for name in self.model.classes_]
         found = read_images(path, shape, classes, labeled=False)
-        y = None if found.y is None else self.model.classes_[found.y]
+        y = None if found.y is None else _named(found.y, self.model.classes_)
         x = pandas.DataFrame(found.x.reshape(len(found.x), -1))
-        return NewExamples(x, y, pandas.DataFrame({"file": found.files}))
-
-    def _known(self, labels: NDArray[Any], where: str) -> NDArray[Any]:
-        """The labels, if the model knows all of them."""
-        known = np.asarray(getattr(self.model, "classes_", ()))
-        number = {key: index for index, label in enumerate(known.tolist()) for key in (str(label), label)}
-        # by value, and by text: a file without "K" has the class "2" as the number 2
-        found = [number.get(label, number.get(str(label), -1)) for label in labels.tolist()]
-        unknown = [row for row, index in enumerate(found) if index < 0]
-        if unknown:
-            raise ntkl.DataError(f"classes of the training data ({first_few(known.tolist())}) in {where}",
-                                 f"{labels.tolist()[unknown[0]]!r} in row {unknown[0]}, counted from 0",
-                                 "Correct the name, or remove the row.")
-        return known[found]
+        return NewExamples(x, y, pandas.DataFrame({"file": found.files}), found.others)
 
     def _another(self, what: str, path: Path) -> ntkl.DataError:
         """The error for data of another kind than the training data."""
@@ -302,6 +304,13 @@ class Estimator:
             expected = f"images or X of shape {_of(self.shape)}"
         return ntkl.DataError(f"{expected}, as the training data were", f"{what} {path}",
                               "Save the inputs as those of the training.")
+
+
+def _named(number: NDArray[np.intp], classes: NDArray[Any]) -> NDArray[Any]:
+    """Labels by number; None for -1."""
+    if (number >= 0).all():
+        return classes[number]
+    return np.append(classes.astype(object), [None])[number]
 
 
 def _of(shape: Sequence[int]) -> str:

@@ -7,8 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 import ntk_laplace as ntkl
+from ntk_laplace.model.likelihoods import MISSING_LABEL
+from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.estimator_file import Estimator, NewExamples
 from ntk_laplace.tools.estimators.units import in_units
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
@@ -36,7 +40,7 @@ def estimator_page(
     classes = [str(name) for name in getattr(model, "classes_", ())]
     target = ", ".join(targets) + ("" if classes else " (standardized)")
     names = classes or (list(targets) if len(targets) > 1 else None)
-    truths = None if new.y is None else model.network_targets(new.y)
+    truths = _truths(model, new)
     values = None if estimator.shape is not None else (estimator.shown(x), estimator.shown(estimator.inputs))
     naming = Naming(names, None, _picture(shape or estimator.shape), target, new.names, estimator.names, values)
     if sources is not None and not classes:  # the page has standardized targets
@@ -46,6 +50,18 @@ def estimator_page(
                    sources=sources, **options)
     # that which the other commands print, of targets in their own units
     return replace(page, content=page.content | {"evidence": model.log_marginal_likelihood_value_})
+
+
+def _truths(model: Model, new: NewExamples) -> Tensor | None:
+    """Targets as the page takes them, with its marks of missing ones."""
+    known = new.known
+    if new.y is None or not known.any():
+        return None
+    if isinstance(model, ntkl.LaplaceRegressor):
+        return model.network_targets(new.y)
+    found = torch.full((len(known),), MISSING_LABEL)
+    found[torch.as_tensor(known)] = model.network_targets(new.y[known].astype(model.classes_.dtype))
+    return found
 
 
 def in_words(sources: ntkl.SourceEffects, names: Sequence[str] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,20 +170,20 @@ def _arrays(path: Path, task: str | None, group: str | None) -> Examples:
 
 
 def array_rows(path: Path, what: str) -> tuple[Tensor, Tensor | None]:
-    """X of a file of arrays, and y if the file has it.
+    """X of a file of arrays, and y if the file has it, which may be NaN.
 
     Raises
     ------
     DataError
-        If the file cannot be read, X and y are not of the same examples, or a number is not finite.
+        If the file cannot be read, X and y are not of the same examples, or a number in X is not finite.
     """
     inputs, y = load_inputs(path, torch.float64, what=what)
     assert isinstance(inputs, Tensor)
-    _require_rows(path, inputs, y)
+    _require_rows(path, inputs, y, ("X",))
     return inputs, y
 
 
-def _require_rows(path: Path, inputs: Tensor, y: Tensor | None) -> None:
+def _require_rows(path: Path, inputs: Tensor, y: Tensor | None, finite: Sequence[str] = ("X", "y")) -> None:
     """Refuse no rows, no columns of inputs, X and y of different examples, and numbers that are not finite."""
     if inputs.ndim > 1 and not inputs[:1].numel() and len(inputs):
         raise ntkl.DataError("columns of inputs in X", f"shape {tuple(inputs.shape)} in {path}",
@@ -192,7 +193,7 @@ def _require_rows(path: Path, inputs: Tensor, y: Tensor | None) -> None:
         raise ntkl.DataError("as many rows of X as of y, at least one", f"{got} in {path}",
                              "Save both for the same examples.")
     for name, values in {"X": inputs, "y": y}.items():
-        if values is not None and not values.isfinite().all():
+        if name in finite and values is not None and not values.isfinite().all():
             row = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
             raise ntkl.DataError(f"finite numbers in {name} of {path}", f"none in row {row}, counted from 0",
                                  "Correct the value, or remove the row.")

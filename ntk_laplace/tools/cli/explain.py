@@ -47,7 +47,8 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     names = None if files.names is None else files.names[: options.most]
     naming = Naming(classes, options.features or files.features, options.shape, (options.target or ["target"])[0],
                     names, files.training_names)
-    sources = None if labels is None else posterior.source_effects(x, labels, y=y)
+    known = None if y is None or y.isnan().any() else y
+    sources = None if labels is None else posterior.source_effects(x, labels, y=known)
     page = explore(posterior, x, model.data[0], y, options.k, naming, options.title,
                    candidates=options.candidates, sources=sources)
     outputs = naming.classes if posterior.num_outputs > 1 else [naming.target]
@@ -58,8 +59,8 @@ def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     estimator = load_estimator(options)
     new = estimator.read(options.inputs, "inputs to explain", options.drop).first(options.most)
     model, output = estimator.model, estimator.number(options.output)
-    sources = None if estimator.sources is None else model.source_effects(new.x, estimator.sources, new.y,
-                                                                          output=output)
+    y = new.y if new.known.all() else None
+    sources = None if estimator.sources is None else model.source_effects(new.x, estimator.sources, y, output=output)
     page = estimator_page(estimator, new, options.shape, sources, k=options.k, title=options.title,
                           candidates=options.candidates, output=output)
     return page, "" if sources is None else in_words(sources, estimator.outputs)

@@ -32,13 +32,19 @@ class ImageFolder:
     classes : list of str
         Names of the folders of the classes, sorted; empty if the images are in the folder itself.
     y : ndarray of int64, (N,), or None
-        Numbers of the classes.
+        Numbers of the classes; -1 for another folder than those of the training data.
     """
 
     x: NDArray[np.float64]
     files: list[str]
     classes: list[str]
     y: NDArray[np.int64] | None
+
+    @property
+    def others(self) -> list[str]:
+        """Names of the other folders, one for each image in them."""
+        there = () if self.y is None else zip(self.files, self.y, strict=True)
+        return [Path(file).parts[0] for file, number in there if number < 0]
 
 
 def require_no_sources(path: Path, group: str | None) -> None:
@@ -66,9 +72,9 @@ def read_images(
     shape : sequence of int, optional
         (channels, height, width) of the training data, which images must have.
     known : sequence of str, optional
-        Classes of the training data, among which those of the images must be.
+        Classes of the training data.
     labeled : bool
-        Whether the folders of the classes are needed; without them, the images are in `path` itself.
+        Whether the folders of these classes are needed; else there may be others, or the images are in `path` itself.
 
     Raises
     ------
@@ -86,14 +92,15 @@ def read_images(
     classes = [folder.name for folder in folders]
     known = classes if known is None else list(known)
     other = [name for name in classes if name not in known]
-    if other:
+    if labeled and other:
         raise DataError(f"classes of the training data ({first_few(known)}) in {path}", repr(other[0]),
                         "Correct the folder's name, or remove it.")
     groups = [_images(folder) for folder in folders] if folders else [entries]
     files = [file for group in groups for file in group]
     if not files:
         raise DataError("a folder with images", f"{path} without one", "Check the path.")
-    y = [known.index(name) for name, group in zip(classes, groups, strict=bool(folders)) for _ in group]
+    number = {name: index for index, name in enumerate(known)}
+    y = [number.get(name, -1) for name, group in zip(classes, groups, strict=bool(folders)) for _ in group]
     x = _stacked(files, shape)
     names = [str(file.relative_to(path)) for file in files]
     return ImageFolder(x, names, known if folders else [], np.array(y, np.int64) if folders else None)

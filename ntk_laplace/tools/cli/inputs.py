@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pandas
 import torch
+from numpy.typing import NDArray
 from pandas.api.types import is_integer_dtype
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import Inputs
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import MISSING_LABEL, Categorical, Likelihood
 from ntk_laplace.tools.cli.arrays import load_data, load_inputs, load_sources
 from ntk_laplace.tools.cli.images import ImageFolder, read_images, require_no_sources
 from ntk_laplace.tools.cli.tables import (
@@ -25,6 +26,8 @@ from ntk_laplace.tools.cli.tables import (
     read_table,
     require_columns,
     require_no_dropped,
+    scored_classes,
+    scored_numbers,
     target_classes,
     without_dropped,
     without_sources,
@@ -63,6 +66,8 @@ class Files:
         Of the images of the training data.
     sources : list or None
         Of the training data, if `group` is given.
+    others : list of str
+        What the file that `inputs` has read has in place of targets.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Files:
         self.training_names: list[str] | None = None
         self.group, self.dropped = group, dropped
         self.sources: list[Any] | None = None
+        self.others: list[str] = []
         self._shape: tuple[int, ...] | None = None  # of the images of the training data
 
     def training(self, path: Path) -> tuple[Inputs, Tensor]:
@@ -108,7 +114,7 @@ class Files:
         self.classes = columns if len(columns) > 1 else None
         if self.likelihood.classifies and len(columns) == 1 and named_classes(frame[columns[0]]):
             self.classes = target_classes(frame[columns[0]], path, None)[1]
-        return self._pair(frame, path)
+        return self._pair(frame, path, labeled=True)
 
     def data(self, path: Path, what: str) -> tuple[Inputs, Tensor]:
         """Inputs and targets of other data; read `training` first.
@@ -121,13 +127,17 @@ class Files:
         return self._read(path, what, labeled=True)
 
     def inputs(self, path: Path, what: str) -> tuple[Inputs, Tensor | None]:
-        """Inputs of other data, and targets if the file has them; read `training` first.
+        """Inputs of other data, and targets if the file has some that are known; read `training` first.
+
+        A table may have targets in some rows alone: NaN, or the label -100, is in place of one that is missing, no
+        number or no class of the training data. `others` has what the table has in its place.
 
         Raises
         ------
         DataError
-            As in `data`.
+            As in `data`, but not for targets of a table or a folder.
         """
+        self.others = []
         return self._read(path, what, labeled=False)
 
     def _read(self, path: Path, what: str, labeled: bool) -> tuple[Inputs, Any]:
@@ -140,15 +150,16 @@ class Files:
                            errors="ignore")
         if labeled:
             require_columns(frame, path, self.columns)
-        return self._pair(frame, path)
+        return self._pair(frame, path, labeled)
 
     def _folder(self, path: Path, labeled: bool) -> tuple[Tensor, Any]:
         if self._shape is None:
             raise DataError("a file with the columns or arrays of the training data", f"the folder {path}",
                             "A folder of images needs one as --data too.")
         found = read_images(path, self._shape, self.classes, labeled)
-        self.names = found.files
-        return self._tensors(found)
+        self.names, self.others = found.files, found.others
+        x, y = self._tensors(found)
+        return x, y if y is None else y.masked_fill(y < 0, MISSING_LABEL)
 
     def _tensors(self, found: ImageFolder) -> tuple[Tensor, Any]:
         return torch.as_tensor(found.x).to(self.dtype), None if found.y is None else torch.as_tensor(found.y)
@@ -160,19 +171,37 @@ class Files:
                             "--targets names an array of an .npz or .pt file.")
         return frame
 
-    def _pair(self, frame: pandas.DataFrame, path: Path) -> tuple[Tensor, Any]:
-        """Inputs of a table, and its targets if it has all their columns."""
+    def _pair(self, frame: pandas.DataFrame, path: Path, labeled: bool) -> tuple[Tensor, Any]:
+        """Inputs of a table, and its targets if it has all their columns, and some of them unless they are needed."""
         x = numbers(frame, path, input_columns(frame, path, self.columns, self.features))
         inputs = torch.as_tensor(x).to(self.dtype)
         columns = list(self.columns or ())
         if not columns or not set(columns) <= set(frame.columns):
             return inputs, None
+        if not labeled:
+            return inputs, self._known(frame, columns)
         if self.classes is not None and len(columns) == 1:
             return inputs, torch.as_tensor(target_classes(frame[columns[0]], path, self.classes)[0])
         missing = getattr(self.likelihood, "missing", None) is not None
         y = numbers(frame, path, columns, missing)
-        gaps = frame[columns].isna().any(axis=None)
-        whole = all(is_integer_dtype(frame[name].dtype) for name in columns) and not gaps
-        whole = whole and not (np.abs(y) >= 2.0**63).any()
+        return inputs, self._targets(y, all(is_integer_dtype(frame[name].dtype) for name in columns))
+
+    def _known(self, frame: pandas.DataFrame, columns: list[str]) -> Tensor | None:
+        """Targets of a table to compare predictions with; None if there is none."""
+        named = self.classes is not None and len(columns) == 1
+        if named:
+            number, self.others = scored_classes(frame[columns[0]].tolist(), self.classes or ())
+            y = np.where(number < 0, np.nan, number)[:, None]
+        else:
+            y, self.others = scored_numbers(frame, columns)
+        if np.isnan(y).all():
+            return None
+        whole = named or all(is_integer_dtype(frame[name].dtype) for name in columns)
+        return self._targets(np.where(np.isnan(y), MISSING_LABEL, y) if isinstance(self.likelihood, Categorical) else y,
+                             whole)
+
+    def _targets(self, y: NDArray[np.float64], whole: bool) -> Tensor:
+        """Targets (N, columns) as a tensor; whole numbers of 64 bits as such."""
+        whole = whole and bool((np.abs(y) < 2.0**63).all())
         targets = torch.as_tensor(y.astype(np.int64)) if whole else torch.as_tensor(y).to(self.dtype)
-        return inputs, targets[:, 0] if len(columns) == 1 else targets
+        return targets[:, 0] if y.shape[1] == 1 else targets

@@ -12,12 +12,13 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import untold
+from ntk_laplace.model.likelihoods import PerOutput
 from ntk_laplace.posterior.fit import spec_of
 from ntk_laplace.tools.cli.described import describe, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import load_estimator
 from ntk_laplace.tools.cli.model import bring, require_writable
 from ntk_laplace.tools.cli.options import is_estimator
-from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_table
+from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_table, scored_words
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
 
 _SHOWN = 8  # precisions or noises that are told
@@ -58,6 +59,8 @@ def run(options: argparse.Namespace) -> None:
     _tell("calibrating on held-out data" if held_out else "predicting each training point from all others")
     fit, judged = _calibrated(posterior, held_out)
     _tell("predicting the inputs")
+    if isinstance(posterior.likelihood, PerOutput):
+        posterior.likelihood.missing = "nan"  # of the inputs: those of other data were read
     found = Predictions.of(posterior, x, y, options.level, held_out, options.classes or model.files.classes)
     sentences += summary(fit, found)
     warned += doubts(fit, found)
@@ -68,7 +71,8 @@ def run(options: argparse.Namespace) -> None:
     page.write(page_path)
     print("\n".join(sentences))
     if found.judged is not None:
-        print(f"\nScores of the {len(found.frame):,} inputs")
+        kind = "class of the training data" if found.labels else "number"
+        print(f"\nScores of {scored_words(found.judged.known, found.names, model.files.others, kind)}")
         print(score_table(found.judged.scores(options.level)))
     for text in warned:
         print(f"\nWARNING: {text}")
@@ -83,7 +87,9 @@ def _of_estimator(options: argparse.Namespace) -> None:
     found = describe(estimator.model, new.x, new.y, estimator.targets, options.level)
     predictions = pandas.concat([new.named, pandas.DataFrame(found.columns)], axis=1)
     predictions.to_csv(options.out, index=False)
-    tell_scores(found, f"{len(predictions):,} inputs")
+    if found.scores:
+        kind = "number" if isinstance(estimator.model, ntkl.LaplaceRegressor) else "class of the training data"
+        tell_scores(found, scored_words(new.known.reshape(len(new.x), -1), estimator.targets, new.others, kind))
     tell_first(predictions, options.level)
     print(f"\n{len(predictions):,} predictions written to {options.out}")
 

@@ -39,6 +39,32 @@ def score_table(scores: Mapping[str, Mapping[str, float]]) -> str:
     return table.to_string(formatters={score: score_format(score).format for score in table})
 
 
+def scored_words(known: NDArray[np.bool_], names: Sequence[str], others: Sequence[str], kind: str) -> str:
+    """Which inputs have scores, and what the others have in place of a target.
+
+    Parameters
+    ----------
+    known : ndarray of bool, (n, targets)
+        Whether an input has the target.
+    names : sequence of str
+        Of the targets, if there are several.
+    others : sequence of str
+        What stands in place of targets.
+    kind : str
+        What these are not.
+    """
+    count, scored = f"{len(known):,}", known.sum(0)
+    if known.all():
+        return f"the {count} inputs"
+    which = [f"{scored[0]:,}"] if len(scored) == 1 else [
+        f"{name} in {number:,}" for name, number in zip(names, scored, strict=True)]
+    missing = int((~known).sum()) - len(others)
+    why = [f"{missing:,} {'target is' if missing == 1 else 'targets are'} missing"] if missing else []
+    if others:
+        why.append(f"{len(others):,} {'is' if len(others) == 1 else 'are'} no {kind}, such as {others[0]!r}")
+    return f"{' and '.join(which)} of {count} inputs; {' and '.join(why)}"
+
+
 def single_labels(likelihood: Likelihood, num_outputs: int) -> bool:
     """Whether a target is one label: `predict_set` has sets of them."""
     return likelihood.classifies and likelihood.event_shape(num_outputs) in (Size(), Size((1,)))
@@ -85,10 +111,17 @@ class Judged:
         return cls(versions, posterior.targets, labels, True)
 
     @property
+    def known(self) -> NDArray[np.bool_]:
+        """Whether a point has each target, (n, targets); one target where none is missing."""
+        observed = next(iter(self.versions.values())).likelihood.observed(self.targets)
+        if observed is None:
+            return np.ones((len(self.targets), 1), bool)
+        return _array(observed).reshape(len(observed), -1)
+
+    @property
     def count(self) -> int:
         """Number of points with a target."""
-        present = next(iter(self.versions.values())).present(self.targets)
-        return len(self.targets) if present is None else int(present.sum())
+        return int(self.known.any(1).sum())
 
     def scores(self, level: float) -> dict[str, dict[str, float]]:
         """`metrics.held_out_scores` of each version, and the coverage of its own regions of this level."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import shlex
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +250,33 @@ def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: 
         raise DataError(f"finite numbers in column {names[index]!r} of {path}", got,
                         "Correct the value, or remove the row.")
     return found
+
+
+def scored_numbers(frame: pandas.DataFrame, names: Sequence[Any]) -> tuple[NDArray[np.float64], list[str]]:
+    """Targets that predictions are compared with, (rows, columns), and the values that are no finite numbers.
+
+    A prediction needs no target, so nothing is refused: targets that are missing, and those values, are NaN.
+    """
+    found, others = [], list[str]()
+    for name in names:
+        column = frame[name]
+        values = pandas.to_numeric(column.astype(object), errors="coerce").to_numpy(np.float64, na_value=np.nan)
+        finite = np.isfinite(values)
+        others += column[column.notna().to_numpy() & ~finite].astype(str).tolist()
+        found.append(np.where(finite, values, np.nan))
+    return np.column_stack(found), others
+
+
+def scored_classes(values: Sequence[Any], known: Sequence[Any]) -> tuple[NDArray[np.intp], list[str]]:
+    """Numbers of the classes that predictions are compared with, -1 for none, and the values that are no known class.
+
+    Values are known by themselves or by their text: in a file without the class "K", the class "2" is the number 2.
+    """
+    number = {key: index for index, label in enumerate(known) for key in (str(label), label)}
+    found = np.array([number.get(value, number.get(str(value), -1)) if isinstance(value, Hashable) else -1
+                      for value in values], np.intp)
+    return found, [str(value) for value, index in zip(values, found, strict=True)
+                   if index < 0 and not (pandas.api.types.is_scalar(value) and pandas.isna(value))]
 
 
 def require_64_bits(column: pandas.Series, path: Path, remedy: str = "") -> None:

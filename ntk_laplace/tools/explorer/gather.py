@@ -111,14 +111,23 @@ def gather(
 
 
 def _truths(posterior: Posterior, targets: Any, n: int) -> list[Any]:
-    """Targets as shown: a class (for a soft label the most probable one), a number, or one number per output."""
-    likelihood = posterior.likelihood.for_new_points()
+    """Targets as shown: a class (for a soft label the most probable one), a number, or one number per output.
+
+    None for an input without a target, NaN for one of several that is missing.
+    """
+    likelihood, gaps = posterior.likelihood.for_new_points(), torch.zeros(n, 1, dtype=torch.bool)
+    if isinstance(targets, (Tensor, np.ndarray)) and len(targets) == n:
+        targets = torch.as_tensor(targets)
+        gaps = targets.isnan().reshape(n, -1)
+        targets = targets.masked_fill(gaps.view_as(targets), 0)  # any that the likelihood takes, whatever marks it has
     y = likelihood.targets(targets, n, posterior.num_outputs)
     observed, kind = likelihood.observed(y), _kind(posterior)
-    there = [True] * n if observed is None else observed.reshape(n, -1).any(1).tolist()
+    there = ~gaps.to(y.device) if observed is None else ~gaps.to(y.device) & observed.reshape(n, -1)
     y = y.argmax(1) if kind == "classes" and y.ndim == 2 else y.flatten() if y.numel() == n else y
-    found = (y if kind == "values" else (y > 0.5).long() if kind == "binary" else y.long()).tolist()
-    return [truth if known else None for truth, known in zip(found, there, strict=True)]
+    found = y if kind == "values" else (y > 0.5).long() if kind == "binary" else y.long()
+    if kind == "values" and y.ndim == 2:
+        found = found.masked_fill(~there, torch.nan)
+    return [truth if known else None for truth, known in zip(found.tolist(), there.any(1).tolist(), strict=True)]
 
 
 def _texts(names: Sequence[str] | None) -> list[str] | None:

@@ -136,7 +136,7 @@ def explore(
     training : like x, optional
         The training inputs in the order of the fit, shown as images or rows if they are one tensor.
     targets : Tensor, optional
-        True targets at `x`, to see which predictions are wrong.
+        True targets at `x`, to see which predictions are wrong. NaN, or the class -100, is a missing one.
     k : int
         Number of training points shown for and against each prediction, and removed together.
     naming : Naming, optional
