@@ -209,8 +209,40 @@ def test_whole_numbers_among_the_inputs_keep_their_digits() -> None:
     values = pandas.DataFrame({"zip": 98101.0 + np.arange(12), "day": 20150101 + np.arange(12), "area": 12345.6})
     known = pandas.DataFrame({"zip": np.full(30, np.nextafter(98169.0, 1e6)), "day": 20151231, "area": 12345.6})
     rows = explore(posterior, x_new, x, naming=Naming(values=(values, known)), k=2).content["rows"]
-    assert rows["points"][1] == [98102, 20150102, 12350.0]
-    assert all(row == [98169, 20151231, 12350.0] for row in rows["training"].values())
+    assert rows["points"][1] == [98102, 20150102, 12346]
+    assert all(row == [98169, 20151231, 12346] for row in rows["training"].values())
+
+
+def test_digits_follow_the_range_of_a_column() -> None:
+    """Numbers that are close to each other and far from 0 differ on the page; small ones beside large ones stay."""
+    posterior, x, y, x_new, _ = case("values")
+    degrees, wide = -71.06 + np.arange(12) / 1100, 10.0 ** np.arange(-6, 6)
+    values = pandas.DataFrame({"degrees": degrees, "price": 100000.1 + np.arange(12) / 40, "wide": wide / 7})
+    known = pandas.DataFrame({"degrees": [-71.055] * 30, "price": 100000.25, "wide": 1e5 / 7})
+    rows = explore(posterior, x_new, x, naming=Naming(values=(values, known)), k=2).content["rows"]
+    assert rows["points"][1] == [-71.05909, 100000.125, float(f"{wide[1] / 7:.4g}")]
+    assert len({row[0] for row in rows["points"]}) == len({row[1] for row in rows["points"]}) == 12
+    assert rows["spreads"] == pytest.approx([0.01, 0.275, 1e5 / 7], rel=1e-3)
+    far = ntkl.laplace(Shifted(posterior.network.module), (x, y + 2e5), posterior.likelihood, ntkl.GaussianPrior(0.5))
+    wanted, found = (explore(one, x_new, x, y[:12] + by, k=2).content for one, by in ((posterior, 0), (far, 2e5)))
+    for ours, theirs in zip(found["points"], wanted["points"], strict=True):
+        for name, mean in (("network", "mean"), ("prediction", "mean")):
+            assert ours[name][mean][0] - 2e5 == pytest.approx(theirs[name][mean][0], abs=1e-3)
+        assert ours["target"] - 2e5 == pytest.approx(theirs["target"], abs=1e-3)
+        total = ours["offset"] + ours["plus"] + ours["minus"] + ours["gap"]
+        assert total == pytest.approx(ours["f"][0], abs=1e-2)
+    assert np.allclose(np.subtract(found["training"]["target"], 2e5), wanted["training"]["target"], atol=1e-3)
+
+
+class Shifted(nn.Module):
+    """A network whose outputs are far from 0."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x) + 2e5
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -387,7 +419,7 @@ def test_inputs_and_training_points_have_their_names(tmp_path: Path) -> None:
     page = explore(posterior, x_new, x, targets, k=3, naming=Naming(inputs=inputs, training=training), candidates=3,
                    sources=sources)
     with Browser(page.write(tmp_path / "page.html"), tmp_path / "profile", "#2") as browser:
-        assert browser.text("#which") == "Input new/2.png" and browser.text("#point-2").startswith("new/2.png ")
+        assert browser.text("#which") == "Input new/2.png" and browser.text("#point-2").startswith("new/2.png: ")
         point = page.content["points"][2]
         assert browser.text("#side-for li").startswith(training[point["for"][0][0]] + ", class")
         assert browser.text("#again-rows th").strip() == training[point["reranked"][0][0]]
@@ -421,15 +453,27 @@ def test_the_page_of_a_structured_posterior_states_its_guarantees(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_it_fits_a_phone(tmp_path: Path) -> None:
-    """Nothing but the table is wider than the screen, and the words of the picture keep their size."""
-    posterior, x, _, x_new, targets = case("values")
-    page = explore(posterior, x_new, x, targets).write(tmp_path / "page.html")
-    with Browser(page, tmp_path / "profile") as browser:
+    """Nothing but tables is wider than the screen, and the words of the picture keep their size. Two outputs."""
+    x, x_new = case("values")[1], case("values")[3]
+    torch.manual_seed(1)
+    y, y_new = torch.randn(30, 2).double(), torch.randn(12, 2).double()
+    y_new[0, 1] = torch.nan
+    posterior = ntkl.laplace(nn.Linear(16, 2).double(), (x, y), ntkl.Gaussian(0.3), ntkl.GaussianPrior(0.5))
+    sources = posterior.source_effects(x_new, ["a long name of a source", "b"] * 15)
+    found = explore(posterior, x_new, x, y_new, naming=Naming(["price", "rent"]), sources=sources)
+    with Browser(found.write(tmp_path / "page.html"), tmp_path / "profile") as browser:
+        words, each = browser.text("#prediction p"), r"[\d.e−]+"
+        assert re.match(rf"price {each} ± {each}, rent {each} ± {each} \(of the model price", words), words
+        assert re.search(rf"The truth is price {each}, rent missing\.$", words)
+        browser.click("input[value=both]")
+        words = rf": price {each} instead of {each}, rent {each} instead of {each}\."
+        assert re.search(words, browser.text("#answer"))
         for width in (1280, 390):
             browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1,
                         mobile=width < 500)
             browser.value("window.dispatchEvent(new Event('resize'))")
             assert browser.value("document.documentElement.scrollWidth") <= width
+            assert browser.value("document.querySelector('#source-caption').getBoundingClientRect().right") < width
             letters = browser.value("document.querySelector('svg text').getBoundingClientRect().height")
             assert 12 < letters < 24
             assert browser.value("document.querySelector('svg').getBoundingClientRect().right") < width
@@ -441,12 +485,26 @@ def test_it_fits_a_phone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ("binary", "values"))
 def test_other_targets_have_their_own_words(tmp_path: Path, kind: str) -> None:
     posterior, x, _, x_new, targets = case(kind)
-    page = explore(posterior, x_new, x, targets, naming=Naming(target="weight"))
+    tables = [pandas.DataFrame({
+        "degrees": -71.06 + rows[:, 0].numpy() / 100, "price": 100000.1 + rows[:, 1].numpy() / 4,
+        "area": 1234.5 + 1e4 * rows[:, 2].numpy(), "height": 2.25, "kind": ["oak", None, "elm"] * (len(rows) // 3)})
+        for rows in (x_new, x)]
+    page = explore(posterior, x_new, x, targets, naming=Naming(target="weight", values=tuple(tables)))
     with Browser(page.write(tmp_path / "page.html"), tmp_path / "profile") as browser:
         browser.click("input[value=both]")
+        # digits of the range of a column, and those before the point; what is constant or far is not alike
+        words = browser.text("#prediction .soft").replace("−", "-")
+        first = tables[0].iloc[0]
+        assert words == (f"degrees {float(f'{first.degrees:.5f}')}, price {float(f'{first.price:.3f}')}, "
+                         f"area {first.area:.0f}, height 2.25, kind oak")
+        alike = browser.value("[...document.querySelectorAll('.sides .soft')].map((e) => e.innerText)")
+        assert alike and not any("height" in one or "elm" in one or "missing" in one for one in alike)
+        for words in "".join(alike).split("alike in ")[1:]:
+            areas = [float(part.split()[1]) for part in words.split(", ") if part.startswith("area ")]
+            assert all(abs(area - first.area) <= 2600 for area in areas)
         if kind == "values":
             assert browser.text("#prediction").startswith("weight ") and "of the model" in browser.text("#prediction")
-            assert "weight" in browser.text("#answer") and "alike in x" in browser.text("#side-for")
+            assert "weight" in browser.text("#answer")
         else:
             assert "the logit of" in browser.text("#side-for") and "%" in browser.text("#answer")
         assert browser.errors == []

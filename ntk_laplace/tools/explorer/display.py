@@ -3,24 +3,62 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+_DIGITS = 4
+_ROUNDING = 1e-12  # relative error of inputs that were standardized, at most
 
-def rounded(value: Any) -> Any:
-    """Round numbers to four digits; None for one that is not finite.
 
-    Whole numbers, up to the rounding of inputs that were standardized, keep their digits below 2^53: the page shows
-    these in full, and codes and dates among the inputs would be others.
+def rounded(value: Any, spread: float = 0.0) -> Any:
+    """Round numbers to four digits, of their size or of their spread; None for one that is not finite.
+
+    Digits before the point stay, those of a whole number below 2^53 and of another one below 10^5: the page shows them,
+    and codes, dates and amounts among the inputs would be others. A whole number is one up to the rounding of inputs
+    that were standardized.
+
+    Parameters
+    ----------
+    value : Tensor, number, text, or list of these
+    spread : float
+        Range of the numbers that the page shows beside this one, such as a column of degrees of longitude, which are
+        close to each other and far from 0.
     """
     if isinstance(value, Tensor):
         value = value.detach().cpu().tolist()
     if isinstance(value, list):
-        return [rounded(entry) for entry in value]
+        return [rounded(entry, spread) for entry in value]
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
         whole = float(round(value))
-        return whole if abs(value - whole) <= 1e-12 * abs(value) < 1e-12 * 2**53 else float(f"{value:.4g}")
+        if abs(value - whole) <= _ROUNDING * abs(value) < _ROUNDING * 2**53:
+            return whole
+        size = abs(value)
+        if size <= _ROUNDING * spread:
+            return 0.0
+        close = size > spread > _ROUNDING * size
+        order = math.floor(math.log10(size))
+        digits = _DIGITS + (order - math.floor(math.log10(spread)) if close else 0)
+        return float(f"{value:.{max(digits, order + 1 if size < 1e5 else 0)}g}")
     return value
+
+
+def rounded_each(values: Any, spreads: Sequence[float]) -> Any:
+    """Round a list or a tensor of numbers, each by its own spread; one number by the only one.
+
+    Without a spread for each, all are rounded to four digits of their size.
+    """
+    values = values.detach().cpu().tolist() if isinstance(values, Tensor) else values
+    if not isinstance(values, list):
+        return rounded(values, spreads[0] if len(spreads) == 1 else 0.0)
+    known = len(values) == len(spreads)
+    return [rounded(value, spreads[i] if known else 0.0) for i, value in enumerate(values)]
+
+
+def spread_of(values: Sequence[Any]) -> float:
+    """Range of those of the values that are finite numbers; 0 if there are none."""
+    known = [value for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+    return float(max(known) - min(known)) if known else 0.0

@@ -7,21 +7,39 @@ const make = (tag, text, attributes = {}) => {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   return element;
 };
-const number = (value) => {
+const order = (size) => Math.floor(Math.log10(size));
+// three digits, of the number or of the range of the numbers beside it, if there is one, and those before the point
+const number = (value, spread = 0) => {
   if (value === null || value === undefined) return "not finite";
-  if (Array.isArray(value)) return value.map(number).join(", ");
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
+  const close = size > spread && spread > 1e-12 * size;
+  const digits = Math.max(3 + (close ? order(size) - order(spread) : 0), size < 1e5 ? order(size) + 1 : 0);
   const short = Number.isInteger(value) ? String(value)
-    : size < 1e-3 || size >= 1e5 ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+    : size < 1e-3 || (size >= 1e5 && digits <= order(size) + 1) ? value.toExponential(digits - 1)
+      : String(Number(value.toPrecision(digits)));
   return short.replace("-", "−").replace("e-", "e−");
 };
+// of each output or target: one alone, or with their names if there are several
+const responses = (values, words) => {
+  const all = [values].flat();
+  return all.map((value, i) => {
+    const name = all.length > 1 && all.length === data.names.length ? `${data.names[i]} ` : "";
+    return name + (value === null ? "missing" : words(value, i));
+  }).join(", ");
+};
+const response = (value, i) => number(value, data.spreads.responses[i]);
+const sizes = (deviations) => responses(deviations, (value) => number(value));
+const means = (mean) => responses(mean, response);
+const uncertain = ({ mean, deviation }) => responses(mean, (value, i) => `${response(value, i)} ± ${number(deviation[i])}`);
 // what people type has hyphens where numbers have minus signs
 const plain = (words) => words.toLowerCase().replaceAll("−", "-");
-const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value));
+const signed = (value, spread) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value), spread);
 const percent = (value) => (100 * value).toFixed(value > 0.999 || value < 0.001 ? 2 : 1) + " %";
 const classes = data.kind !== "values";
-const nameOf = (target) => (classes && Number.isInteger(target) && target in data.names ? data.names[target] : number(target));
+// its name before a number, unless each of several has its own
+const target = data.names.length > 1 && data.names.length === data.spreads.responses.length ? "" : `${data.targetName} `;
+const nameOf = (truth) => (classes && Number.isInteger(truth) && truth in data.names ? data.names[truth] : means(truth));
 const targetOf = (j) => (data.training.target[j] === null ? "missing" : nameOf(data.training.target[j]));
 const inputName = (i) => (data.inputNames ? data.inputNames[i] : `#${i}`);
 const trainingName = (j) => (data.trainingNames ? data.trainingNames[j] : `#${j}`);
@@ -54,30 +72,30 @@ const trainingPicture = (j, size) =>
   slots.has(j) ? picture(data.pictures.training, slots.get(j), size, `training point ${trainingName(j)}`) : null;
 
 const isNumber = (value) => typeof value === "number";
-// the range of each feature, whose units differ
-const ranges = data.rows ? data.rows.features.map((_, i) => {
-  const known = [...data.rows.points, ...Object.values(data.rows.training || {})].map((row) => row[i]).filter(isNumber);
-  return known.reduce((a, b) => Math.max(a, b), -Infinity) - known.reduce((a, b) => Math.min(a, b), Infinity);
-}) : [];
-const gap = (one, other, i) => (one === other ? 0 : isNumber(one) && isNumber(other) ? Math.abs(one - other) / ranges[i] : 1);
-
-function features(values, other) {
-  const shown = data.rows.features.map((name, i) => ({ name, value: values[i], gap: other ? gap(values[i], other[i], i) : 0 }));
-  if (other) shown.sort((a, b) => a.gap - b.gap);
-  return (other ? shown.slice(0, 4) : shown).map((f) => `${f.name} ${isNumber(f.value) ? number(f.value) : f.value ?? "missing"}`).join(", ");
+const valueOf = (value, i) => `${data.rows.features[i]} ${value === null ? "missing" : number(value, data.rows.spreads[i])}`;
+const features = (values) => values.map(valueOf).join(", ");
+// relative to the range of the feature, whose units differ
+const gap = (one, other, i) => (one === other ? 0 : isNumber(one) && isNumber(other) ? Math.abs(one - other) / data.rows.spreads[i] : 1);
+const rows = data.rows ? [...data.rows.points, ...Object.values(data.rows.training || {})] : [];
+const varies = data.rows ? data.rows.features.map((_, i) => rows.some((row) => row[i] !== rows[0][i])) : [];
+// the features that are closest, of those that vary, within a quarter of their range
+function alike(values, other) {
+  const close = values.map((value, i) => ({ words: valueOf(value, i), gap: gap(value, other[i], i) }))
+    .filter((feature, i) => varies[i] && feature.gap <= 0.25).sort((a, b) => a.gap - b.gap).slice(0, 4);
+  return close.length ? `alike in ${close.map((feature) => feature.words).join(", ")}` : "alike in none of its values";
 }
 
 // --- the list of inputs
 
 let selected = 0;
 let visible = data.points.map((_, i) => i);
-const predicted = (point) => classes ? data.names[point.output] : number(point.prediction.mean);
-const certainty = (point) => classes ? percent(point.prediction.probabilities[point.output]) : `± ${number(point.prediction.deviation)}`;
+const said = (point) => (classes ? `${data.names[point.output]}, ${percent(point.prediction.probabilities[point.output])}`
+  : uncertain(point.prediction));
 const isWrong = (point) => classes && point.target !== undefined && point.target !== point.output;
 const inWords = (i) => {
   const point = data.points[i];
   const truth = point.target === undefined ? "" : ` truth ${nameOf(point.target)}`;
-  return `${inputName(i)} ${predicted(point)} ${certainty(point)}${truth}${isWrong(point) ? " wrong" : ""}`;
+  return `${inputName(i)} ${said(point)}${truth}${isWrong(point) ? " wrong" : ""}`;
 };
 
 function list() {
@@ -88,7 +106,7 @@ function list() {
     const image = pointPicture(i, 40);
     if (image) item.append(image);
     const words = make("span");
-    words.append(make("b", `${inputName(i)} `), `${predicted(point)}${classes ? "," : ""} ${certainty(point)}`);
+    words.append(make("b", `${inputName(i)}: `), said(point));
     if (isWrong(point)) words.append(" ", make("span", `wrong, truth ${nameOf(point.target)}`, { class: "wrong" }));
     item.append(words);
     item.addEventListener("click", () => select(i));
@@ -149,9 +167,9 @@ function prediction(point) {
     const p = point.prediction.probabilities[point.output], q = point.network.probabilities[point.output];
     words.append(make("p", `${data.names[point.output]} with probability ${percent(p)}; the network alone says ${percent(q)}.${truth}`));
   } else {
-    const { mean, deviation, epistemic, aleatoric } = point.prediction;
-    const parts = epistemic ? ` (of the model ${number(epistemic)}, of the data ${number(aleatoric)})` : "";
-    words.append(make("p", `${data.targetName} ${number(mean)} ± ${number(deviation)}${parts}.${truth}`));
+    const { epistemic, aleatoric } = point.prediction;
+    const parts = epistemic ? ` (of the model ${sizes(epistemic)}; of the data ${sizes(aleatoric)})` : "";
+    words.append(make("p", `${target}${uncertain(point.prediction)}${parts}.${truth}`));
   }
   if (data.rows) words.append(make("p", features(data.rows.points[selected]), { class: "soft" }));
   head.append(words);
@@ -178,9 +196,11 @@ function decomposition(point) {
   const width = Math.max(300, Math.min(640, at("decomposition").clientWidth - 34));  // letters keep their size on a phone
   const x = (value) => left + (value - low) / (high - low || 1) * (width - left - 86);
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const words = steps.map(([name, value]) => `${name} ${signed(value)}`).join(", ");
+  const spread = data.spreads.outputs[point.output];
+  const told = (name, value) => (name === "prediction" ? number(value, spread) : signed(value, name === "gap" ? 0 : spread));
+  const words = steps.map(([name, value]) => `${name} ${told(name, value)}`).join(", ");
   for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, role: "img",
-    "aria-label": `${words}; together ${number(total)}` })) svg.setAttribute(name, value);
+    "aria-label": `${words}; together ${told("prediction", total)}` })) svg.setAttribute(name, value);
   svg.style.maxWidth = `${width}px`;
   const draw = (tag, attributes, text) => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -197,7 +217,7 @@ function decomposition(point) {
     draw("rect", { x: Math.min(x(start), x(end)), y: 8 + 32 * row, height: 20, rx: 2, fill: color,
                    width: Math.max(1, Math.abs(x(end) - x(start))) });
     draw("text", { x: left - 12, y: 23 + 32 * row, "text-anchor": "end" }, name);
-    draw("text", { x: Math.max(x(start), x(end)) + 6, y: 23 + 32 * row }, name === "prediction" ? number(value) : signed(value));
+    draw("text", { x: Math.max(x(start), x(end)) + 6, y: 23 + 32 * row }, told(name, value));
     from = end;
   });
   at("decomposition").replaceChildren(make("h2", `Where ${unit(point)} comes from`), svg, make("p",
@@ -213,10 +233,10 @@ function side(name, point) {
     const image = trainingPicture(j, 48);
     if (image) item.append(image);
     const words = make("div");
-    words.append(make("b", `${trainingName(j)}, ${classes ? "class" : data.targetName} ${targetOf(j)}`));
+    words.append(make("b", `${trainingName(j)}, ${classes ? "class " : target}${targetOf(j)}`));
     words.append(make("div", `removing it ${effect < 0 ? "lowers" : "raises"} ${unit(point)} by ${number(Math.abs(effect))}; contribution ${signed(share)}`));
     if (data.rows && data.rows.training) {
-      words.append(make("div", `alike in ${features(data.rows.training[j], data.rows.points[selected])}`, { class: "soft" }));
+      words.append(make("div", alike(data.rows.training[j], data.rows.points[selected]), { class: "soft" }));
     }
     if (data.training.leverage[j] > data.flag) {
       words.append(make("div", `leverage ${number(data.training.leverage[j])}: ${
@@ -265,11 +285,12 @@ function whatIf() {
       make("p", `Without these ${count}: the network says ${data.names[output]} with ${percent(now.probabilities[output])} instead of ${percent(point.network.probabilities[output])}. ${turn}`),
       bars(now.probabilities, point.network.probabilities));
   } else {
-    answer.replaceChildren(make("p", `Without these ${count}: ${data.targetName} ${number(now.mean)} instead of ${number(point.network.mean)}.`));
+    const change = (value, i) => `${response(value, i)} instead of ${response(point.network.mean[i], i)}`;
+    answer.replaceChildren(make("p", `Without these ${count}: ${target}${responses(now.mean, change)}.`));
   }
   if (now.moving !== undefined) {
     const { probabilities, mean, away, unfinished } = now.moving;
-    const said = classes ? `${data.names[point.output]} with ${percent(probabilities[point.output])}` : `${data.targetName} ${number(mean)}`;
+    const said = classes ? `${data.names[point.output]} with ${percent(probabilities[point.output])}` : `${target}${means(mean)}`;
     const notes = (away ? " If they are put back, it does not come back." : "") + (unfinished ? " It is not at an optimum." : "");
     answer.append(make("p", `The network itself, at its own optimum without them, says ${said}.${notes}`));
   }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.progress import track
-from ntk_laplace.tools.explorer.display import rounded
+from ntk_laplace.tools.explorer.display import rounded, rounded_each, spread_of
 from ntk_laplace.tools.explorer.sprites import images_of, sheet
 
 _AT_ONCE = 32 * 2**20  # entries of an (n, N, C) array; bounds the inputs explained at a time
@@ -80,16 +80,16 @@ def gather(
     n = num_examples(x)
     training = None if training is None else as_tensors(training)
     _check(posterior, n, training, naming)
-    truths = None if targets is None else _truths(posterior, targets, n)
+    truths, spreads = None if targets is None else _truths(posterior, targets, n), _Spreads.of(posterior)
     kept = posterior.fitted.structure.spec.keeps_jacobian
     find = _from_rows if kept else _from_data
     points, guarantees = find(posterior, x, k, output, progress)
     left_out = leave_one_out(posterior.fitted)
     if candidates:
-        guarantees = [*guarantees, *_reranked(posterior, x, points, candidates, output)]
+        guarantees = [*guarantees, *_reranked(posterior, x, points, candidates, output, spreads)]
     if truths is not None:
         for point, truth in zip(points, truths, strict=True):
-            point |= {} if truth is None else {"target": rounded(truth)}
+            point |= {} if truth is None else {"target": rounded_each(truth, spreads.responses)}
     shown = sorted({j for point in points for part in ("for", "against", "reranked") for j, *_ in point.get(part, ())})
     return {
         "kind": _kind(posterior),
@@ -104,7 +104,8 @@ def gather(
         "leaveOneOut": str(left_out.reliability),
         "approximate": not posterior.fitted.exact and not kept,
         "points": points,
-        "training": _training_set(posterior, left_out),
+        "spreads": asdict(spreads),
+        "training": _training_set(posterior, left_out, spreads),
         "pictures": _pictures(x, training, shown, naming),
         "rows": _rows(x, training, shown, naming, posterior.num_examples),
     }
@@ -176,6 +177,37 @@ def _summary(posterior: Posterior) -> str:
             "likelihood")
 
 
+# --- digits
+
+
+@dataclass(frozen=True)
+class _Spreads:
+    """Ranges in the training data, which decide the digits of numbers beside each other; empty for classes.
+
+    Attributes
+    ----------
+    outputs : list of float
+        Of each output.
+    responses : list of float
+        Of each target.
+    """
+
+    outputs: list[float]
+    responses: list[float]
+
+    @classmethod
+    def of(cls, posterior: Posterior) -> _Spreads:
+        """Those of a posterior."""
+        if _kind(posterior) != "values":
+            return cls([], [])
+        return cls(*([spread_of(column) for column in rows.reshape(len(rows), -1).T.tolist()]
+                     for rows in (posterior.f.detach(), posterior.targets)))
+
+    def output(self, number: int) -> float:
+        """That of one output."""
+        return self.outputs[number] if self.outputs else 0.0
+
+
 # --- predictions
 
 
@@ -210,13 +242,15 @@ def _from_rows(
         share = found.share * asked.sign.to(found.share)[:, None]
         own = asked.records(posterior, here)
         for i, record in enumerate(own):
-            record |= {"plus": rounded(share[i].clamp_min(0).sum()), "minus": rounded(share[i].clamp_max(0).sum())}
+            spread = asked.spreads.output(int(found.output[i]))
+            record |= {"plus": rounded(share[i].clamp_min(0).sum(), spread),
+                       "minus": rounded(share[i].clamp_max(0).sum(), spread)}
             for side in _OTHER_SIDE:
                 record[side] = [[j, rounded(effect), rounded(share[i, j])] for j, effect in asked.sides[i][side]]
         for name, group in asked.groups().items():
             after = found.f + removal.effects(rows, group)
             for i, record in enumerate(own):
-                record["without"][name] = _without(posterior, after[i], asked.sign[i])
+                record["without"][name] = _without(posterior, after[i], asked.sign[i], asked.spreads)
         records += own
     return records, [*found.guarantees, _joint(posterior)]
 
@@ -241,18 +275,21 @@ def _from_data(
         place = {int(j): slot for slot, j in enumerate(members)}
         left = {name: removal.effects(few, group[here]) for name, group in groups.items()}
         for i, record in enumerate(records[here]):
-            record["total"] = rounded(found.total[start + i, found.output[start + i]] * signs[i])
+            output = int(found.output[start + i])
+            record["total"] = rounded(found.total[start + i, output] * signs[i], asked.spreads.output(output))
             for side, own in asked.sides[start + i].items():
                 record[side] = [[j, rounded(effect), rounded(share[i, place[j]])] for j, effect in own]
             for name, (change, leverage, trusted) in left.items():
-                record["without"][name] = _without(posterior, found.f[start + i] + change[i], signs[i])
+                record["without"][name] = _without(posterior, found.f[start + i] + change[i], signs[i],
+                                                          asked.spreads)
                 if not trusted[i]:
                     record["without"][name]["held"] = rounded(float(leverage[i]))
     return records, [*found.guarantees, _joint(posterior)]
 
 
 def _reranked(
-    posterior: Posterior, x: Inputs, points: list[dict[str, Any]], candidates: int, output: int | None
+    posterior: Posterior, x: Inputs, points: list[dict[str, Any]], candidates: int, output: int | None,
+    spreads: _Spreads,
 ) -> tuple[str, ...]:
     """Add the effects of the candidates and of the groups on the network itself to each input's record."""
     members = [tuple(j for side in of for j, *_ in point[side]) for point in points for of in _GROUPS.values()]
@@ -270,7 +307,7 @@ def _reranked(
         for name in _GROUPS:
             slot = place.get(next(own))
             if slot is not None:
-                said = _without(posterior, found.group_outputs[i, slot], sign[i])
+                said = _without(posterior, found.group_outputs[i, slot], sign[i], spreads)
                 point["without"][name]["moving"] = said | {"away": not bool(found.group_comes_back[slot]),
                                                            "unfinished": not bool(found.group_converged[slot])}
     return found.guarantees
@@ -287,11 +324,13 @@ class _Asked:
         -1 where a binary logit is negative: the effects are then those on the negative logit.
     sides : list of dict
         For each input, by side, pairs (training point, effect), the strongest first.
+    spreads : _Spreads
     """
 
     found: Explanation | Ranking
     sign: Tensor
     sides: list[dict[str, list[tuple[int, float]]]]
+    spreads: _Spreads
 
     @classmethod
     def of(cls, posterior: Posterior, found: Explanation | Ranking) -> _Asked:
@@ -306,7 +345,7 @@ class _Asked:
                 effects = [(entry.training_index, turn * entry.removal_effect) for entry in entries]
                 own[side] = [(j, e) for j, e in effects if (e < 0 if side == "for" else e > 0)]
             sides.append(own)
-        return cls(found, sign, sides)
+        return cls(found, sign, sides, _Spreads.of(posterior))
 
     def groups(self) -> dict[str, list[Tensor]]:
         """Training points that are removed together, for each input."""
@@ -323,19 +362,21 @@ class _Asked:
             output = int(found.output[i])
             records.append({
                 "output": output if kind != "binary" else int(found.f[i, 0] >= 0),
-                "f": rounded(found.f[i] * sign), "offset": rounded(found.offset[i, output] * sign),
-                "gap": rounded(found.gap[i, output] * sign), "prediction": _said(posterior, glm, i),
-                "network": _said(posterior, plain, i), "without": {},
+                "f": rounded_each(found.f[i] * sign, self.spreads.outputs),
+                "offset": rounded(found.offset[i, output] * sign, self.spreads.output(output)),
+                "gap": rounded(found.gap[i, output] * sign), "prediction": _said(posterior, glm, i, self.spreads),
+                "network": _said(posterior, plain, i, self.spreads), "without": {},
             })
         return records
 
 
-def _said(posterior: Posterior, prediction: Any, i: int) -> dict[str, Any]:
+def _said(posterior: Posterior, prediction: Any, i: int, spreads: _Spreads) -> dict[str, Any]:
     """Class probabilities, or mean and standard deviations."""
     kind = _kind(posterior)
     if kind != "values":
-        return _answer(kind, prediction.probs[i])
-    said = _answer(kind, prediction.mean[i]) | {"deviation": rounded(prediction.variance[i].sqrt().reshape(-1))}
+        return _answer(kind, prediction.probs[i], spreads)
+    said = _answer(kind, prediction.mean[i], spreads)
+    said["deviation"] = rounded(prediction.variance[i].sqrt().reshape(-1))
     for name in ("epistemic", "aleatoric"):
         part = getattr(prediction, name, None)
         if part is not None:
@@ -343,37 +384,38 @@ def _said(posterior: Posterior, prediction: Any, i: int) -> dict[str, Any]:
     return said
 
 
-def _without(posterior: Posterior, f: Tensor, sign: Tensor) -> dict[str, Any]:
+def _without(posterior: Posterior, f: Tensor, sign: Tensor, spreads: _Spreads) -> dict[str, Any]:
     """The network's prediction at changed outputs f."""
     with torch.no_grad():
         mean = posterior.likelihood.for_new_points().mean(f[None])[0]
-    return {"f": rounded(f * sign)} | _answer(_kind(posterior), mean)
+    return {"f": rounded_each(f * sign, spreads.outputs)} | _answer(_kind(posterior), mean, spreads)
 
 
-def _answer(kind: str, mean: Tensor) -> dict[str, Any]:
+def _answer(kind: str, mean: Tensor, spreads: _Spreads) -> dict[str, Any]:
     """Probabilities of all classes, or the mean of each output, from the mean response to one input."""
     mean = mean.reshape(-1)
     if kind == "values":
-        return {"mean": rounded(mean)}
+        return {"mean": rounded_each(mean, spreads.responses)}
     return {"probabilities": rounded(mean if kind == "classes" else torch.cat([1 - mean, mean]))}
 
 
 # --- training points
 
 
-def _training_set(posterior: Posterior, left_out: LeaveOneOut) -> dict[str, list[Any]]:
+def _training_set(posterior: Posterior, left_out: LeaveOneOut, spreads: _Spreads) -> dict[str, list[Any]]:
     """Columns of the table."""
     binary = _kind(posterior) == "binary"
     without = (left_out.mean[:, 0] >= 0).long() if binary else (
         left_out.mean.argmax(1) if _kind(posterior) == "classes" else left_out.mean.squeeze(-1)
     )
     targets, observed = posterior.targets, posterior.likelihood.observed(posterior.targets)
-    shown = rounded(targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)
+    shown = [rounded_each(target, spreads.responses)
+             for target in (targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)]
     if observed is not None and observed.ndim == 1:  # missing labels and missing numbers are null
         shown = [target if known else None for target, known in zip(shown, observed.tolist(), strict=True)]
     return {
         "target": shown,
-        "without": rounded(without),
+        "without": [rounded_each(mean, spreads.responses) for mean in without],
         "logDensity": rounded(left_out.log_density),
         "leverage": rounded(left_out.leverage),
         "selfInfluence": rounded(left_out.self_influence),
@@ -403,10 +445,12 @@ def _rows(x: Inputs, training: Inputs | None, shown: list[int], naming: Naming, 
     names = _feature_names(naming, own.shape[1])
     if len(names) > _MOST_FEATURES:
         return None
-    found: dict[str, Any] = {"features": _texts(names), "points": rounded(own.tolist()), "training": None}
+    points, few = own.tolist(), {}
     if isinstance(known, (Tensor, np.ndarray)):
-        found["training"] = {str(j): rounded(known[j].tolist()) for j in shown}
-    return found
+        few = {str(j): known[j].tolist() for j in shown}
+    spreads = [spread_of(column) for column in zip(*points, *few.values(), strict=True)]
+    return {"features": _texts(names), "spreads": spreads, "points": [rounded_each(row, spreads) for row in points],
+            "training": {j: rounded_each(row, spreads) for j, row in few.items()} if few else None}
 
 
 def _feature_names(naming: Naming, count: int) -> Sequence[str]:

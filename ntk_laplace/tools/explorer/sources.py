@@ -10,7 +10,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import SourceEffects
-from ntk_laplace.tools.explorer.display import rounded
+from ntk_laplace.tools.explorer.display import rounded, rounded_each
 
 HTML = """
 <section class="panel" aria-labelledby="by-source"><h2 id="by-source">Sources of the training data</h2>
@@ -45,7 +45,8 @@ def with_sources(posterior: Posterior, found: SourceEffects, content: dict[str, 
         if classes:
             own |= {"p": rounded(means[i, :, point["output"]]), "best": means[i].argmax(1).tolist()}
         else:
-            own["mean"] = rounded(means[i])
+            spreads = content["spreads"]["responses"]
+            own["mean"] = [rounded_each(mean, spreads) for mean in means[i]]
         if found.log_prob_change is not None:
             own["truth"] = rounded(found.log_prob_change[i])
         points.append(point | {"sources": own})
