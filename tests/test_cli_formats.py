@@ -484,7 +484,7 @@ def test_fit_of_several_targets(folder: Path, capsys: pytest.CaptureFixture) -> 
         assert float(row.split()[-1]) == pytest.approx(inside, abs=1e-4)
     assert "with intervals of 50%" in out
     assert re.search(rf"^ +{found['row'][0]} +{found['mean_sell'][0]:.4g} ", out, re.MULTILINE)
-    assert page["names"] == ["sell", "buy"] and page["targetName"] == "sell, buy (standardized)"
+    assert page["names"] == ["sell", "buy"] and page["targetName"] == "sell, buy"
     np.testing.assert_allclose(page["rows"]["points"], x, rtol=1e-3)
     rest = frame.drop(index=found["row"]).reset_index(drop=True)
     for index, row in page["rows"]["training"].items():

@@ -255,10 +255,11 @@ def _telling_gap(found: R) -> R:
     gap, explained = (float(part.abs().max()) for part in (found.gap, found.f - found.offset))
     if gap <= _GAP * explained:
         return found
-    words = (f"the gap is up to {gap:.2g}, where predictions differ from their offsets by up to {explained:.2g}: "
-             "training has left a gradient, and the contributions are not those of an optimum, as they are after "
-             'refit(), or refit(linearization="moving") of an approximation; removal effects keep that gradient, and '
-             "do not contain it")
+    share = f"{gap / explained:.0%} of" if explained else "more than"
+    words = (f"the gap is up to {share} the largest difference of a prediction from its offset: training has left a "
+             "gradient, and the contributions are not those of an optimum, as they are after refit(), or after "
+             'refit(linearization="moving") of an approximation; removal effects keep that gradient, and do not '
+             "contain it")
     return replace(found, guarantees=(*found.guarantees, words))
 
 

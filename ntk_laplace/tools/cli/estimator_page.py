@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import ntk_laplace as ntkl
@@ -15,7 +16,7 @@ from ntk_laplace.model.likelihoods import MISSING_LABEL
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.estimator_file import Estimator, NewExamples
 from ntk_laplace.tools.estimators.units import in_units
-from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
+from ntk_laplace.tools.explorer import ExplorerPage, Naming, content_in_units, explore
 
 
 def estimator_page(
@@ -38,18 +39,30 @@ def estimator_page(
     """
     model, targets, x = estimator.model, estimator.targets, new.x
     classes = [str(name) for name in getattr(model, "classes_", ())]
-    target = ", ".join(targets) + ("" if classes else " (standardized)")
+    target = ", ".join(targets)
     names = classes or (list(targets) if len(targets) > 1 else None)
     truths = _truths(model, new)
     values = None if estimator.shape is not None else (estimator.shown(x), estimator.shown(estimator.inputs))
     naming = Naming(names, None, _picture(shape or estimator.shape), target, new.names, estimator.names, values)
-    if sources is not None and not classes:  # the page has standardized targets
-        zero, one = (model.network_targets(np.full((1, len(targets)), end))[0] for end in (0.0, 1.0))
-        sources = in_units(sources, one - zero, zero)
+    units = None if isinstance(model, ntkl.LaplaceClassifier) else _units(model)
+    if sources is not None and units is not None:  # the page has standardized targets at first, as the posterior has
+        sources = in_units(sources, 1 / units[0], -units[1] / units[0])
     page = explore(model.posterior_, model.network_inputs(x), estimator.data[0], truths, naming=naming,
                    sources=sources, **options)
-    # that which the other commands print, of targets in their own units
-    return replace(page, content=page.content | {"evidence": model.log_marginal_likelihood_value_})
+    content = page.content
+    if units is not None:
+        scale, mean, known = (part.tolist() for part in (*units, model.y_train_))
+        content = content_in_units(content, scale, mean, known, None if new.y is None else new.y.tolist())
+    return replace(page, content=content | {"evidence": model.log_marginal_likelihood_value_})
+
+
+def _units(model: ntkl.LaplaceRegressor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Scale and mean of each target, of which the posterior has ``(target - mean) / scale``."""
+    standardized = model.network_targets(model.y_train_).numpy()
+    own = np.reshape(model.y_train_, standardized.shape).astype(np.float64)
+    spread = np.ptp(standardized, 0)
+    scale = np.where(spread > 0, np.ptp(own, 0), 1.0) / np.where(spread > 0, spread, 1.0)
+    return scale, own[0] - scale * standardized[0]
 
 
 def _truths(model: Model, new: NewExamples) -> Tensor | None:

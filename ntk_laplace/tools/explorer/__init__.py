@@ -2,5 +2,6 @@
 
 from ntk_laplace.tools.explorer.gather import Naming
 from ntk_laplace.tools.explorer.page import ExplorerPage, explore
+from ntk_laplace.tools.explorer.units import content_in_units
 
-__all__ = ["ExplorerPage", "Naming", "explore"]
+__all__ = ["ExplorerPage", "Naming", "content_in_units", "explore"]

@@ -189,15 +189,17 @@ function decomposition(point) {
   const middle = whole ? [["all points", point.total]] : [["points for", point.plus], ["points against", point.minus]];
   const steps = [["offset", point.offset], ...middle, ["gap", point.gap]];
   const height = 10 + 32 * (steps.length + 1);
+  const origin = data.origins ? data.origins[point.output] : 0;  // where bars begin
   let sum = 0;
-  const ends = [0];
+  const ends = [origin];
   for (const [, value] of steps) { sum += value; ends.push(sum); }
-  const low = Math.min(0, ...ends), high = Math.max(0, ...ends), left = 116;
+  const low = Math.min(...ends), high = Math.max(...ends), left = 116;
   const width = Math.max(300, Math.min(640, at("decomposition").clientWidth - 34));  // letters keep their size on a phone
   const x = (value) => left + (value - low) / (high - low || 1) * (width - left - 86);
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   const spread = data.spreads.outputs[point.output];
-  const told = (name, value) => (name === "prediction" ? number(value, spread) : signed(value, name === "gap" ? 0 : spread));
+  const told = (name, value) => (name === "prediction" || (name === "offset" && data.origins) ? number(value, spread)
+    : signed(value, name === "gap" ? 0 : spread));
   const words = steps.map(([name, value]) => `${name} ${told(name, value)}`).join(", ");
   for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, role: "img",
     "aria-label": `${words}; together ${told("prediction", total)}` })) svg.setAttribute(name, value);
@@ -208,22 +210,21 @@ function decomposition(point) {
     if (text !== undefined) element.textContent = text;
     svg.append(element);
   };
-  draw("line", { x1: x(0), x2: x(0), y1: 4, y2: height - 4, stroke: "var(--neutral)" });
-  let from = 0;
+  draw("line", { x1: x(origin), x2: x(origin), y1: 4, y2: height - 4, stroke: "var(--neutral)" });
   [...steps, ["prediction", total]].forEach(([name, value], row) => {
-    const start = name === "prediction" ? 0 : from, end = name === "prediction" ? total : from + value;
+    const [start, end] = name === "prediction" ? [origin, total] : ends.slice(row);
     const color = name === "prediction" ? "var(--accent)" : name === "points for" || (name === "all points" && value > 0)
       ? "var(--for)" : name === "points against" || name === "all points" ? "var(--against)" : "var(--neutral)";
     draw("rect", { x: Math.min(x(start), x(end)), y: 8 + 32 * row, height: 20, rx: 2, fill: color,
                    width: Math.max(1, Math.abs(x(end) - x(start))) });
     draw("text", { x: left - 12, y: 23 + 32 * row, "text-anchor": "end" }, name);
     draw("text", { x: Math.max(x(start), x(end)) + 6, y: 23 + 32 * row }, told(name, value));
-    from = end;
   });
   at("decomposition").replaceChildren(make("h2", `Where ${unit(point)} comes from`), svg, make("p",
     "Offset: what the linearized network says at the prior mean. " + (whole ? "All points: the sum of all training points' " +
     "contributions. " : "Points for and against: the sums of all training points' contributions. ") +
-    "Gap: how far the weights are from an optimum.", { class: "soft" }));
+    "Gap: how far the weights are from an optimum." + (data.origins ? ` The line is at ${number(origin, spread)}, the mean of the targets.` : ""),
+    { class: "soft" }));
 }
 
 function side(name, point) {
