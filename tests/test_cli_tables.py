@@ -21,7 +21,7 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.tools import cli
-from ntk_laplace.tools.cli.described import describe
+from ntk_laplace.tools.cli.described import describe, tell_first
 from ntk_laplace.tools.cli.examples import read_examples, table_labels
 from ntk_laplace.tools.cli.predictions import score_table
 from ntk_laplace.tools.cli.tables import read_table, target_classes
@@ -609,6 +609,16 @@ def test_remedies_for_labels_name_the_command_that_has_the_option(value: float, 
     """`predict` reads labels too, and has no --task."""
     with pytest.raises(ntkl.DataError, match=re.escape(f"{value:g} in row 1. {remedy}")):
         table_labels(pandas.Series([1.0, value, 2.0], name="kind"), Path("new.csv"))
+
+
+def test_predictions_that_are_close_to_each_other_differ_in_print(capsys: pytest.CaptureFixture) -> None:
+    close = pandas.DataFrame({"row": [3, 4], "mean": [100000.125, 100000.25], "upper": 100000.5, "target": [1e5, None]})
+    tell_first(close.assign(lower=99999.5), 0.9)
+    tell_first(pandas.DataFrame({"predicted": ["oak", "elm"], "target": ["oak", None]}), 0.9)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[3] == ["3", "100000.125", "100000.5", "100000", "99999.5"]
+    assert lines[4] == ["4", "100000.25", "100000.5", "99999.5"]
+    assert lines[-1] == ["elm"]
 
 
 def test_scores_in_any_unit() -> None:

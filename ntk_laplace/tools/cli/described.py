@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -11,12 +12,14 @@ import numpy as np
 import pandas
 import torch
 from numpy.typing import NDArray
+from pandas.api.types import is_float_dtype
 from torch import distributions
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.errors import untold
 from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table
+from ntk_laplace.tools.explorer import rounded, spread_of
 
 _POSTERIOR = "posterior"
 _SHOWN = 5  # predictions that are printed
@@ -121,7 +124,16 @@ def tell_first(predictions: pandas.DataFrame, level: float) -> None:
     told = [f", with {what} of {100 * level:g}%" for part, what in kinds.items()
             if any(name.partition("_")[0] == part for name in shown)]
     print(f"\nThe first of them{''.join(told)}")
-    print(predictions[shown].head(_SHOWN).to_string(index=False, float_format="{:.4g}".format))
+    first = predictions[shown].head(_SHOWN)
+    real = {name: name.partition("_")[2] for name, column in first.items() if is_float_dtype(column.dtype)}
+    spreads = {target: spread_of([value for name in real if real[name] == target for value in first[name]])
+               for target in real.values()}  # of all columns of a target, which people compare
+    formats = {name: partial(_in_digits, spread=spreads[target]) for name, target in real.items()}
+    print(first.fillna(np.nan).to_string(index=False, formatters=formats, na_rep=""))
+
+
+def _in_digits(value: float, spread: float) -> str:
+    return f"{rounded(float(value), spread):.15g}"
 
 
 def _columns(values: NDArray[Any]) -> NDArray[Any]:
