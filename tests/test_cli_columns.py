@@ -89,6 +89,8 @@ def test_later_tables_have_the_columns_as_they_are(frame: pandas.DataFrame, caps
     assert np.allclose(few["mean"], again["mean"][[3, 6]], rtol=1e-9)
     predict(frame.assign(kind="fir"), "expected categories of the training data ('ash', 'elm', 'oak') in column 'kind' "
             "of new.csv; got 'fir' in row 0, counted from 0 below the names. Correct the name, or")
+    predict(frame.assign(kind="oak "), "got 'oak ' in row 0, counted from 0 below the names. It differs from 'oak' in "
+            "blanks alone. Correct the name, or")
     predict(frame.assign(height=np.nan), "column 'height' of new.csv; got none in row 0, counted from 0 below the "
             "names. Fill it in, or remove the row. No row of the training data lacks it.")
     predict(frame.drop(columns="kind"), "the 4 input columns of the training data in new.csv; got no 'kind'")
@@ -156,6 +158,13 @@ REFUSED = {
     "one each": ({"kind": [f"tree {row}" for row in range(20)]}, {}, "expected at most 100 categories in column 'kind' "
                  "of t.csv, of two rows each in the mean; got 20 in 20 rows, such as 'tree 0'. Leave the column out, "
                  "--drop kind, join names, or make dates and amounts numbers."),
+    "blanks": ({"kind": ["oak", "ash", " oak", "elm"] * 5}, {}, "expected names that differ in more than blanks in "
+               f"column 'kind' of t.csv; got ' oak' in row 2, {ROWS}, beside 'oak'. Remove the blanks, in pandas by "
+               "frame['kind'] = frame['kind'].str.strip()."),
+    "blanks of all": ({"kind": ["oak\t", "ash", "\xa0oak", "elm"] * 5}, {}, rf"got 'oak\t' in row 0, {ROWS}, beside "
+                      r"'\xa0oak'."),
+    "blanks alone": ({"kind": ["oak", "  "] * 10}, {}, f"got '  ' in row 1, {ROWS}. Remove the blanks, in pandas by "
+                     "frame['kind'] = frame['kind'].str.strip(), and name what is left empty, or fill it in."),
     "dates": ({"kind": pandas.date_range("2026-01-01", periods=20)}, {},
               "expected names or numbers in column 'kind' of t.csv; got a date or a time in row 0"),
     "lists": ({"kind": [["oak"]] * 20}, {}, "got a value of type list in row 0"),

@@ -315,6 +315,8 @@ VALUES = {
     "amounts as text": ([f"{max(row, 9)}.50 €" for row in range(20)], None, "in 'price' of t.csv; got 11 in 20 rows, "
                         "such as '10.50 €'."),
     "numbers": (np.arange(20), "classes", "in 'price' of t.csv; got 20 in 20 rows, such as 0."),
+    "blanks": (["x", "y", "y "] * 6 + ["x", "x"], None, "names that differ in more than blanks in column 'price' of "
+               "t.csv; got 'y ' in row 2, counted from 0 below the names, beside 'y'. Remove the blanks, in pandas by"),
     "one name": (["x"] * 20, None, "expected at least two classes in 'price' of t.csv; got 'x' in each of 20 rows. Add "
                  "rows of another class, or name another target."),
     "one number": ([3] * 20, None, "at least two classes in 'price' of t.csv; got 3 in each of 20 rows."),

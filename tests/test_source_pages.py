@@ -106,6 +106,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     frame.head(4).drop(columns="annotator").to_csv("new.csv", index=False)
     frame.head(4).to_csv("also.csv", index=False)
     frame.assign(annotator=frame["annotator"].where(frame.index != 3)).to_csv("gap.csv", index=False)
+    frame.assign(annotator=frame["annotator"] + np.where(frame.index == 3, " ", "")).to_csv("blank.csv", index=False)
     np.savez("train.npz", X=x, y=price, annotator=who)
     np.savez("new.npz", X=x[:4], y=price[:4])
     number = torch.arange(30) % 3
@@ -175,6 +176,7 @@ def test_a_wrong_group_is_one_line(folder: Path, capsys: pytest.CaptureFixture) 
     for data, inputs, group, words in (
         ("train.csv", "new.csv", "who", "expected --group COLUMN, one of 'height', 'annotator', 'width' in train.csv"),
         ("train.csv", "new.csv", "price", "got --group price. Name the column of the sources, which is no target."),
+        ("blank.csv", "new.csv", "annotator", "names that differ in more than blanks in column 'annotator' of"),
         ("gap.csv", "new.csv", "annotator", "expected a value in each row of column 'annotator' of gap.csv; got"),
         ("train.npz", "new.npz", "who", "expected arrays who in train.npz; got 'X', 'y', 'annotator', and no who"),
         ("train.npz", "new.npz", "X", "expected X to be an array of names or whole numbers, one per example"),

@@ -13,7 +13,14 @@ from pandas.api.types import is_numeric_dtype
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few
-from ntk_laplace.tools.cli.tables import numbers, require_64_bits, require_names, require_present, row_words
+from ntk_laplace.tools.cli.tables import (
+    numbers,
+    require_64_bits,
+    require_distinct,
+    require_names,
+    require_present,
+    row_words,
+)
 
 _MOST = 100  # categories of one column
 
@@ -134,8 +141,10 @@ class InputColumns:
         number = np.where(column.notna(), pandas.Index(known).get_indexer(texts), len(known))
         if (number < 0).any():
             row = int(np.argmax(number < 0))
+            twin = {text.strip(): text for text in known}.get(texts.iloc[row].strip())
+            remedy = "" if twin is None else f"It differs from {twin!r} in blanks alone. "
             raise DataError(f"categories of the training data ({first_few(known)}) in column {column.name!r} of {path}",
-                            f"{texts.iloc[row]!r}{row_words(row)}", "Correct the name, or remove the row.")
+                            f"{texts.iloc[row]!r}{row_words(row)}", f"{remedy}Correct the name, or remove the row.")
         return number[:, None] == np.arange(len(known))
 
     def __str__(self) -> str:
@@ -172,7 +181,9 @@ def _texts(column: pandas.Series) -> pandas.Series:
 def _categories(column: pandas.Series, path: Path) -> list[str]:
     """The sorted names in a column."""
     require_names(column, path, f"Leave it out, --drop {shlex.quote(str(column.name))}.")
-    found = sorted(_texts(column.dropna()).unique())
+    texts = _texts(column)
+    require_distinct(texts.where(column.notna()), path)
+    found = sorted(texts[column.notna()].unique())
     if len(found) > min(_MOST, max(2, len(column) // 2)):
         raise DataError(f"at most {_MOST} categories in column {column.name!r} of {path}, of two rows each in the mean",
                         f"{len(found):,} in {len(column):,} rows, such as {found[0]!r}",

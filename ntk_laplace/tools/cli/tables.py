@@ -319,6 +319,8 @@ def target_classes(
     require_present(column, path)
     require_names(column, path)
     texts = column.astype(str)
+    if known is None:
+        require_distinct(texts, path)
     names = sorted(texts.unique()) if known is None else list(known)
     number = {name: index for index, name in enumerate(names)}
     other = ~texts.isin(names)
@@ -343,6 +345,28 @@ def require_names(
             return
         row, kind = wrong[0], f"a value of type {type(column.iloc[wrong[0]]).__name__}"
     raise DataError(f"names or numbers in column {column.name!r} of {path}", f"{kind}{row_words(row)}", remedy)
+
+
+def require_distinct(texts: pandas.Series, path: Path) -> None:
+    """Refuse names that differ from others in blanks around them alone, and names of blanks alone; some may be missing.
+
+    Raises
+    ------
+    DataError
+        Names the column, the row and both names.
+    """
+    texts = texts.reset_index(drop=True).dropna()
+    bare = texts.map(str.strip)
+    odd = (texts != bare) & (bare.isin(texts) | (bare == "") | (texts.groupby(bare).transform("nunique") > 1))
+    if not odd.any():
+        return
+    row, name = int(odd.idxmax()), str(texts.name)
+    own = texts[row]
+    twins = [text for text in texts.unique() if text != own and text.strip() == own.strip()]
+    got = f"{own!r}{row_words(row)}" + (f", beside {twins[0]!r}" if own.strip() else "")
+    raise DataError(f"names that differ in more than blanks in column {name!r} of {path}", got,
+                    f"Remove the blanks, in pandas by frame[{name!r}] = frame[{name!r}].str.strip()"
+                    + ("." if own.strip() else ", and name what is left empty, or fill it in."))
 
 
 def without_dropped(
@@ -386,6 +410,7 @@ def without_sources(
         raise DataError(f"--group COLUMN, one of {first_few(others)} in {path}", f"--group {name}",
                         "Name the column of the sources, which is no target.")
     require_present(frame[name], path)
+    require_distinct(frame[name].astype(str), path)
     return frame.drop(columns=name), frame[name].tolist()
 
 
