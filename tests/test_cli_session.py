@@ -426,7 +426,12 @@ FILE = ["predict", "model.joblib", "--inputs", "new.csv"]
         (["evidence", "model.joblib", "--precision", "2"], "expected a Python file for --precision"),
         (["plan", "model.joblib"], "expected FILE.py[:FACTORY] for plan; got model.joblib. Pass the network's Python"),
         (["predict", "model.py", "--inputs", "new.csv"], "the following arguments are required: --checkpoint, --data, "
-         "--likelihood"),
+         "--likelihood; a model.joblib that fit wrote has these"),
+        (["predict", "new.csv"], "expected a model.joblib that fit wrote, or FILE.py[:FACTORY] with --checkpoint, "
+         "--data, --likelihood; got new.csv. Name the model first, and new.csv with --inputs."),
+        (["evidence", "new.csv"], "with --checkpoint, --data, --likelihood; got new.csv.\n"),
+        (["plan", "new.csv"], "expected FILE.py[:FACTORY] with --checkpoint, --data, --likelihood; got new.csv.\n"),
+        (["explain", "model.joblib"], "the following arguments are required: --inputs"),
         (["predict", "model.py", "--inputs", "new.csv", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood",
           "gaussian", "--network", "model.py"], "expected --network with a model.joblib alone"),
     ],

@@ -513,6 +513,7 @@ def test_what_a_target_is_taken_as(
          "column 'price' of price.csv; got "),
         (["few.csv", "--target", "price"], "expected at least 10 rows; got 9 in few.csv."),
         (["price.csv", "--target", "price", "--out", "model.py/below"], "cannot write to model.py/below"),
+        (["price.csv", "--target", "price", "--out", "/proc/x"], "cannot write to /proc/x/predictions.csv: "),
         (["predictions.csv", "--target", "price", "--out", "."], "expected another name for what is written; got "
          "predictions.csv, which is an input. It would be overwritten: choose another --out"),
         (["price.tsv", "--target", "price"], r"got price.tsv. A table can be .csv, .parquet, .feather or .arrow, with "

@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
                          help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
                          "(default: %(default)s)")
     shown = explain.add_argument_group("the page")
-    shown.add_argument("--inputs", type=Path, required=True, metavar="FILE",
+    shown.add_argument("--inputs", type=Path, metavar="FILE",
                        help="inputs to explain, in a file or folder like that of --data; targets may be absent")
     shown.add_argument("--out", type=html_file, default=Path("explanations.html"), metavar="OUT.html",
                        help="the page (default: %(default)s)")
@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
                          help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
                          "(default: the cheaper of the exact ones, gp and full)")
     told = predict.add_argument_group("the predictions")
-    told.add_argument("--inputs", type=Path, required=True, metavar="FILE",
+    told.add_argument("--inputs", type=Path, metavar="FILE",
                       help="inputs to predict, in a file or folder like that of --data; targets, which may be absent, "
                       "are scored")
     told.add_argument("--out", type=csv_file, default=Path("predictions.csv"), metavar="OUT.csv",
@@ -216,6 +216,8 @@ def _parser() -> argparse.ArgumentParser:
 def _model_fault(options: argparse.Namespace) -> str:
     """What is wrong with the options of a model; empty if nothing is."""
     fault = network_fault(options)
+    if not fault and getattr(options, "inputs", options) is None:
+        fault = "the following arguments are required: --inputs"
     return fault if fault or is_estimator(options.network[0]) else likelihood_fault(options) or _target_fault(options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,5 +131,11 @@ def require_writable(path: Path | None, options: argparse.Namespace, made: bool 
         code = errno.ENOTDIR
     elif not os.access(place, os.W_OK):
         code = errno.EACCES
+    elif place != path:
+        try:
+            with tempfile.TemporaryFile(dir=place):  # some systems of files take none, whatever access says
+                pass
+        except OSError as cause:
+            code = cause.errno or errno.EACCES
     if code:
         raise OSError(code, os.strerror(code), str(path))

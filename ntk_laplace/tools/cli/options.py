@@ -92,8 +92,13 @@ def network_fault(options: argparse.Namespace) -> str:
     path = options.network[0]
     if not is_estimator(path):
         missing = [f"--{name}" for name in _NEEDED if getattr(options, name) is None]
+        if missing and path.suffix != ".py":
+            wanted = "a model.joblib that fit wrote, or " * options.estimators + "FILE.py[:FACTORY]"
+            table = f" Name the model first, and {path} with --inputs." if hasattr(options, "inputs") else ""
+            return f"expected {wanted} with {', '.join(f'--{name}' for name in _NEEDED)}; got {path}.{table}"
         if missing:
-            return f"the following arguments are required: {', '.join(missing)}"
+            other = "; a model.joblib that fit wrote has these" * options.estimators
+            return f"the following arguments are required: {', '.join(missing)}{other}"
         return "expected --network with a model.joblib alone; got it with a Python file." if options.classes_of else ""
     if not options.estimators:
         return f"expected FILE.py[:FACTORY] for {options.command}; got {path}. Pass the network's Python file."
