@@ -379,7 +379,8 @@ def test_what_does_not_fit_a_model_is_one_line(models: Path, capsys: pytest.Capt
          "Give both tables the same columns; their order does not matter."),
         ("table.joblib", "more.csv", "expected the 2 input columns of the training data in more.csv; got 'count' too. "
          "Leave out what is no input: --drop count."),
-        ("table.joblib", "text.csv", "expected numbers in column 'width' of text.csv; got 'wide' in row 0"),
+        ("table.joblib", "text.csv", "expected numbers in column 'width' of text.csv; got 'wide' in row 0, "
+         "counted from 0 below the names. Replace it by a number, or remove the row."),
         ("table.joblib", "d.npz", "expected a table with the 2 input columns 'height', 'width', as the training data "
          "were; got the arrays d.npz. Save the inputs as those of the training."),
         ("table.joblib", "empty", "as the training data were; got the folder empty."),

@@ -250,7 +250,8 @@ BAD = {
                       f"bad.csv; got none {ROW.format(1)}. Fill it in, or remove the row."),
     "missing class": ("height,width,kind\n1,2,\n1,3,bee\n", f"column 'kind' of bad.csv; got none {ROW.format(0)}"),
     "text": ("height,width,kind\n1,2,ant\n?,3,bee\n", "expected numbers in column 'height' of bad.csv; got '?' "
-             f"{ROW.format(1)}. Replace them"),
+             f"{ROW.format(1)}. Replace it by a number, make columns of 0 and 1 of categories, or leave the column "
+             "out, --drop height."),
     "longer row": ("height,width,kind\n1,2,ant\n1,2,3,bee\n", "got bad.csv (Error tokenizing data."),
     "longer rows": ("height,width,kind\n1,2,3,ant\n", "got bad.csv (Length of header or names does not match"),
     "index": (",height,width,kind\n0,1,2,ant\n", "a name for each column; got none for column 1 of bad.csv. Name it."),
@@ -267,7 +268,8 @@ BAD = {
            "class, write another one."),
     "null": ("height,width,kind\nnull,2,ant\n", f"of bad.csv; got 'null', which is read as missing, {ROW.format(0)}"),
     "wide": (f"height,width,kind\n2,2,ant\n{10**39},2,bee\n", "expected numbers of at most 64 bits in column 'height' "
-             f"of bad.csv; got '{10**39}' {ROW.format(1)}. Write them with a decimal point, or drop the column."),
+             f"of bad.csv; got '{10**39}' {ROW.format(1)}. Write them with a decimal point, or leave the column out, "
+             "--drop height."),
     "wide and other": (f"height,width,kind\n{10**39},2,ant\n?,2,bee\n",
                        f"in column 'height' of bad.csv; got '?' {ROW.format(1)}"),
 }
@@ -322,7 +324,11 @@ VALUES = {
     "one number": ([3] * 20, None, "at least two classes in 'price' of t.csv; got 3 in each of 20 rows."),
     "wide numbers": ([str(10**39 + row) for row in range(20)], None, "expected numbers of at most 64 bits in column "
                      f"'price' of t.csv; got '{10**39}' in row 0, counted from 0 below the names. Write them with a "
-                     "decimal point, or drop the column. Names with digits alone are classes with --task classes."),
+                     "decimal point, or take them as names of classes, --task classes."),
+    "tiny": (np.arange(20) * 1e-200, None, "expected magnitudes from 1e-140 to 1e+140 in column 'price' of t.csv; got "
+             "1.9e-199 at most. Take another unit for it."),
+    "text": ([1, "tbd"] * 10, "regression", "numbers in column 'price' of t.csv; got 'tbd' in row 1, counted from 0 "
+             "below the names. Replace it by a number, or name another target."),
     "negative ones": ([-(10**20), *range(19)], None, f"64 bits in column 'price' of t.csv; got '-{10**20}' in row 0"),
 }
 

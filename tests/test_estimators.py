@@ -533,12 +533,13 @@ def test_constant_columns_are_zero_in_any_unit() -> None:
     x, y = sine(10)
     table = np.column_stack([np.full(10, 1e30), 1e30 * (1 + 3e-16 * (np.arange(10) % 2)), np.full(10, 7.3), x])
     weight = np.arange(10) + 0.3
-    found = Standardized.of(table, weight, True)
+    found = Standardized.of(table, weight, True, ["x"] * table.shape[1])
     scaled = found(table)
     assert (scaled[:, [0, 2]] == 0).all() and np.abs(scaled[:, 1]).max() <= 1 and found.scale[2] == 1
     assert np.average(scaled[:, 3:], axis=0, weights=weight) == pytest.approx([0, 0], abs=1e-12)
     assert np.average(scaled[:, 3:] ** 2, axis=0, weights=weight) == pytest.approx([1, 1], rel=1e-9)
-    assert Standardized.of(np.array([[-2.0], [2.0], [0.0], [0.0]]) / 2**0.5, None, True).scale[0] == pytest.approx(1)
+    unit = np.array([[-2.0], [2.0], [0.0], [0.0]]) / 2**0.5
+    assert Standardized.of(unit, None, True, ["x"]).scale[0] == pytest.approx(1)
     model = ntkl.LaplaceRegressor(**QUICK).fit(table[:, [0, 3, 4]], y)
     assert np.isfinite(model.predict(table[:, [0, 3, 4]])).all()
 
@@ -554,12 +555,16 @@ def test_units_of_any_size() -> None:
         assert np.allclose(found.predict(x * np.float32(unit)), wanted, rtol=1e-3)
         assert np.allclose(ntkl.LaplaceRegressor(**QUICK).fit(x, y * unit).predict(x) / unit, wanted, rtol=1e-6)
     for unit in (1e-200, 1e200):
-        for data in ((x.astype(np.float64) * unit, y), (x, y * unit)):
-            with refused(ntkl.DataError, r"magnitudes from 1e-140 to 1e\+140", "at most in a column", "another unit"):
+        named = pd.DataFrame(x.astype(np.float64) * unit).add_prefix("height ")
+        for where, data in {
+            "column 0 of X": (x.astype(np.float64) * unit, y), "column 'height 0' of X": (named, y), "y": (x, y * unit),
+            "column 1 of y": (x, np.column_stack([y, y * unit])),
+        }.items():
+            with refused(ntkl.DataError, rf"magnitudes from 1e-140 to 1e\+140 in {where}", "at most", "another unit"):
                 ntkl.LaplaceRegressor(**QUICK).fit(*data)
     column = np.full((200000, 2), 7.3, np.float32)
     column[:, 1] = 1e4 + np.random.default_rng(0).standard_normal(200000)
-    scaled = Standardized.of(column, None, True)
+    scaled = Standardized.of(column, None, True, ["a", "b"])
     assert scaled.mean == pytest.approx([7.3, 1e4], rel=1e-6) and scaled.scale == pytest.approx([1.0, 1.0], rel=1e-2)
 
 

@@ -111,7 +111,9 @@ class InputColumns:
             if name not in self.filled:
                 require_present(frame[name], path, " No row of the training data lacks it.")
         counted = [name for name in self.names if name not in self.categories]
-        values = numbers(frame, path, counted, missing=True) if counted else np.empty((len(frame), 0))
+        values = np.empty((len(frame), 0))
+        if counted:  # later tables need each column
+            values = numbers(frame, path, counted, True, "remove the row")
         known = {name: column[:, None] for name, column in zip(counted, values.T, strict=True)}
         parts = []
         for name in self.names:
@@ -163,7 +165,7 @@ def _has_names(column: pandas.Series, path: Path) -> bool:
     require_names(column, path, f"Make it a number or text, or leave it out, --drop {shlex.quote(name)}.")
     if isinstance(column.dtype, pandas.CategoricalDtype):
         return True
-    require_64_bits(column, path)
+    require_64_bits(column, path, f"leave the column out, --drop {shlex.quote(name)}")
     named = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
     if named[column.notna()].all():
         return True

@@ -32,6 +32,7 @@ from ntk_laplace.tools.cli.tables import (
     without_dropped,
     without_sources,
 )
+from ntk_laplace.tools.estimators.tables import require_magnitudes
 
 _FEWEST = 10  # rows
 _FEW = 10  # whole numbers that are classes
@@ -140,7 +141,11 @@ def _table(path: Path, options: argparse.Namespace) -> Examples:
     if options.task == "classes" and not classes:
         raise ntkl.DataError("one target that is a class", f"--target {' --target '.join(targets)}",
                              "Fit one of them at a time.")
-    y = table_labels(frame[targets[0]], path) if classes else numbers(frame, path, targets)
+    if classes:
+        y = table_labels(frame[targets[0]], path)
+    else:
+        y = numbers(frame, path, targets, other="name another target")
+        require_magnitudes(y, [f"column {name!r} of {path}" for name in targets])
     named = pandas.DataFrame({"row": range(len(frame))})
     return Examples(columns.rows(frame, path), y[:, 0] if y.ndim == 2 and len(targets) == 1 else y, classes, targets,
                     named, sources=sources, columns=columns)
@@ -215,7 +220,7 @@ def _classifies(column: pandas.Series, path: Path, task: str | None) -> bool:
     if task is not None:
         return task == "classes"
     if named_classes(column):
-        require_64_bits(column, path, " Names with digits alone are classes with --task classes.")
+        require_64_bits(column, path, "take them as names of classes, --task classes")
     return named_classes(column) or (is_integer_dtype(column.dtype) and column.nunique() <= _FEW)
 
 

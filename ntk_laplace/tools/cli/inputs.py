@@ -183,7 +183,7 @@ class Files:
         if self.classes is not None and len(columns) == 1:
             return inputs, torch.as_tensor(target_classes(frame[columns[0]], path, self.classes)[0])
         missing = getattr(self.likelihood, "missing", None) is not None
-        y = numbers(frame, path, columns, missing)
+        y = numbers(frame, path, columns, missing, "name another target")
         return inputs, self._targets(y, all(is_integer_dtype(frame[name].dtype) for name in columns))
 
     def _known(self, frame: pandas.DataFrame, columns: list[str]) -> Tensor | None:

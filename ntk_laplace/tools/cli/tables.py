@@ -216,7 +216,9 @@ def input_columns(
     return list(known)
 
 
-def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: bool = False) -> NDArray[np.float64]:
+def numbers(
+    frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: bool = False, other: str | None = None
+) -> NDArray[np.float64]:
     """Values of numeric columns, (rows, columns).
 
     Parameters
@@ -228,6 +230,8 @@ def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: 
         Of the columns.
     missing : bool
         Whether a value may be missing, which is then NaN.
+    other : str, optional
+        What can be done about a column beside a correction; by default, that it is left out.
 
     Raises
     ------
@@ -239,11 +243,12 @@ def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: 
         if not missing:
             require_present(column, path)
         if not is_numeric_dtype(column.dtype):
-            require_64_bits(column, path)
-            other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
-            row = int(np.argmax(other))
+            categories = "make columns of 0 and 1 of categories, " if other is None else ""
+            other = other or f"leave the column out, --drop {shlex.quote(name)}"
+            require_64_bits(column, path, other)
+            row = int(np.argmax(pandas.to_numeric(column, errors="coerce").isna() & column.notna()))
             raise DataError(f"numbers in column {name!r} of {path}", f"{str(column.iloc[row])!r}{row_words(row)}",
-                            "Replace them by numbers, with columns of 0 and 1 for categories, or drop the column.")
+                            f"Replace it by a number, {categories}or {other}.")
     found = np.column_stack([frame[name].to_numpy(np.float64, na_value=np.nan) for name in names])
     for row, index in np.argwhere(np.isinf(found))[:1]:
         got = f"{found[row, index]:g}{row_words(row)}"
@@ -279,8 +284,10 @@ def scored_classes(values: Sequence[Any], known: Sequence[Any]) -> tuple[NDArray
                    if index < 0 and not (pandas.api.types.is_scalar(value) and pandas.isna(value))]
 
 
-def require_64_bits(column: pandas.Series, path: Path, remedy: str = "") -> None:
+def require_64_bits(column: pandas.Series, path: Path, other: str) -> None:
     """Refuse whole numbers without a type of their size, which pandas keeps as text or as objects.
+
+    `other` is what can be done about them beside a correction.
 
     Raises
     ------
@@ -295,7 +302,7 @@ def require_64_bits(column: pandas.Series, path: Path, remedy: str = "") -> None
     if wide:
         raise DataError(f"numbers of at most 64 bits in column {column.name!r} of {path}",
                         f"{str(column.iloc[wide[0]])!r}{row_words(int(wide[0]))}",
-                        f"Write them with a decimal point, or drop the column.{remedy}")
+                        f"Write them with a decimal point, or {other}.")
 
 
 def target_classes(

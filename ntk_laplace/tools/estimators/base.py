@@ -90,7 +90,8 @@ class LaplaceEstimator(_Fitted):
     ) -> None:
         """Train a network, or take the given one, and keep its posterior."""
         self._require_parameters()
-        self._inputs = Standardized.of(x, weight, self._standardized)
+        columns = getattr(self, "feature_names_in_", range(x.shape[1]))
+        self._inputs = Standardized.of(x, weight, self._standardized, [f"column {name!r} of X" for name in columns])
         self._constant = np.ptp(x, axis=0) <= 4 * np.finfo(x.dtype).eps * np.abs(x).max(0)  # up to rounding
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = Settings(progress=bool(self.verbose))

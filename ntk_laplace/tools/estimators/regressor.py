@@ -143,7 +143,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         x, y, weight = self._read(X, y, sample_weight, multi_output=True, y_numeric=True)
         self._single = y.ndim == 1
         y = y.reshape(len(y), -1).astype(np.float64)
-        self._targets = Standardized.of(y, weight, self._standardized)
+        names = ["y"] if self._single else [f"column {index} of y" for index in range(y.shape[1])]
+        self._targets = Standardized.of(y, weight, self._standardized, names)
         self._size = float(len(y) if weight is None else weight.sum())
         self._fit(x, torch.as_tensor(self._targets(y)), y.shape[1], self._likelihood(y.shape[1]), weight)
         return self

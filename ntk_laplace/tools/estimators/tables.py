@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +25,15 @@ class Standardized:
     scale: Array
 
     @classmethod
-    def of(cls, table: Array, weight: Array | None, wanted: bool) -> Standardized:
-        """Those of the rows, weighted; a constant column is 0, or 1 at most if it varies by rounding. Else 0 and 1."""
+    def of(cls, table: Array, weight: Array | None, wanted: bool, names: Sequence[str]) -> Standardized:
+        """Those of the rows, weighted; a constant column is 0, or 1 at most if it varies by rounding. Else 0 and 1.
+
+        `names` says in messages what each column is.
+        """
         columns = table.shape[1]
         if not wanted:
             return cls(np.zeros(columns), np.ones(columns))
-        largest = np.abs(table).max(0).astype(np.float64)
-        outside = np.flatnonzero((largest > 1 / _SMALLEST) | ((largest > 0) & (largest < _SMALLEST)))
-        if len(outside):
-            raise DataError(f"inputs and targets with magnitudes from {_SMALLEST:g} to {1 / _SMALLEST:g}",
-                            f"{largest[outside[0]]:g} at most in a column", "Take another unit for it.")
+        require_magnitudes(table, names)
         found = StandardScaler().fit(table.astype(np.float64), sample_weight=weight)
         low, high = table.min(0).astype(np.float64), table.max(0).astype(np.float64)
         mean = np.where(low == high, low, found.mean_)  # a sum of large numbers is rounded
@@ -47,6 +47,16 @@ class Standardized:
     def undone(self, table: Array) -> Array:
         """The table in its own units."""
         return table * self.scale + self.mean
+
+
+def require_magnitudes(table: Array, names: Sequence[str]) -> None:
+    """Refuse columns (n, columns) whose squares are not finite, or are 0 (DataError); `names` says what each is."""
+    largest = np.abs(table).max(0).astype(np.float64)
+    outside = np.flatnonzero((largest > 1 / _SMALLEST) | ((largest > 0) & (largest < _SMALLEST)))
+    if len(outside):
+        first = outside[0]
+        raise DataError(f"magnitudes from {_SMALLEST:g} to {1 / _SMALLEST:g} in {names[first]}",
+                        f"{largest[first]:g} at most", "Take another unit for it.")
 
 
 def require_numbers(x: Any) -> None:
