@@ -14,7 +14,7 @@ from sklearn.impute import SimpleImputer
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.columns import InputColumns
-from ntk_laplace.tools.cli.tables import read_table
+from ntk_laplace.tools.cli.tables import as_numbers, read_table
 
 QUICK = ["--epochs", "2", "--hidden", "3"]
 TABLE = Path("t.csv")
@@ -151,13 +151,13 @@ def test_a_model_of_an_earlier_version(frame: pandas.DataFrame) -> None:
 ROWS = "counted from 0 below the names"
 REFUSED = {
     "mixed": ({"kind": ["1", "2", "?", "4"] * 5}, {}, f"expected numbers alone, or names alone, in column 'kind' of "
-              f"t.csv; got '?' in row 2, {ROWS}, beside numbers. Correct the values, or take all as names, --category "
-              "kind."),
+              f"t.csv; got '?' in row 2, {ROWS}, beside numbers. Correct the values, leave cells empty where one is "
+              "missing, for --fill-missing, or take all as names, --category kind."),
     "digits": ({"kind": pandas.Series(["1", "2"] * 10, dtype=object)}, {},
                f"in column 'kind' of t.csv; got '1' in row 0, {ROWS}, as text."),
     "one each": ({"kind": [f"tree {row}" for row in range(20)]}, {}, "expected at most 100 categories in column 'kind' "
-                 "of t.csv, of two rows each in the mean; got 20 in 20 rows, such as 'tree 0'. Leave the column out, "
-                 "--drop kind, join names, or make dates and amounts numbers."),
+                 "of t.csv, of two rows each in the mean; got 20 in 20 rows, such as 'tree 0'. Join names. Or leave "
+                 "the column out, --drop kind."),
     "blanks": ({"kind": ["oak", "ash", " oak", "elm"] * 5}, {}, "expected names that differ in more than blanks in "
                f"column 'kind' of t.csv; got ' oak' in row 2, {ROWS}, beside 'oak'. Remove the blanks, in pandas by "
                "frame['kind'] = frame['kind'].str.strip()."),
@@ -166,7 +166,8 @@ REFUSED = {
     "blanks alone": ({"kind": ["oak", "  "] * 10}, {}, f"got '  ' in row 1, {ROWS}. Remove the blanks, in pandas by "
                      "frame['kind'] = frame['kind'].str.strip(), and name what is left empty, or fill it in."),
     "dates": ({"kind": pandas.date_range("2026-01-01", periods=20)}, {},
-              "expected names or numbers in column 'kind' of t.csv; got a date or a time in row 0"),
+              "expected names or numbers in column 'kind' of t.csv; got a date or a time in row 0, counted from 0 "
+              "below the names. Make days of the dates, in pandas by frame['kind'] = (pandas.to_datetime("),
     "lists": ({"kind": [["oak"]] * 20}, {}, "got a value of type list in row 0"),
     "missing": ({"kind": [None, "oak"] * 10}, {}, f"got none in row 0, {ROWS}. Fill it in, or remove the row. Or let "
                 "--fill-missing do so."),
@@ -187,6 +188,22 @@ def test_what_is_wrong_with_a_column(name: str, frame: pandas.DataFrame) -> None
     with pytest.raises(DataError) as error:
         InputColumns.of(table, TABLE, list(table), **options)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("$1,234.50", 1234.5), ("-3 %", -3), ("1 234 EUR", 1234), ("1.234,50 €", 1234.5), ("12,5", 12.5), ("£7", 7),
+    ("2024-01-31", 8796), ("31.01.2024", 8796), ("01/31/2024", 8796), ("2024-01-31 10:00", 8796),
+    ("u-00017", None), ("A12", None),
+])
+def test_lines_that_make_numbers_of_dates_and_amounts(text: str, number: float | None) -> None:
+    """They are run as they are printed."""
+    frame = pandas.DataFrame({"kind": [text, None, text]})
+    line = as_numbers(frame["kind"])
+    assert (line == "") == (number is None)
+    if number is not None:
+        exec(line.partition("in pandas by ")[2].removesuffix("."), {"pandas": pandas, "frame": frame})
+        assert frame["kind"].tolist()[::2] == [number, number] and frame["kind"].isna()[1]
+    assert as_numbers(pandas.Series([text, "other"], name="kind")) == ""
 
 
 @pytest.mark.parametrize("values", [pandas.Categorical([1, 2] * 10), pandas.Series(["1", "2"] * 10, dtype=object)])

@@ -254,7 +254,10 @@ BAD = {
              "out, --drop height."),
     "longer row": ("height,width,kind\n1,2,ant\n1,2,3,bee\n", "got bad.csv (Error tokenizing data."),
     "longer rows": ("height,width,kind\n1,2,3,ant\n", "got bad.csv (Length of header or names does not match"),
-    "index": (",height,width,kind\n0,1,2,ant\n", "a name for each column; got none for column 1 of bad.csv. Name it."),
+    "index": (",height,width,kind\n0,1,2,ant\n", "a name for each column; got none for column 1 of bad.csv. Name it. "
+              "If it is pandas's own row numbers, take it out in Python: pandas.read_csv('bad.csv', index_col=0)."
+              "to_csv('bad_named.csv', index=False)."),
+    "trailing comma": ("height,width,kind,\n1,2,ant,\n", "none for column 4 of bad.csv. Name it, or take it out."),
     "twice": ("height,kind,height\n1,ant,2\n", "columns with different names; got 'height' twice in bad.csv."),
     "infinite": ("height,width,kind\n1,2,ant\ninf,2,bee\n",
                  f"expected finite numbers in column 'height' of bad.csv; got inf {ROW.format(1)}"),
@@ -312,10 +315,12 @@ VALUES = {
               "the names. Make it text or a number, or name another target."),
     "durations": (pandas.to_timedelta(np.arange(20), unit="D"), "classes", "got a date or a time in row 0"),
     "dates as text": ([f"2024-01-{day:02}" for day in range(1, 21)], None, "expected classes of two rows each in "
-                      "the mean in 'price' of t.csv; got 20 in 20 rows, such as '2024-01-01'. Numbers are no classes "
-                      "with --task regression; make dates and amounts numbers, or name another target."),
+                      "the mean in 'price' of t.csv; got 20 in 20 rows, such as '2024-01-01'. Make days of the dates, "
+                      "in pandas by frame['price'] = (pandas.to_datetime(frame['price']) - pandas.Timestamp("
+                      "'2000-01-01')).dt.days. Or name another target."),
     "amounts as text": ([f"{max(row, 9)}.50 €" for row in range(20)], None, "in 'price' of t.csv; got 11 in 20 rows, "
-                        "such as '10.50 €'."),
+                        "such as '10.50 €'. Make numbers of the amounts, in pandas by frame['price'] = frame['price']"
+                        ".str.replace(r'[^-+.0-9]', '', regex=True).astype(float). Or name another target."),
     "numbers": (np.arange(20), "classes", "in 'price' of t.csv; got 20 in 20 rows, such as 0."),
     "blanks": (["x", "y", "y "] * 6 + ["x", "x"], None, "names that differ in more than blanks in column 'price' of "
                "t.csv; got 'y ' in row 2, counted from 0 below the names, beside 'y'. Remove the blanks, in pandas by"),

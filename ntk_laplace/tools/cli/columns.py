@@ -14,6 +14,7 @@ from pandas.api.types import is_numeric_dtype
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few
 from ntk_laplace.tools.cli.tables import (
+    as_numbers,
     numbers,
     require_64_bits,
     require_distinct,
@@ -162,7 +163,8 @@ def _has_names(column: pandas.Series, path: Path) -> bool:
     if is_numeric_dtype(column.dtype):
         return False
     name = str(column.name)
-    require_names(column, path, f"Make it a number or text, or leave it out, --drop {shlex.quote(name)}.")
+    require_names(column, path, f"{as_numbers(column) or 'Make it a number or text.'} Or leave the column out, --drop "
+                  f"{shlex.quote(name)}.")
     if isinstance(column.dtype, pandas.CategoricalDtype):
         return True
     require_64_bits(column, path, f"leave the column out, --drop {shlex.quote(name)}")
@@ -172,7 +174,8 @@ def _has_names(column: pandas.Series, path: Path) -> bool:
     row = int(np.argmax(named if named.any() else column.notna()))
     got = f"{str(column.iloc[row])!r}{row_words(row)}, {'beside numbers' if named.any() else 'as text'}"
     raise DataError(f"numbers alone, or names alone, in column {name!r} of {path}", got,
-                    f"Correct the values, or take all as names, --category {shlex.quote(name)}.")
+                    "Correct the values, leave cells empty where one is missing, for --fill-missing, or take all as "
+                    f"names, --category {shlex.quote(name)}.")
 
 
 def _texts(column: pandas.Series) -> pandas.Series:
@@ -189,6 +192,6 @@ def _categories(column: pandas.Series, path: Path) -> list[str]:
     if len(found) > min(_MOST, max(2, len(column) // 2)):
         raise DataError(f"at most {_MOST} categories in column {column.name!r} of {path}, of two rows each in the mean",
                         f"{len(found):,} in {len(column):,} rows, such as {found[0]!r}",
-                        f"Leave the column out, --drop {shlex.quote(str(column.name))}, join names, or make "
-                        "dates and amounts numbers.")
+                        f"{as_numbers(column) or 'Join names.'} Or leave the column out, --drop "
+                        f"{shlex.quote(str(column.name))}.")
     return found

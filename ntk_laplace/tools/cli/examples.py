@@ -20,6 +20,7 @@ from ntk_laplace.tools.cli.arrays import load_data, load_inputs, load_sources
 from ntk_laplace.tools.cli.columns import InputColumns
 from ntk_laplace.tools.cli.images import read_images, require_no_sources
 from ntk_laplace.tools.cli.tables import (
+    as_numbers,
     input_columns,
     is_table,
     named_classes,
@@ -36,6 +37,7 @@ from ntk_laplace.tools.estimators.tables import require_magnitudes
 
 _FEWEST = 10  # rows
 _FEW = 10  # whole numbers that are classes
+_NO_CLASSES = "Numbers are no classes with --task regression."
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ def _require_classes(found: Examples, path: Path) -> None:
     if 2 * len(names) > count:
         raise ntkl.DataError(f"classes of two rows each in the mean in {where}",
                              f"{len(names):,} in {count:,} rows, such as {names[0]!r}",
-                             "Numbers are no classes with --task regression; make dates and amounts numbers, or "
-                             "name another target.")
+                             f"{as_numbers(pandas.Series(found.y, name=found.targets[0])) or _NO_CLASSES} Or name "
+                             "another target.")
 
 
 def _table(path: Path, options: argparse.Namespace) -> Examples:

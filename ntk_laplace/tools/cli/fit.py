@@ -131,7 +131,8 @@ def _tell_relevance(model: Model) -> None:
     ranked = np.argsort(-relevance)[: np.count_nonzero(relevance)]
     order = ranked[:_COLUMNS]
     told = ", ".join(f"{names[column]} {relevance[column]:.3g}" for column in order)
-    more = f" and {len(ranked) - len(order)} more columns" if len(order) < len(ranked) else ""
+    others = len(ranked) - len(order)
+    more = f" and {others} more column{'s' * (others > 1)}" if others else ""
     text = f"Relevance, the standard deviation of a column's weights under the prior: {told}{more}"
     print("\n" + textwrap.fill(text, 100))
     if len(ranked) < len(relevance):

@@ -86,8 +86,11 @@ def _csv(path: Path, text: Sequence[str] = ()) -> pandas.DataFrame:
         raise DataError(expected, f"{path} ({first_line(cause)})", "Check the file.") from cause
     unnamed = names == ""
     if unnamed.any():
+        copy = str(path.with_name(f"{path.name.partition('.')[0]}_named.csv"))
+        line = f"pandas.read_csv({str(path)!r}, index_col=0).to_csv({copy!r}, index=False)"
         raise DataError("a name for each column", f"none for column {int(np.argmax(unnamed)) + 1} of {path}",
-                        "Name it. pandas writes such a column of row numbers, unless to_csv has index=False.")
+                        "Name it, or take it out." if names[0] else
+                        f"Name it. If it is pandas's own row numbers, take it out in Python: {line}.")
     if names.duplicated().any():
         raise DataError("columns with different names", f"{names[names.duplicated()].iloc[0]!r} twice in {path}",
                         "Rename one.")
@@ -352,6 +355,33 @@ def require_names(
             return
         row, kind = wrong[0], f"a value of type {type(column.iloc[wrong[0]]).__name__}"
     raise DataError(f"names or numbers in column {column.name!r} of {path}", f"{kind}{row_words(row)}", remedy)
+
+
+_MARKS = r"(?:[\s$€£¥₹%+-]|[A-Z]{3})*"  # around an amount
+_AMOUNTS = {  # patterns of amounts, with what makes them numbers
+    rf"{_MARKS}(?:\d+|\d{{1,3}}(?:[,'\s]\d{{3}})+)(?:\.\d+)?{_MARKS}": ".str.replace(r'[^-+.0-9]', '', regex=True)",
+    rf"{_MARKS}(?:\d+|\d{{1,3}}(?:[.'\s]\d{{3}})+)(?:,\d+)?{_MARKS}":
+    ".str.replace(r'[^-+,0-9]', '', regex=True).str.replace(',', '.')",
+}
+_DATES = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}(?:[T ].*)?", r"(\d{1,2})[-/.](\d{1,2})[-/.]\d{2,4}(?: .*)?"
+
+
+def as_numbers(column: pandas.Series) -> str:
+    """The line of pandas that makes numbers of a column of dates or amounts, as a remedy; empty for other text."""
+    frame, texts = f"frame[{str(column.name)!r}]", column.dropna().drop_duplicates()
+    dates = is_datetime64_any_dtype(column.dtype)
+    if not dates and not all(isinstance(text, str) for text in texts):
+        return ""
+    year_first, year_last = (not dates and texts.str.fullmatch(pattern).all() for pattern in _DATES)
+    if dates or year_first or year_last:
+        first = ""
+        if year_last:
+            day, month = texts.str.extract(_DATES[1]).astype(int).max().tolist()
+            first = ", dayfirst=True" if day > month else ""
+        return (f"Make days of the dates, in pandas by {frame} = (pandas.to_datetime({frame}{first}) - "
+                "pandas.Timestamp('2000-01-01')).dt.days.")
+    lines = [line for pattern, line in _AMOUNTS.items() if texts.str.fullmatch(pattern).all()]
+    return f"Make numbers of the amounts, in pandas by {frame} = {frame}{lines[0]}.astype(float)." if lines else ""
 
 
 def require_distinct(texts: pandas.Series, path: Path) -> None:
