@@ -447,6 +447,18 @@ def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rare", [1, 5])
+def test_each_class_is_held_out_in_its_share(rare: int, folder: Path) -> None:
+    """The only row of a class is in the training."""
+    kinds = ["rare"] * rare + ["common"] * (20 - rare)
+    pandas.read_csv("price.csv").assign(price=kinds).to_csv("t.csv", index=False)
+    for seed in ("0", "1"):
+        assert cli.main(["fit", "t.csv", "--target", "price", "--seed", seed, *QUICK]) == 0
+        held_out = pandas.read_csv("out/predictions.csv")["target"].tolist()
+        assert held_out.count("rare") == rare // 5 and len(held_out) == 4
+
+
+@pytest.mark.slow
 def test_constant_columns_are_named_and_not_ranked(folder: Path, capsys: pytest.CaptureFixture) -> None:
     pandas.read_csv("price.csv").assign(year=2024).to_csv("t.csv", index=False)
     assert cli.main(["fit", "t.csv", "--target", "price", *QUICK]) == 0
@@ -492,7 +504,7 @@ def test_names_with_commas_are_quoted_in_sets_of_labels() -> None:
         (np.arange(20) % 3, "regression", "Regressor"),
         (np.arange(20) % 3 + 0.0, None, "Regressor"),
         (np.arange(20) % 2 == 1, None, "Classifier"),
-        ([f"{min(number, 9)}th" for number in range(20)], "classes", "held-out rows alone"),
+        ([f"{min(number, 9)}th" for number in range(20)], "classes", "Classifier"),
     ],
 )
 def test_what_a_target_is_taken_as(

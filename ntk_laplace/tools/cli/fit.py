@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas
+from numpy.typing import NDArray
 from torch import nn
 
 import ntk_laplace as ntkl
@@ -46,15 +47,16 @@ def run(options: argparse.Namespace) -> None:
                              "Name another: the next run would read the results as images.")
     examples = read_examples(options)
     settings = _settings(options, examples)
-    order = np.random.default_rng(options.seed).permutation(len(examples.y))
-    held_out, rest = (np.sort(part) for part in np.split(order, [round(_HELD_OUT * len(order))]))
+    held_out = _held_out(examples, options.seed)
+    rest = np.setdiff1d(np.arange(len(examples.y)), held_out)
     training, new = examples.subset(rest), examples.subset(held_out)
     if training.sources is not None:
         require_sources(training.sources, options.data, options.source)
     print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
     if examples.columns is not None and str(examples.columns):
         print(examples.columns)
-    model = _train(training, new, settings)
+    estimator = ntkl.LaplaceClassifier if examples.classes else ntkl.LaplaceRegressor
+    model = estimator(**settings).fit(training.x, training.y)
     found = describe(model, new.x, new.y, new.targets, options.level)
     predictions = pandas.concat([new.named.reset_index(drop=True), pandas.DataFrame(found.columns)], axis=1)
     tell_scores(found, f"the {len(held_out):,} held-out rows")
@@ -63,15 +65,28 @@ def run(options: argparse.Namespace) -> None:
     tell_first(predictions, options.level)
     options.out.mkdir(parents=True, exist_ok=True)
     predictions.to_csv(table, index=False)
-    estimator = save_estimator(model, saved, training, options.source, options.drop)
+    file = save_estimator(model, saved, training, options.source, options.drop)
     few = NewExamples(new.x, new.y, new.named).first(_EXPLAINED)
     sources = None if training.sources is None else model.source_effects(few.x, training.sources, few.y)
-    estimator_page(estimator, few, sources=sources).write(page)
+    estimator_page(file, few, sources=sources).write(page)
     if sources is not None:
-        print(f"\n{in_words(sources, estimator.outputs)}")
+        print(f"\n{in_words(sources, file.outputs)}")
     print(f"\nPredictions of the held-out rows are in {table}; {page} explains them in a browser.\n"
           f"The model is in {saved}: ntk-laplace predict {saved} --inputs FILE predicts new rows, and\n"
           f"joblib.load({str(saved)!r}).predict({_call(examples)}.")
+
+
+def _held_out(examples: Examples, seed: int) -> NDArray[np.intp]:
+    """Random rows, in order; of classes the same share of each, which keeps one row for the training at least."""
+    order = np.random.default_rng(seed).permutation(len(examples.y))
+    if not examples.classes:
+        return np.sort(order[: round(_HELD_OUT * len(order))])
+    labels = np.unique(examples.y[order], return_inverse=True)[1]
+    grouped, sizes = order[np.argsort(labels, kind="stable")], np.bincount(labels)
+    ends = np.cumsum(sizes)
+    counts = np.diff(np.round(_HELD_OUT * ends).astype(int), prepend=0)  # their sum is rounded once
+    parts = zip(ends - sizes, np.minimum(counts, sizes - 1), strict=True)
+    return np.sort(np.concatenate([grouped[first : first + count] for first, count in parts]))
 
 
 def _call(examples: Examples) -> str:
@@ -138,12 +153,3 @@ def _tell_relevance(model: Model) -> None:
     if len(ranked) < len(relevance):
         print(f"Constant in the training rows: {first_few(names[relevance == 0.0], quote=False)}")
 
-
-def _train(training: Examples, new: Examples, settings: dict[str, Any]) -> Model:
-    if not training.classes:
-        return ntkl.LaplaceRegressor(**settings).fit(training.x, training.y)
-    unknown = np.setdiff1d(new.y, training.y)
-    if len(unknown):
-        raise ntkl.DataError("each class among the training rows", f"{unknown[0]!r} in held-out rows alone",
-                             "Add rows of this class, or pass another --seed.")
-    return ntkl.LaplaceClassifier(**settings).fit(training.x, training.y)
