@@ -525,6 +525,8 @@ def test_what_a_target_is_taken_as(
     printed = capsys.readouterr()
     assert kind in printed.err and not Path("out/predictions.csv").exists()
     assert ("classes" if kind != "Regressor" else "real numbers") in printed.out
+    few = kind == "Regressor" and len(np.unique(values)) <= 10
+    assert ("(3 whole ones alone, which --task classes takes as classes)" in printed.out) is few
 
 
 @pytest.mark.parametrize(

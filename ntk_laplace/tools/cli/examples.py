@@ -75,12 +75,15 @@ class Examples:
 
     def __str__(self) -> str:
         """What they are taken as."""
-        kind = f"{len(np.unique(self.y))} classes" if self.classes else "real numbers"
+        values = np.unique(self.y)
+        kind, other = f"{len(values)} classes" if self.classes else "real numbers", "--task says otherwise"
+        if not self.classes and self.y.ndim == 1 and len(values) <= _FEW and (values == np.floor(values)).all():
+            other = f"{len(values)} whole ones alone, which --task classes takes as classes"
         names = ", ".join(self.targets)
         columns = self.x.shape[1]
         inputs = f"{columns} input{'s' * (columns != 1)}" if self.shape is None else f"inputs of shape {self.shape}"
         are = "are" if len(self.targets) > 1 else "is"
-        return f"{names} {are} taken as {kind} (--task says otherwise), from {inputs}"
+        return f"{names} {are} taken as {kind} ({other}), from {inputs}"
 
     def subset(self, rows: NDArray[np.intp]) -> Examples:
         """These examples alone."""
