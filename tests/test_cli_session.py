@@ -406,6 +406,11 @@ def test_what_does_not_fit_a_model_is_one_line(models: Path, capsys: pytest.Capt
         found.append(Path("p.csv").read_text())
         assert cli.main(["explain", "table.joblib", "--inputs", *inputs, "--out", "page.html"]) == 0
     assert found[0] == found[1]
+    Path("table.joblib").rename("empty/model.joblib")
+    with pytest.raises(SystemExit):
+        cli.main(["predict", "empty", "--inputs", "new.csv"])
+    assert f"; got empty. Pass {Path('empty', 'model.joblib')}.\n" in capsys.readouterr().err
+    Path("empty/model.joblib").rename("table.joblib")
     assert cli.main(["predict", "table.joblib", "--inputs", "new.csv", "--out", "new.csv"]) == 1
     assert "got new.csv, which is an input." in capsys.readouterr().err
 
@@ -430,6 +435,7 @@ FILE = ["predict", "model.joblib", "--inputs", "new.csv"]
          "--likelihood; a model.joblib that fit wrote has these"),
         (["predict", "new.csv"], "expected a model.joblib that fit wrote, or FILE.py[:FACTORY] with --checkpoint, "
          "--data, --likelihood; got new.csv. Name the model first, and new.csv with --inputs."),
+        (["predict", "model.pkl"], "with --checkpoint, --data, --likelihood; got model.pkl.\n"),
         (["evidence", "new.csv"], "with --checkpoint, --data, --likelihood; got new.csv.\n"),
         (["plan", "new.csv"], "expected FILE.py[:FACTORY] with --checkpoint, --data, --likelihood; got new.csv.\n"),
         (["explain", "model.joblib"], "the following arguments are required: --inputs"),

@@ -536,6 +536,9 @@ def test_what_a_target_is_taken_as(
         (["kind.csv", "--target", "kind", "--task", "regression"], "expected numbers in column 'kind' of kind.csv"),
         (["price.csv", "--target", "price", "--task", "classes"], "expected names or whole numbers as classes in "
          "column 'price' of price.csv; got "),
+        (["price.csv", "--target", " Price"], "expected --target COLUMN, one of 'height', 'price', 'width' in "
+         "price.csv; got --target  Price. There is 'price'. Name the column of the targets"),
+        (["price.csv", "--target", "price", "--drop", "WIDTH"], "got --drop WIDTH. There is 'width'. Name a"),
         (["few.csv", "--target", "price"], "expected at least 10 rows; got 9 in few.csv."),
         (["price.csv", "--target", "price", "--out", "model.py/below"], "cannot write to model.py/below"),
         (["price.csv", "--target", "price", "--out", "/proc/x"], "cannot write to /proc/x/predictions.csv: "),

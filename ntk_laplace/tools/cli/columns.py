@@ -15,6 +15,7 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few
 from ntk_laplace.tools.cli.tables import (
     as_numbers,
+    no_column,
     numbers,
     require_64_bits,
     require_distinct,
@@ -71,8 +72,7 @@ class InputColumns:
         """
         for name in categories:
             if name not in names:
-                raise DataError(f"--category COLUMN, one of {first_few(names)} in {path}", f"--category {name}",
-                                "Name a column of inputs.")
+                raise no_column("--category", name, names, path, "Name a column of inputs.")
         for name in () if fill else names:
             require_present(frame[name], path, " Or let --fill-missing do so.")
         found = {name: _categories(frame[name], path) for name in names

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ntk_laplace.tools.cli.likelihood import add_likelihood_options, positive
-from ntk_laplace.tools.cli.tables import TABLES
+from ntk_laplace.tools.cli.tables import TABLES, is_table
 
 FACTORY = "make_network"
 TARGET: dict[str, Any] = {  # of the option --target
@@ -94,8 +94,12 @@ def network_fault(options: argparse.Namespace) -> str:
         missing = [f"--{name}" for name in _NEEDED if getattr(options, name) is None]
         if missing and path.suffix != ".py":
             wanted = "a model.joblib that fit wrote, or " * options.estimators + "FILE.py[:FACTORY]"
-            table = f" Name the model first, and {path} with --inputs." if hasattr(options, "inputs") else ""
-            return f"expected {wanted} with {', '.join(f'--{name}' for name in _NEEDED)}; got {path}.{table}"
+            remedy = ""
+            if hasattr(options, "inputs") and is_table(path):
+                remedy = f" Name the model first, and {path} with --inputs."
+            elif options.estimators and (path / "model.joblib").is_file():
+                remedy = f" Pass {path / 'model.joblib'}."
+            return f"expected {wanted} with {', '.join(f'--{name}' for name in _NEEDED)}; got {path}.{remedy}"
         if missing:
             other = "; a model.joblib that fit wrote has these" * options.estimators
             return f"the following arguments are required: {', '.join(missing)}{other}"

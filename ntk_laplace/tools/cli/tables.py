@@ -163,6 +163,13 @@ _READERS: dict[str, Callable[[Path], pandas.DataFrame]] = {
 }
 
 
+def no_column(option: str, name: str, columns: Sequence[str], path: Path, remedy: str) -> DataError:
+    """The error for an option that names none of the columns; it shows one that is written almost so."""
+    alike = next((other for other in columns if other.strip().casefold() == name.strip().casefold()), None)
+    close = "" if alike is None else f"There is {alike!r}. "
+    return DataError(f"{option} COLUMN, one of {first_few(columns)} in {path}", f"{option} {name}", f"{close}{remedy}")
+
+
 def require_columns(frame: pandas.DataFrame, path: Path, targets: Sequence[str] | None) -> list[str]:
     """Return the names of the columns of the targets unchanged.
 
@@ -173,9 +180,10 @@ def require_columns(frame: pandas.DataFrame, path: Path, targets: Sequence[str] 
     """
     missing = [name for name in targets or () if name not in frame.columns]
     if not targets or missing:
-        got = f"--target {missing[0]}" if missing else "none"
-        raise DataError(f"--target COLUMN, one of {first_few(list(frame.columns))} in {path}", got,
-                        "Name the column of the targets; all others are inputs.")
+        found, remedy = list(frame.columns), "Name the column of the targets; all others are inputs."
+        if missing:
+            raise no_column("--target", missing[0], found, path, remedy)
+        raise DataError(f"--target COLUMN, one of {first_few(found)} in {path}", "none", remedy)
     if len(set(targets)) < len(targets):
         raise DataError("different columns of targets", f"--target {' --target '.join(targets)}", "Name each once.")
     return list(targets)
@@ -419,8 +427,7 @@ def without_dropped(
     others = [column for column in frame.columns if column not in (targets or ())]
     for name in dropped or ():
         if name not in others:
-            raise DataError(f"--drop COLUMN, one of {first_few(others)} in {path}", f"--drop {name}",
-                            "Name a column that is no target.")
+            raise no_column("--drop", name, others, path, "Name a column that is no target.")
     return frame.drop(columns=list(dropped or ()))
 
 
@@ -444,8 +451,7 @@ def without_sources(
         return frame, None
     others = [column for column in frame.columns if column not in (targets or ())]
     if name not in others:
-        raise DataError(f"--group COLUMN, one of {first_few(others)} in {path}", f"--group {name}",
-                        "Name the column of the sources, which is no target.")
+        raise no_column("--group", name, others, path, "Name the column of the sources, which is no target.")
     require_present(frame[name], path)
     require_distinct(frame[name].astype(str), path)
     return frame.drop(columns=name), frame[name].tolist()
