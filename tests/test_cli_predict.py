@@ -315,6 +315,18 @@ def test_known_targets_outside_their_intervals_are_told(
         assert ("intervals of level 90% contain 33.3% of the known targets" in capsys.readouterr().out) is told
 
 
+def test_predictions_far_from_zero_differ_on_the_page(folder: Path, here: Path) -> None:
+    weights, (x, y) = torch.load(folder / "real.pt"), arrays(folder, "real", "data")
+    weights["2.bias"] += 2e5
+    torch.save(weights, "far.pt")
+    np.savez("far.npz", X=x, y=y + 2e5)
+    assert cli.main([*line(folder, "real"), "--checkpoint", "far.pt", "--data", "far.npz"]) == 0
+    rows = re.findall(r"<tr><t[hd][^>]*>(\d)</t[hd]><t[hd][^>]*>([\d.]+)<", Path("predictions.html").read_text())
+    means = pandas.read_csv("predictions.csv")["mean_0"]
+    assert len({mean for _, mean in rows}) == 7
+    assert all(float(mean) == pytest.approx(means[int(row)], abs=1e-3) for row, mean in rows)
+
+
 def test_too_few_points_for_a_level_are_told(folder: Path, here: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(line(folder, "real", "--level", "0.99")) == 0
     assert "too few points for level 0.99: the intervals are the whole line" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import numpy as np
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_format
+from ntk_laplace.tools.explorer import rounded, spread_of
 from ntk_laplace.tools.report import Page
 
 _LEVELS = tuple(np.linspace(0.05, 0.95, 19))
@@ -205,22 +206,26 @@ def _list(page: Page, found: Predictions, rows: np.ndarray, caption: str) -> Non
     hidden = {*probabilities, "predicted", "probability", "set_size"} if found.labels else set()
     first, *others = (name for name in frame.columns if name not in hidden)
     columns = [first, *(["most probable"] if found.labels else []), *(name.replace("_", " ") for name in others)]
-    cells = []
+    cells, spreads = [], {name: spread_of(frame[name].tolist()) for name in others}
     for row in frame.iloc[rows].to_dict("records"):
         best = sorted(probabilities, key=row.__getitem__, reverse=True)[:_CLASSES]
         words = ", ".join(f"{name.removeprefix('probability_')}: {row[name]:.2f}" for name in best)
         if row.get("set_size", 0) > _CLASSES:
             row["set"] = f"{row['set_size']} labels"
-        cells.append([str(row[first]), *([words] if found.labels else []), *(_cell(row[name]) for name in others)])
+        shown = [_cell(row[name], spreads[name]) for name in others]
+        cells.append([str(row[first]), *([words] if found.labels else []), *shown])
     page.table(f"{caption} ({len(rows)} of {len(frame):,})", columns, cells)
 
 
-def _cell(value: object) -> str:
+def _cell(value: object, spread: float) -> str:
+    """A value; a number in digits of its size, or of the range of its column."""
     if value is None or (isinstance(value, float) and np.isnan(value)):
         return ""
     if isinstance(value, (bool, np.bool_)):
         return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)
+    if not isinstance(value, (float, np.floating)):
+        return str(value)
+    return f"{rounded(float(value), spread):.15g}" if np.isfinite(value) else f"{value}"
 
 
 def _points(fit: ntkl.PredictiveFit) -> str:
