@@ -536,7 +536,7 @@ def test_the_default_network_takes_images_of_any_size() -> None:
 @pytest.mark.parametrize(
     ("name", "arrays", "more", "words"),
     [
-        ("t.npz", {"X": np.zeros((12, 2, 3)), "y": np.zeros(12)}, [], "X of shape (N, features), or (N, channels, "
+        ("t.npz", {"X": np.zeros((12, 2, 3)), "y": np.arange(12.0)}, [], "X of shape (N, features), or (N, channels, "
          "height, width) of images; got shape (N, 2, 3). Pass --network FILE.py."),
         ("t.npz", {"X": np.zeros((12, 2)), "y": np.zeros(11)}, [], "as many rows of X as of y, at least one; got 12 "
          "and 11 in t.npz."),

@@ -327,6 +327,8 @@ VALUES = {
     "one name": (["x"] * 20, None, "expected at least two classes in 'price' of t.csv; got 'x' in each of 20 rows. Add "
                  "rows of another class, or name another target."),
     "one number": ([3] * 20, None, "at least two classes in 'price' of t.csv; got 3 in each of 20 rows."),
+    "one real number": ([2.5] * 20, None, "at least two values in 'price' of t.csv; got 2.5 in each of 20 rows. "
+                        "Add rows of another value, or name another target."),
     "wide numbers": ([str(10**39 + row) for row in range(20)], None, "expected numbers of at most 64 bits in column "
                      f"'price' of t.csv; got '{10**39}' in row 0, counted from 0 below the names. Write them with a "
                      "decimal point, or take them as names of classes, --task classes."),
@@ -461,6 +463,9 @@ def test_each_class_is_held_out_in_its_share(rare: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_constant_columns_are_named_and_not_ranked(folder: Path, capsys: pytest.CaptureFixture) -> None:
     pandas.read_csv("price.csv").assign(year=2024).to_csv("t.csv", index=False)
+    drop = ["--drop", "height", "--drop", "width"]
+    assert cli.main(["fit", "t.csv", "--target", "price", *drop, *QUICK]) == 0
+    assert "Relevance" not in (out := capsys.readouterr().out) and "\nConstant in the training rows: year" in out
     assert cli.main(["fit", "t.csv", "--target", "price", *QUICK]) == 0
     out = capsys.readouterr().out
     ranked = out[out.index("Relevance") :].partition("\n\n")[0]

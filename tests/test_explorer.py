@@ -217,12 +217,13 @@ def test_digits_follow_the_range_of_a_column() -> None:
     """Numbers that are close to each other and far from 0 differ on the page; small ones beside large ones stay."""
     posterior, x, y, x_new, _ = case("values")
     degrees, wide = -71.06 + np.arange(12) / 1100, 10.0 ** np.arange(-6, 6)
-    values = pandas.DataFrame({"degrees": degrees, "price": 100000.1 + np.arange(12) / 40, "wide": wide / 7})
-    known = pandas.DataFrame({"degrees": [-71.055] * 30, "price": 100000.25, "wide": 1e5 / 7})
+    values = pandas.DataFrame({"degrees": degrees, "price": 100000.1 + np.arange(12) / 40, "wide": wide / 7,
+                               "huge": 1e12 + np.arange(12) / 4})
+    known = pandas.DataFrame({"degrees": [-71.055] * 30, "price": 100000.25, "wide": 1e5 / 7, "huge": 1e12})
     rows = explore(posterior, x_new, x, naming=Naming(values=(values, known)), k=2).content["rows"]
-    assert rows["points"][1] == [-71.05909, 100000.125, float(f"{wide[1] / 7:.4g}")]
+    assert rows["points"][1] == [-71.05909, 100000.125, float(f"{wide[1] / 7:.4g}"), 1e12 + 0.25]
     assert len({row[0] for row in rows["points"]}) == len({row[1] for row in rows["points"]}) == 12
-    assert rows["spreads"] == pytest.approx([0.01, 0.275, 1e5 / 7], rel=1e-3)
+    assert rows["spreads"] == pytest.approx([0.01, 0.275, 1e5 / 7, 2.75], rel=1e-3)
     far = ntkl.laplace(Shifted(posterior.network.module), (x, y + 2e5), posterior.likelihood, ntkl.GaussianPrior(0.5))
     wanted, found = (explore(one, x_new, x, y[:12] + by, k=2).content for one, by in ((posterior, 0), (far, 2e5)))
     for ours, theirs in zip(found["points"], wanted["points"], strict=True):

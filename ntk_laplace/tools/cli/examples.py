@@ -115,18 +115,22 @@ def read_examples(options: argparse.Namespace) -> Examples:
         found = (_images if path.is_dir() else _arrays)(path, options.task, options.source)
     if len(found.y) < _FEWEST:
         raise ntkl.DataError(f"at least {_FEWEST} rows", f"{len(found.y)} in {path}", "Add rows.")
+    columns = found.y.reshape(len(found.y), -1)
+    for name, column in zip(found.targets, columns.T, strict=True):
+        if (column == column[0]).all():
+            kind, other = ("classes", "another class") if found.classes else ("values", "another value")
+            raise ntkl.DataError(f"at least two {kind} in {name!r} of {path}",
+                                 f"{column.tolist()[0]!r} in each of {len(column):,} rows",
+                                 f"Add rows of {other}, or name another target.")
     if found.classes:
         _require_classes(found, path)
     return found
 
 
 def _require_classes(found: Examples, path: Path) -> None:
-    """Refuse one class, and classes of less than two examples each in the mean."""
+    """Refuse classes of less than two examples each in the mean."""
     names, count = np.unique(found.y).tolist(), len(found.y)
     where = f"{found.targets[0]!r} of {path}"
-    if len(names) == 1:
-        raise ntkl.DataError(f"at least two classes in {where}", f"{names[0]!r} in each of {count:,} rows",
-                             "Add rows of another class, or name another target.")
     if 2 * len(names) > count:
         raise ntkl.DataError(f"classes of two rows each in the mean in {where}",
                              f"{len(names):,} in {count:,} rows, such as {names[0]!r}",

@@ -149,7 +149,7 @@ def _tell_relevance(model: Model) -> None:
     others = len(ranked) - len(order)
     more = f" and {others} more column{'s' * (others > 1)}" if others else ""
     text = f"Relevance, the standard deviation of a column's weights under the prior: {told}{more}"
-    print("\n" + textwrap.fill(text, 100))
+    print("\n" + textwrap.fill(text, 100) if len(ranked) else "")
     if len(ranked) < len(relevance):
         print(f"Constant in the training rows: {first_few(names[relevance == 0.0], quote=False)}")
 

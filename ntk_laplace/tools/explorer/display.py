@@ -33,10 +33,10 @@ def rounded(value: Any, spread: float = 0.0) -> Any:
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
-        whole = float(round(value))
-        if abs(value - whole) <= _ROUNDING * abs(value) < _ROUNDING * 2**53:
+        whole, size = float(round(value)), abs(value)
+        near = min(_ROUNDING * size, 1e-3 * spread or math.inf)
+        if abs(value - whole) <= near and size < 2**53:
             return whole
-        size = abs(value)
         if size <= _ROUNDING * spread:
             return 0.0
         close = size > spread > _ROUNDING * size
