@@ -156,8 +156,12 @@ REFUSED = {
     "digits": ({"kind": pandas.Series(["1", "2"] * 10, dtype=object)}, {},
                f"in column 'kind' of t.csv; got '1' in row 0, {ROWS}, as text."),
     "one each": ({"kind": [f"tree {row}" for row in range(20)]}, {}, "expected at most 100 categories in column 'kind' "
-                 "of t.csv, of two rows each in the mean; got 20 in 20 rows, such as 'tree 0'. Join names. Or leave "
+                 "of t.csv, of two rows each in the mean; got 20 in 20 rows, such as 'tree 0'. Join names, or leave "
                  "the column out, --drop kind."),
+    "amounts": ({"kind": ["€3", None, "€4", "€3"] * 5}, {"fill": True}, "names or numbers in column 'kind' of t.csv; "
+                f"got '€3' in row 0, {ROWS}, a date or an amount as text. Make numbers of the amounts, in pandas by "
+                "frame['kind'] = frame['kind'].str.replace(r'[^-+.0-9]', '', regex=True).astype(float). Or take all as "
+                "names, --category kind, or leave the column out, --drop kind."),
     "blanks": ({"kind": ["oak", "ash", " oak", "elm"] * 5}, {}, "expected names that differ in more than blanks in "
                f"column 'kind' of t.csv; got ' oak' in row 2, {ROWS}, beside 'oak'. Remove the blanks, in pandas by "
                "frame['kind'] = frame['kind'].str.strip()."),
@@ -192,6 +196,7 @@ def test_what_is_wrong_with_a_column(name: str, frame: pandas.DataFrame) -> None
 
 @pytest.mark.parametrize(("text", "number"), [
     ("$1,234.50", 1234.5), ("-3 %", -3), ("1 234 EUR", 1234), ("1.234,50 €", 1234.5), ("12,5", 12.5), ("£7", 7),
+    ("12", None),
     ("2024-01-31", 8796), ("31.01.2024", 8796), ("01/31/2024", 8796), ("2024-01-31 10:00", 8796),
     ("u-00017", None), ("A12", None),
 ])

@@ -314,13 +314,16 @@ VALUES = {
     "dates": (pandas.date_range("2024-01-01", periods=20), None, "got a date or a time in row 0, counted from 0 below "
               "the names. Make it text or a number, or name another target."),
     "durations": (pandas.to_timedelta(np.arange(20), unit="D"), "classes", "got a date or a time in row 0"),
-    "dates as text": ([f"2024-01-{day:02}" for day in range(1, 21)], None, "expected classes of two rows each in "
-                      "the mean in 'price' of t.csv; got 20 in 20 rows, such as '2024-01-01'. Make days of the dates, "
-                      "in pandas by frame['price'] = (pandas.to_datetime(frame['price']) - pandas.Timestamp("
-                      "'2000-01-01')).dt.days. Or name another target."),
-    "amounts as text": ([f"{max(row, 9)}.50 €" for row in range(20)], None, "in 'price' of t.csv; got 11 in 20 rows, "
-                        "such as '10.50 €'. Make numbers of the amounts, in pandas by frame['price'] = frame['price']"
-                        ".str.replace(r'[^-+.0-9]', '', regex=True).astype(float). Or name another target."),
+    "dates as text": ([f"2024-01-{day:02}" for day in range(1, 21)], None, "expected names or numbers in column "
+                      "'price' of t.csv; got '2024-01-01' in row 0, counted from 0 below the names, a date or an "
+                      "amount as text. Make days of the dates, in pandas by frame['price'] = (pandas.to_datetime("
+                      "frame['price']) - pandas.Timestamp('2000-01-01')).dt.days. Or take all as names of classes, "
+                      "--task classes, or name another target."),
+    "amounts as text": (["1,200 €", "950"] * 10, None, "got '1,200 €' in row 0, counted from 0 below the names, a date "
+                        "or an amount as text. Make numbers of the amounts, in pandas by frame['price'] = "
+                        "frame['price'].str.replace(r'[^-+.0-9]', '', regex=True).astype(float). Or take all as"),
+    "one each": ([f"house {row}" for row in range(20)], None, "classes of two rows each in the mean in 'price' of "
+                 "t.csv; got 20 in 20 rows, such as 'house 0'. Numbers are no classes with --task regression. Or name"),
     "numbers": (np.arange(20), "classes", "in 'price' of t.csv; got 20 in 20 rows, such as 0."),
     "blanks": (["x", "y", "y "] * 6 + ["x", "x"], None, "names that differ in more than blanks in column 'price' of "
                "t.csv; got 'y ' in row 2, counted from 0 below the names, beside 'y'. Remove the blanks, in pandas by"),

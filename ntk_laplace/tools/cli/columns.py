@@ -20,6 +20,7 @@ from ntk_laplace.tools.cli.tables import (
     require_64_bits,
     require_distinct,
     require_names,
+    require_no_numbers,
     require_present,
     row_words,
 )
@@ -168,6 +169,8 @@ def _has_names(column: pandas.Series, path: Path) -> bool:
     if isinstance(column.dtype, pandas.CategoricalDtype):
         return True
     require_64_bits(column, path, f"leave the column out, --drop {shlex.quote(name)}")
+    require_no_numbers(column, path, f"take all as names, --category {shlex.quote(name)}, or leave the column out, "
+                       f"--drop {shlex.quote(name)}")
     named = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
     if named[column.notna()].all():
         return True
@@ -192,6 +195,5 @@ def _categories(column: pandas.Series, path: Path) -> list[str]:
     if len(found) > min(_MOST, max(2, len(column) // 2)):
         raise DataError(f"at most {_MOST} categories in column {column.name!r} of {path}, of two rows each in the mean",
                         f"{len(found):,} in {len(column):,} rows, such as {found[0]!r}",
-                        f"{as_numbers(column) or 'Join names.'} Or leave the column out, --drop "
-                        f"{shlex.quote(str(column.name))}.")
+                        f"Join names, or leave the column out, --drop {shlex.quote(str(column.name))}.")
     return found

@@ -20,7 +20,6 @@ from ntk_laplace.tools.cli.arrays import load_data, load_inputs, load_sources
 from ntk_laplace.tools.cli.columns import InputColumns
 from ntk_laplace.tools.cli.images import read_images, require_no_sources
 from ntk_laplace.tools.cli.tables import (
-    as_numbers,
     input_columns,
     is_table,
     named_classes,
@@ -29,6 +28,7 @@ from ntk_laplace.tools.cli.tables import (
     require_64_bits,
     require_columns,
     require_no_dropped,
+    require_no_numbers,
     target_classes,
     without_dropped,
     without_sources,
@@ -37,7 +37,6 @@ from ntk_laplace.tools.estimators.tables import require_magnitudes
 
 _FEWEST = 10  # rows
 _FEW = 10  # whole numbers that are classes
-_NO_CLASSES = "Numbers are no classes with --task regression."
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,7 @@ def _require_classes(found: Examples, path: Path) -> None:
     if 2 * len(names) > count:
         raise ntkl.DataError(f"classes of two rows each in the mean in {where}",
                              f"{len(names):,} in {count:,} rows, such as {names[0]!r}",
-                             f"{as_numbers(pandas.Series(found.y, name=found.targets[0])) or _NO_CLASSES} Or name "
-                             "another target.")
+                             "Numbers are no classes with --task regression. Or name another target.")
 
 
 def _table(path: Path, options: argparse.Namespace) -> Examples:
@@ -230,6 +228,7 @@ def _classifies(column: pandas.Series, path: Path, task: str | None) -> bool:
         return task == "classes"
     if named_classes(column):
         require_64_bits(column, path, "take them as names of classes, --task classes")
+        require_no_numbers(column, path, "take all as names of classes, --task classes, or name another target")
     return named_classes(column) or (is_integer_dtype(column.dtype) and column.nunique() <= _FEW)
 
 

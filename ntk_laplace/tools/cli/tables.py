@@ -365,7 +365,7 @@ def require_names(
     raise DataError(f"names or numbers in column {column.name!r} of {path}", f"{kind}{row_words(row)}", remedy)
 
 
-_MARKS = r"(?:[\s$€£¥₹%+-]|[A-Z]{3})*"  # around an amount
+_MARKS = r"(?:[\s$€£¥₹%+-]|USD|EUR|GBP|CHF|JPY|CNY|INR|CAD|AUD|SEK|NOK|DKK|PLN)*"  # around an amount
 _AMOUNTS = {  # patterns of amounts, with what makes them numbers
     rf"{_MARKS}(?:\d+|\d{{1,3}}(?:[,'\s]\d{{3}})+)(?:\.\d+)?{_MARKS}": ".str.replace(r'[^-+.0-9]', '', regex=True)",
     rf"{_MARKS}(?:\d+|\d{{1,3}}(?:[.'\s]\d{{3}})+)(?:,\d+)?{_MARKS}":
@@ -375,10 +375,12 @@ _DATES = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}(?:[T ].*)?", r"(\d{1,2})[-/.](\d{1,2})[
 
 
 def as_numbers(column: pandas.Series) -> str:
-    """The line of pandas that makes numbers of a column of dates or amounts, as a remedy; empty for other text."""
+    """The line of pandas that makes numbers of a column of dates or amounts, as a remedy; empty for other values."""
     frame, texts = f"frame[{str(column.name)!r}]", column.dropna().drop_duplicates()
     dates = is_datetime64_any_dtype(column.dtype)
-    if not dates and not all(isinstance(text, str) for text in texts):
+    if not dates and not (len(texts) and all(isinstance(text, str) for text in texts)):
+        return ""
+    if not dates and pandas.to_numeric(texts, errors="coerce").notna().all():
         return ""
     year_first, year_last = (not dates and texts.str.fullmatch(pattern).all() for pattern in _DATES)
     if dates or year_first or year_last:
@@ -390,6 +392,21 @@ def as_numbers(column: pandas.Series) -> str:
                 "pandas.Timestamp('2000-01-01')).dt.days.")
     lines = [line for pattern, line in _AMOUNTS.items() if texts.str.fullmatch(pattern).all()]
     return f"Make numbers of the amounts, in pandas by {frame} = {frame}{lines[0]}.astype(float)." if lines else ""
+
+
+def require_no_numbers(column: pandas.Series, path: Path, other: str) -> None:
+    """Refuse dates and amounts as text, which would be names without an order; `other` is what can be done beside that.
+
+    Raises
+    ------
+    DataError
+        Names the column, and shows the line that makes numbers of it.
+    """
+    remedy = "" if is_datetime64_any_dtype(column.dtype) else as_numbers(column)
+    if remedy:
+        row = int(np.argmax(column.notna()))
+        raise DataError(f"names or numbers in column {column.name!r} of {path}",
+                        f"{column.iloc[row]!r}{row_words(row)}, a date or an amount as text", f"{remedy} Or {other}.")
 
 
 def require_distinct(texts: pandas.Series, path: Path) -> None:
