@@ -595,10 +595,15 @@ def test_sources_that_tell_nothing_are_refused_before_the_work(
 def test_columns_that_are_no_inputs(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """Numbers and names of rows, of the estimator and of a Python file; later tables may be with or without them."""
     frame = pandas.read_csv("price.csv")
+    frame.assign(row=range(7, 27)).to_csv("t.csv", index=False)
+    assert cli.main(["fit", "t.csv", "--target", "price", *QUICK]) == 0
+    words = "\nAnother whole number in each row, an input too: row. Leave out what only numbers the rows: --drop row.\n"
+    assert words in capsys.readouterr().out
     frame.assign(row=range(20), name=[f"house {row}" for row in range(20)]).to_csv("t.csv", index=False)
     drop = ["--drop", "row", "--drop", "name"]
     assert cli.main(["fit", "t.csv", "--target", "price", *drop, *QUICK]) == 0
-    assert "from 2 inputs" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "from 2 inputs" in out and "Another whole number" not in out
     found = []
     for table in ("t.csv", "price.csv"):
         assert cli.main(["predict", "out/model.joblib", "--inputs", table, "--out", "p.csv"]) == 0

@@ -90,6 +90,12 @@ class Examples:
         return replace(self, x=self.x.iloc[rows], y=self.y[rows], named=self.named.iloc[rows], sources=sources)
 
 
+def row_numbers(x: pandas.DataFrame) -> list[str]:
+    """The columns that number the rows, in any order."""
+    return [str(name) for name, column in x.items()
+            if np.array_equal(np.sort(column.to_numpy()) - column.min(), np.arange(len(x)))]
+
+
 def example_names(named: pandas.DataFrame) -> list[str]:
     """Names of examples in words: a file, or "row 3" for a row of a table or of arrays, counted from 0."""
     (column,) = named

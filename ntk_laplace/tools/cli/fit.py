@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import shlex
 import sys
 import textwrap
 from typing import Any
@@ -18,7 +19,7 @@ from ntk_laplace.errors import first_line
 from ntk_laplace.tools.cli.described import Model, describe, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import NewExamples, save_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
-from ntk_laplace.tools.cli.examples import Examples, read_examples
+from ntk_laplace.tools.cli.examples import Examples, read_examples, row_numbers
 from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.model import require_writable
 from ntk_laplace.tools.cli.python_files import first_few, load_network
@@ -55,6 +56,11 @@ def run(options: argparse.Namespace) -> None:
     print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
     if examples.columns is not None and str(examples.columns):
         print(examples.columns)
+    numbering = [] if examples.columns is None else row_numbers(examples.x)
+    if numbering:
+        drop = " ".join(f"--drop {shlex.quote(name)}" for name in numbering[:3])
+        print(f"Another whole number in each row, an input too: {first_few(numbering, quote=False)}. Leave out what "
+              f"only numbers the rows: {drop}.")
     estimator = ntkl.LaplaceClassifier if examples.classes else ntkl.LaplaceRegressor
     model = estimator(**settings).fit(training.x, training.y)
     found = describe(model, new.x, new.y, new.targets, options.level)
