@@ -469,6 +469,10 @@ def test_it_fits_a_phone(tmp_path: Path) -> None:
         browser.click("input[value=both]")
         words = rf": price {each} instead of {each}, rent {each} instead of {each}\."
         assert re.search(words, browser.text("#answer"))
+        browser.click("#columns th:nth-child(2) button")  # by the output that is explained
+        cells = browser.value("[...document.querySelectorAll('#rows td:nth-child(2)')].map((e) => e.innerText)")
+        shown = [float(cell.replace("−", "-").split()[1].rstrip(",")) for cell in cells]
+        assert len(shown) == 25 and shown == sorted(shown) and shown[0] < 0 < shown[-1]
         for width in (1280, 390):
             browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1,
                         mobile=width < 500)

@@ -346,7 +346,8 @@ function head() {
 function body() {
   const inWords = (j) => columns.map((column) => column.words(j)).join(" ");
   const lines = search(data.examples, trainingName, inWords, at("search").value);
-  const value = columns[sorted.column].value;
+  const own = columns[sorted.column].value, output = data.points[selected].output;
+  const value = (j) => (Array.isArray(own(j)) ? own(j)[output] ?? null : own(j));  // of several that which is explained
   const order = (a, b) => (a === b ? 0 : a === null ? 1 : b === null ? -1 : a < b ? -1 : 1);
   lines.sort((a, b) => (sorted.down ? -1 : 1) * order(value(a), value(b)) || a - b);
   at("rows").replaceChildren(...lines.slice(0, most).map((j) => {
