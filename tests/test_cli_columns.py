@@ -148,6 +148,19 @@ def test_a_model_of_an_earlier_version(frame: pandas.DataFrame) -> None:
     pandas.testing.assert_frame_equal(again, first, rtol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:noise is not at the optimum")
+def test_the_page_of_a_wide_table_shows_the_most_relevant_columns(frame: pandas.DataFrame) -> None:
+    draws = pandas.DataFrame(np.random.default_rng(1).normal(size=(20, 41))).add_prefix("x")
+    fitted(pandas.concat([frame, draws], axis=1))
+    page = Path("own/explanations.html").read_text().partition('id="data">')[2].partition("</script>")[0]
+    rows = json.loads(page)["rows"]
+    model = joblib.load("own/model.joblib")
+    relevance = pandas.Series(model.relevance_, model.feature_names_in_)
+    known = relevance.groupby(lambda name: name.partition("=")[0], sort=False).max()
+    assert rows["features"] == [name for name in known.index if name in known.nlargest(40).index]
+    assert rows["others"] == 5 and len(rows["points"][0]) == 40
+
+
 ROWS = "counted from 0 below the names"
 REFUSED = {
     "mixed": ({"kind": ["1", "2", "?", "4"] * 5}, {}, f"expected numbers alone, or names alone, in column 'kind' of "

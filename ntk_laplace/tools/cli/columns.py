@@ -95,10 +95,15 @@ class InputColumns:
     @property
     def features(self) -> list[str]:
         """Names of the columns of numbers."""
-        found = []
+        return [feature for own in self.features_of.values() for feature in own]
+
+    @property
+    def features_of(self) -> dict[str, list[str]]:
+        """Names of the columns of numbers that each column of the table becomes."""
+        found = {}
         for name in self.names:
-            found += [f"{name}={value}" for value in self.categories[name]] if name in self.categories else [name]
-            found += [f"{name} missing"] if name in self.filled else []
+            own = [f"{name}={value}" for value in self.categories[name]] if name in self.categories else [name]
+            found[name] = own + ([f"{name} missing"] if name in self.filled else [])
         return found
 
     def rows(self, frame: pandas.DataFrame, path: Path) -> pandas.DataFrame:

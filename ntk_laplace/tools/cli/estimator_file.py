@@ -203,11 +203,21 @@ class Estimator:
         """Inputs of the training points in their own units."""
         return pandas.DataFrame(self.model.original_inputs(self.data[0]), columns=self.features)
 
-    def shown(self, inputs: pandas.DataFrame) -> pandas.DataFrame:
-        """Inputs in their own units as the page of explanations shows them: categories by their names."""
-        if self.columns is None:
-            return inputs.set_axis([f"x{i}" for i in range(inputs.shape[1])], axis=1)
-        return self.columns.shown(inputs)
+    def shown(self, inputs: pandas.DataFrame, most: int) -> pandas.DataFrame:
+        """Inputs in their own units as the page of explanations shows them: categories by their names.
+
+        Of more than `most` columns those of the largest relevance, if the estimator has learned that.
+        """
+        columns = self.columns
+        found = inputs.set_axis([f"x{i}" for i in range(inputs.shape[1])], axis=1) if columns is None else (
+            columns.shown(inputs))
+        relevance = getattr(self.model, "relevance_", None)
+        if relevance is None or found.shape[1] <= most:
+            return found
+        if columns is not None:  # of a category that of its most relevant name
+            known = dict(zip(columns.features, relevance, strict=True))
+            relevance = [max(known[feature] for feature in own) for own in columns.features_of.values()]
+        return found.iloc[:, np.sort(np.argsort(relevance)[-most:])]
 
     def read(self, path: Path, what: str, dropped: Sequence[str] | None = None) -> NewExamples:
         """The examples of a file or folder like the training data.

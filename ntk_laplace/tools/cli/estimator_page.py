@@ -16,7 +16,7 @@ from ntk_laplace.model.likelihoods import MISSING_LABEL
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.estimator_file import Estimator, NewExamples
 from ntk_laplace.tools.estimators.units import in_units
-from ntk_laplace.tools.explorer import ExplorerPage, Naming, content_in_units, explore
+from ntk_laplace.tools.explorer import MOST_FEATURES, ExplorerPage, Naming, content_in_units, explore
 
 
 def estimator_page(
@@ -42,7 +42,9 @@ def estimator_page(
     target = ", ".join(targets)
     names = classes or (list(targets) if len(targets) > 1 else None)
     truths = _truths(model, new)
-    values = None if estimator.shape is not None else (estimator.shown(x), estimator.shown(estimator.inputs))
+    values = None
+    if estimator.shape is None:
+        values = estimator.shown(x, MOST_FEATURES), estimator.shown(estimator.inputs, MOST_FEATURES)
     naming = Naming(names, None, _picture(shape or estimator.shape), target, new.names, estimator.names, values)
     units = None if isinstance(model, ntkl.LaplaceClassifier) else _units(model)
     if sources is not None and units is not None:  # the page has standardized targets at first, as the posterior has
@@ -53,6 +55,9 @@ def estimator_page(
     if units is not None:
         scale, mean, known = (part.tolist() for part in (*units, model.y_train_))
         content = content_in_units(content, scale, mean, known, None if new.y is None else new.y.tolist())
+    if values is not None and content["rows"] is not None:
+        columns = estimator.inputs.shape[1] if estimator.columns is None else len(estimator.columns.names)
+        content["rows"]["others"] = columns - values[0].shape[1]
     return replace(page, content=content | {"evidence": model.log_marginal_likelihood_value_})
 
 

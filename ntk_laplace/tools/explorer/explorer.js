@@ -73,7 +73,7 @@ const trainingPicture = (j, size) =>
 
 const isNumber = (value) => typeof value === "number";
 const valueOf = (value, i) => `${data.rows.features[i]} ${value === null ? "missing" : number(value, data.rows.spreads[i])}`;
-const features = (values) => values.map(valueOf).join(", ");
+const features = (values) => values.map(valueOf).join(", ") + (data.rows.others ? `, and ${data.rows.others} of less relevance` : "");
 // relative to the range of the feature, whose units differ
 const gap = (one, other, i) => (one === other ? 0 : isNumber(one) && isNumber(other) ? Math.abs(one - other) / data.rows.spreads[i] : 1);
 const rows = data.rows ? [...data.rows.points, ...Object.values(data.rows.training || {})] : [];

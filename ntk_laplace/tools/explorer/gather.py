@@ -24,7 +24,7 @@ from ntk_laplace.tools.explorer.sprites import images_of, sheet
 _AT_ONCE = 32 * 2**20  # entries of an (n, N, C) array; bounds the inputs explained at a time
 _HELD = 512 * 2**20  # bytes of Jacobian rows of the displayed training points in memory at a time
 _ALL_PICTURES = 2000  # with more training points only the displayed ones get a picture
-_MOST_FEATURES = 40  # maximum number of displayed features of an input
+MOST_FEATURES = 40  # maximum number of displayed features of an input
 _MISSING = "None", "<NA>", "NaT"  # how None and what pandas has for missing values are written
 
 
@@ -443,7 +443,7 @@ def _rows(x: Inputs, training: Inputs | None, shown: list[int], naming: Naming, 
         return None
     own, known = (x, training) if naming.values is None else _tables(naming.values, len(x), count)
     names = _feature_names(naming, own.shape[1])
-    if len(names) > _MOST_FEATURES:
+    if len(names) > MOST_FEATURES:
         return None
     points, few = own.tolist(), {}
     if isinstance(known, (Tensor, np.ndarray)):
