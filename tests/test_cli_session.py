@@ -161,7 +161,11 @@ def _targets_in_some_rows(
     assert shown[0] == full["points"][0] and ("target" in shown[1]) is False
     assert "target" in shown[2] if several else "target" not in shown[2]
     capsys.readouterr()
+    unknown = predict(new.assign(**dict.fromkeys(new.columns[2:], "?")), *level)
+    words = f"\nNo scores of the 4 inputs; {8 if several else 4} are no {kind}, such as '?'\n"
+    assert words in capsys.readouterr().out
     none = predict(new.assign(**dict.fromkeys(new.columns[2:])), *level)
+    assert none.equals(unknown)
     assert none.equals(predict(new[["height", "width"]], *level)) and "Scores" not in capsys.readouterr().out
     predict(held_out, *level)
 

@@ -24,7 +24,7 @@ from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.described import describe, tell_first
 from ntk_laplace.tools.cli.examples import read_examples, table_labels
 from ntk_laplace.tools.cli.predictions import score_table
-from ntk_laplace.tools.cli.tables import read_table, target_classes
+from ntk_laplace.tools.cli.tables import read_table, scored_classes, target_classes
 
 NETWORK = """
 from torch import nn
@@ -200,6 +200,10 @@ def test_targets_in_some_rows(target: str, folder: Path, quick: None, capsys: py
     words = f"Scores of 3 of 5 inputs; 1 target is missing and 1 is no {kind}, such as '?'\n"
     assert words in capsys.readouterr().out
     assert cli.main([*line("explain", f"{target}.csv", target), "--inputs", "new.csv", "--out", "page.html"]) == 0
+    new.assign(**{target: "?"}).to_csv("new.csv", index=False)
+    capsys.readouterr()
+    predicted(f"{target}.csv", "new.csv", target)
+    assert f"\nNo scores of the 5 inputs; 5 are no {kind}, such as '?'\n" in capsys.readouterr().out
     new.assign(**{target: None}).to_csv("new.csv", index=False)
     assert not {*rest} & set(predicted(f"{target}.csv", "new.csv", target))
 
@@ -352,6 +356,13 @@ def test_targets_that_are_no_numbers_and_no_classes_are_one_line(
     found = pandas.read_csv("price.csv").assign(price=pandas.Series(values))
     monkeypatch.setattr("ntk_laplace.tools.cli.examples.read_table", lambda *_: found)
     refused(["fit", "t.csv", "--target", "price", *(["--task", task] if task else [])], words, capsys)
+
+
+def test_targets_that_are_scored() -> None:
+    """Whole numbers are floating ones beside gaps."""
+    found, others = scored_classes([1.0, None, 2, "K", 2.5, "fir"], ["1", "2", "K"])
+    assert found.tolist() == [0, -1, 1, 2, -1, -1] and others == ["2.5", "fir"]
+    assert scored_classes([np.nan, "1", 1.0, True, [1]], [1, 2])[1] == ["[1]"]
 
 
 def test_wide_numbers_can_be_names() -> None:

@@ -108,9 +108,9 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
     return Described({**columns, "target": y}, scores, note)
 
 
-def tell_scores(found: Described, of: str) -> None:
+def tell_scores(found: Described, heading: str) -> None:
     """Print the scores."""
-    print(f"\nScores of {of}")
+    print(f"\n{heading}")
     print(score_table(found.scores))
     if found.note:
         print(f"\n{found.note}")

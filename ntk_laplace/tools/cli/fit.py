@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     model = estimator(**settings).fit(training.x, training.y)
     found = describe(model, new.x, new.y, new.targets, options.level)
     predictions = pandas.concat([new.named.reset_index(drop=True), pandas.DataFrame(found.columns)], axis=1)
-    tell_scores(found, f"the {len(held_out):,} held-out rows")
+    tell_scores(found, f"Scores of the {len(held_out):,} held-out rows")
     _tell_evidence(model)
     _tell_relevance(model)
     tell_first(predictions, options.level)

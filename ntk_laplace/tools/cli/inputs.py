@@ -159,7 +159,7 @@ class Files:
         found = read_images(path, self._shape, self.classes, labeled)
         self.names, self.others = found.files, found.others
         x, y = self._tensors(found)
-        return x, y if y is None else y.masked_fill(y < 0, MISSING_LABEL)
+        return x, None if y is None or (y < 0).all() else y.masked_fill(y < 0, MISSING_LABEL)
 
     def _tensors(self, found: ImageFolder) -> tuple[Tensor, Any]:
         return torch.as_tensor(found.x).to(self.dtype), None if found.y is None else torch.as_tensor(found.y)

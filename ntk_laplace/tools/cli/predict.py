@@ -7,6 +7,7 @@ import sys
 import warnings
 from typing import Any
 
+import numpy as np
 import pandas
 from torch import Tensor
 
@@ -70,9 +71,11 @@ def run(options: argparse.Namespace) -> None:
     found.frame.to_csv(options.out, index=False)
     page.write(page_path)
     print("\n".join(sentences))
+    kind = "class of the training data" if found.labels else "number"
+    if found.judged is None and model.files.others:
+        print(f"\n{scored_words(np.zeros((len(found.frame), 1), bool), [], model.files.others, kind)}")
     if found.judged is not None:
-        kind = "class of the training data" if found.labels else "number"
-        print(f"\nScores of {scored_words(found.judged.known, found.names, model.files.others, kind)}")
+        print(f"\n{scored_words(found.judged.known, found.names, model.files.others, kind)}")
         print(score_table(found.judged.scores(options.level)))
     for text in warned:
         print(f"\nWARNING: {text}")
@@ -87,9 +90,12 @@ def _of_estimator(options: argparse.Namespace) -> None:
     found = describe(estimator.model, new.x, new.y, estimator.targets, options.level)
     predictions = pandas.concat([new.named, pandas.DataFrame(found.columns)], axis=1)
     predictions.to_csv(options.out, index=False)
+    kind = "number" if isinstance(estimator.model, ntkl.LaplaceRegressor) else "class of the training data"
+    heading = scored_words(new.known.reshape(len(new.x), -1), estimator.targets, new.others, kind)
     if found.scores:
-        kind = "number" if isinstance(estimator.model, ntkl.LaplaceRegressor) else "class of the training data"
-        tell_scores(found, scored_words(new.known.reshape(len(new.x), -1), estimator.targets, new.others, kind))
+        tell_scores(found, heading)
+    elif new.others:
+        print(f"\n{heading}")
     tell_first(predictions, options.level)
     print(f"\n{len(predictions):,} predictions written to {options.out}")
 

@@ -40,7 +40,7 @@ def score_table(scores: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def scored_words(known: NDArray[np.bool_], names: Sequence[str], others: Sequence[str], kind: str) -> str:
-    """Which inputs have scores, and what the others have in place of a target.
+    """Heading of scores: which inputs have some, and what the others have in place of a target.
 
     Parameters
     ----------
@@ -55,14 +55,16 @@ def scored_words(known: NDArray[np.bool_], names: Sequence[str], others: Sequenc
     """
     count, scored = f"{len(known):,}", known.sum(0)
     if known.all():
-        return f"the {count} inputs"
-    which = [f"{scored[0]:,}"] if len(scored) == 1 else [
-        f"{name} in {number:,}" for name, number in zip(names, scored, strict=True)]
+        return f"Scores of the {count} inputs"
+    which = [f"{scored[0]:,}"]
+    if len(scored) > 1 and len(names) == len(scored):
+        which = [f"{name} in {number:,}" for name, number in zip(names, scored, strict=True)]
     missing = int((~known).sum()) - len(others)
     why = [f"{missing:,} {'target is' if missing == 1 else 'targets are'} missing"] if missing else []
     if others:
         why.append(f"{len(others):,} {'is' if len(others) == 1 else 'are'} no {kind}, such as {others[0]!r}")
-    return f"{' and '.join(which)} of {count} inputs; {' and '.join(why)}"
+    of = f"Scores of {' and '.join(which)} of {count}" if known.any() else f"No scores of the {count}"
+    return f"{of} inputs; {' and '.join(why)}"
 
 
 def single_labels(likelihood: Likelihood, num_outputs: int) -> bool:

@@ -289,8 +289,10 @@ def scored_classes(values: Sequence[Any], known: Sequence[Any]) -> tuple[NDArray
     Values are known by themselves or by their text: in a file without the class "K", the class "2" is the number 2.
     """
     number = {key: index for index, label in enumerate(known) for key in (str(label), label)}
+    # beside gaps, whole numbers are floating ones
+    whole = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
     found = np.array([number.get(value, number.get(str(value), -1)) if isinstance(value, Hashable) else -1
-                      for value in values], np.intp)
+                      for value in whole], np.intp)
     return found, [str(value) for value, index in zip(values, found, strict=True)
                    if index < 0 and not (pandas.api.types.is_scalar(value) and pandas.isna(value))]
 
