@@ -129,7 +129,9 @@ def tell_first(predictions: pandas.DataFrame, level: float) -> None:
     spreads = {target: spread_of([value for name in real if real[name] == target for value in first[name]])
                for target in real.values()}  # of all columns of a target, which people compare
     formats = {name: partial(_in_digits, spread=spreads[target]) for name, target in real.items()}
-    print(first.fillna(np.nan).to_string(index=False, formatters=formats, na_rep=""))
+    objects = [name for name, column in first.items() if column.dtype == object]
+    first = first.assign(**{name: first[name].where(first[name].notna(), "") for name in objects})
+    print(first.to_string(index=False, formatters=formats, na_rep=""))
 
 
 def _in_digits(value: float, spread: float) -> str:

@@ -378,12 +378,14 @@ _DATES = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}(?:[T ].*)?", r"(\d{1,2})[-/.](\d{1,2})[
 
 def as_numbers(column: pandas.Series) -> str:
     """The line of pandas that makes numbers of a column of dates or amounts, as a remedy; empty for other values."""
-    frame, texts = f"frame[{str(column.name)!r}]", column.dropna().drop_duplicates()
+    frame, texts = f"frame[{str(column.name)!r}]", column.dropna()
     dates = is_datetime64_any_dtype(column.dtype)
-    if not dates and not (len(texts) and all(isinstance(text, str) for text in texts)):
-        return ""
-    if not dates and pandas.to_numeric(texts, errors="coerce").notna().all():
-        return ""
+    if not dates:
+        if texts.empty or not all(isinstance(text, str) for text in texts):
+            return ""
+        texts = texts.drop_duplicates().astype(str)
+        if pandas.to_numeric(texts, errors="coerce").notna().all():
+            return ""
     year_first, year_last = (not dates and texts.str.fullmatch(pattern).all() for pattern in _DATES)
     if dates or year_first or year_last:
         first = ""
