@@ -263,6 +263,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"naming": Naming(shape=(-4, -4))}, "expected a shape (height, width) of images"),
         ({"naming": "ants"}, "expected words as ntk_laplace.Naming(...); got 'ants'"),
         ({"targets": 5}, "expected targets for 12 examples; got shape ()"),
+        ({"targets": torch.tensor(5)}, "expected targets for 12 examples; got shape ()"),
+        ({"targets": np.array(["ant"] * 12)}, "expected targets as a tensor or an array of numbers; got ndarray"),
     ):
         with pytest.raises(ntkl.DataError, match=re.escape(words)):
             explore(posterior, x_new, **arguments)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
+from ntk_laplace.model.data import Inputs, as_tensor, as_tensors, num_examples, take
 from ntk_laplace.model.data.pictures import require_picture
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
@@ -117,8 +117,9 @@ def _truths(posterior: Posterior, targets: Any, n: int) -> list[Any]:
     None for an input without a target, NaN for one of several that is missing.
     """
     likelihood, gaps = posterior.likelihood.for_new_points(), torch.zeros(n, 1, dtype=torch.bool)
-    if isinstance(targets, (Tensor, np.ndarray)) and len(targets) == n:
-        targets = torch.as_tensor(targets)
+    if isinstance(targets, np.ndarray) and targets.dtype.kind == "f":
+        targets = as_tensor(targets)
+    if isinstance(targets, Tensor) and targets.is_floating_point() and targets.shape[:1] == (n,):
         gaps = targets.isnan().reshape(n, -1)
         targets = targets.masked_fill(gaps.view_as(targets), 0)  # any that the likelihood takes, whatever marks it has
     y = likelihood.targets(targets, n, posterior.num_outputs)
