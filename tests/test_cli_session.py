@@ -199,6 +199,19 @@ def test_inputs_without_targets(folder: Path, capsys: pytest.CaptureFixture) -> 
 
 
 @pytest.mark.slow
+def test_targets_that_were_not_standardized(folder: Path) -> None:
+    """The mean of the targets is no zero of their page."""
+    model = ntkl.LaplaceRegressor(**QUICK, standardize=False, predictive=None, precision=1.0)
+    Path("out").mkdir()
+    joblib.dump(model.fit(frame(), frame("price")["price"] / 1e3), "out/model.joblib")
+    frame().to_csv("new.csv", index=False)
+    shown, mean = page(), model.predict(frame())
+    assert "origins" not in shown and len(shown["points"]) == 20
+    for point, own in zip(shown["points"], mean, strict=True):
+        assert point["network"]["mean"][0] == pytest.approx(own, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_sources_are_no_input_and_are_explained(folder: Path, capsys: pytest.CaptureFixture) -> None:
     fit(["price"], "--group", "month")
     expected = predict(frame("price", "month").iloc[:4])

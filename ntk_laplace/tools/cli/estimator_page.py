@@ -46,7 +46,7 @@ def estimator_page(
     if estimator.shape is None:
         values = estimator.shown(x, MOST_FEATURES), estimator.shown(estimator.inputs, MOST_FEATURES)
     naming = Naming(names, None, _picture(shape or estimator.shape), target, new.names, estimator.names, values)
-    units = None if isinstance(model, ntkl.LaplaceClassifier) else _units(model)
+    units = _units(model)
     if sources is not None and units is not None:  # the page has standardized targets at first, as the posterior has
         sources = in_units(sources, 1 / units[0], -units[1] / units[0])
     page = explore(model.posterior_, model.network_inputs(x), estimator.data[0], truths, naming=naming,
@@ -61,10 +61,14 @@ def estimator_page(
     return replace(page, content=content | {"evidence": model.log_marginal_likelihood_value_})
 
 
-def _units(model: ntkl.LaplaceRegressor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Scale and mean of each target, of which the posterior has ``(target - mean) / scale``."""
+def _units(model: Model) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Scale and mean of each target, of which the posterior has ``(target - mean) / scale``; None if it has targets."""
+    if isinstance(model, ntkl.LaplaceClassifier):
+        return None
     standardized = model.network_targets(model.y_train_).numpy()
     own = np.reshape(model.y_train_, standardized.shape).astype(np.float64)
+    if np.array_equal(standardized, own):
+        return None
     spread = np.ptp(standardized, 0)
     scale = np.where(spread > 0, np.ptp(own, 0), 1.0) / np.where(spread > 0, spread, 1.0)
     return scale, own[0] - scale * standardized[0]
