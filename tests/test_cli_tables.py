@@ -472,6 +472,10 @@ def test_each_class_is_held_out_in_its_share(rare: int, folder: Path) -> None:
         assert cli.main(["fit", "t.csv", "--target", "price", "--seed", seed, *QUICK]) == 0
         held_out = pandas.read_csv("out/predictions.csv")["target"].tolist()
         assert held_out.count("rare") == rare // 5 and len(held_out) == 4
+    few = pandas.read_csv("price.csv").iloc[:10].assign(price=[*"aabccccdee"])  # the shares are rounded to b and d
+    few.to_csv("t.csv", index=False)
+    assert cli.main(["fit", "t.csv", "--target", "price", *QUICK]) == 0
+    assert pandas.read_csv("out/predictions.csv")["target"].tolist() == ["c"]
 
 
 @pytest.mark.slow

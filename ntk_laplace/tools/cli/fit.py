@@ -91,7 +91,9 @@ def _held_out(examples: Examples, seed: int) -> NDArray[np.intp]:
     grouped, sizes = order[np.argsort(labels, kind="stable")], np.bincount(labels)
     ends = np.cumsum(sizes)
     counts = np.diff(np.round(_HELD_OUT * ends).astype(int), prepend=0)  # their sum is rounded once
-    parts = zip(ends - sizes, np.minimum(counts, sizes - 1), strict=True)
+    counts = np.minimum(counts, sizes - 1)
+    counts[sizes.argmax()] += not counts.any()
+    parts = zip(ends - sizes, counts, strict=True)
     return np.sort(np.concatenate([grouped[first : first + count] for first, count in parts]))
 
 
