@@ -682,7 +682,7 @@ def test_predictions_that_are_close_to_each_other_differ_in_print(capsys: pytest
 
 def test_scores_in_any_unit() -> None:
     text = score_table({"posterior": {"log_likelihood": 21.4, "rmse": 1.23e-10}, "network": {"rmse": 17150.4639}})
-    assert "21.4000" in text and "1.23e-10" in text and "1.715e+04" in text
+    assert "21.4000" in text and "1.23e-10" in text and " 17150" in text
 
 
 @pytest.mark.slow

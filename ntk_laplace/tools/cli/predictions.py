@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ntk_laplace.model.calibration import CalibratedPredictive
 from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import joined
 from ntk_laplace.posterior.conformal.quantiles import fewest_points
+from ntk_laplace.tools.explorer import rounded
 
 NETWORK, POSTERIOR, CALIBRATED = "network alone", "posterior as it is", "calibrated posterior"
 _CHUNK = 512
@@ -28,15 +29,15 @@ Versions = Mapping[str, Response]
 """Responses of the same points by name: the network alone, the posterior as it is, the calibrated posterior."""
 
 
-def score_format(score: str) -> str:
-    """The format of a score; an RMSE has the unit of the targets, and may be of any size."""
-    return "{:.4g}" if score == "rmse" else "{:.4f}"
+def score_words(score: str, value: float) -> str:
+    """A score; an RMSE has the unit of the targets, and may be of any size."""
+    return f"{value:.4f}" if score != "rmse" or not np.isfinite(value) else f"{rounded(float(value)):.15g}"
 
 
 def score_table(scores: Mapping[str, Mapping[str, float]]) -> str:
     """Scores as text, a row for each version."""
     table = pandas.DataFrame(scores).T
-    return table.to_string(formatters={score: score_format(score).format for score in table})
+    return table.to_string(formatters={score: partial(score_words, score) for score in table})
 
 
 def scored_words(known: NDArray[np.bool_], names: Sequence[str], others: Sequence[str], kind: str) -> str:

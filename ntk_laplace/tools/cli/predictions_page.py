@@ -8,7 +8,7 @@ import numpy as np
 
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
-from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_format
+from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_words
 from ntk_laplace.tools.explorer import rounded, spread_of
 from ntk_laplace.tools.report import Page
 
@@ -158,7 +158,7 @@ def _scores(page: Page, judged: Judged, level: float, caption: str) -> None:
     columns = list(next(iter(found.values())))
     names = {"log_likelihood": "log likelihood (nats)", "ece": "calibration error (ECE)", "rmse": "RMSE"}
     page.table(caption, ["prediction", *(names.get(one, one) for one in columns)],
-               [[name, *(score_format(one).format(row[one]) for one in columns)] for name, row in found.items()])
+               [[name, *(score_words(one, row[one]) for one in columns)] for name, row in found.items()])
 
 
 def _regions(page: Page, found: Predictions) -> None:
