@@ -2,7 +2,7 @@
 
 import sys
 
-from ntk_laplace_command import main
+from ntk_laplace.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 import ntk_laplace as ntkl
-import ntk_laplace_command
 from ntk_laplace.tools import cli, demo
 from ntk_laplace.tools.cli import arrays, inputs
 from ntk_laplace.tools.cli.python_files import load_network
@@ -52,18 +51,6 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture)
     with pytest.raises(SystemExit) as stopped:
         runpy.run_module("ntk_laplace", run_name="__main__")
     assert (stopped.value.code, capsys.readouterr().out) == (0, f"ntk-laplace {ntkl.__version__}\n")
-
-
-def test_an_interruption_of_the_imports_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.__import__", interrupted)
-    code = ntk_laplace_command.main()
-    monkeypatch.undo()
-    assert code == 130 and capsys.readouterr().err == "ntk-laplace: interrupted; no file was written\n"
 
 
 @pytest.mark.parametrize(
