@@ -49,8 +49,8 @@ FOREIGN = {
 }
 # strings that only look like names
 WORDS = {
-    "_accuracy", "_behind", "_behind_error", "_build", "_deep", "_error", "_fit", "_log_likelihood", "_ntk_laplace_network_fails", "_ntk_laplace_network_net",
-    "_only_new_objects", "_reverse",
+    "_accuracy", "_behind", "_behind_error", "_build", "_deep", "_error", "_fit", "_log_likelihood",
+    "_ntk_laplace_network_fails", "_ntk_laplace_network_net", "_only_new_objects", "_reverse",
 }
 
 
