@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import types
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -304,7 +305,7 @@ def test_the_standard_error_is_that_of_the_probes(probes: int, quantile: float) 
 
 
 def probing(own: Any, probes: int, wished: float, earlier: ProbedLogDet | None = None) -> ProbedLogDet:
-    return ProbedLogDet(own.curvature, own.sketch, own.base, probes, 0, lambda _: wished, earlier)
+    return ProbedLogDet(own.probing.approximation, probes, 0, lambda _: wished, earlier)
 
 
 def test_more_probes_keep_the_earlier_ones() -> None:
@@ -344,16 +345,18 @@ def test_the_seed_sets_all_random_numbers() -> None:
     fits = (classes(ntkl.Iterative(rank=10, probes=4, seed=s)).posterior_precision for s in (0, 1))
     left, other = (one.refined for one in fits)
     own = left.probing
-    assert not torch.allclose(own.sketch.tests, other.probing.sketch.tests)
-    probed = (ProbedLogDet(own.curvature, own.sketch, own.base, 4, seed, own.wished) for seed in (0, 1))
+    low = own.approximation
+    assert not torch.allclose(low.sketch.tests, other.probing.approximation.sketch.tests)
+    probed = (ProbedLogDet(low, 4, seed, own.wished) for seed in (0, 1))
     same, moved = (Remainder(one, 10, 0.05).enough for one in probed)
     near, far = (relative_error(one.probing.probed, own.probed) for one in (same, moved))
     assert near < 1e-3 < far
     assert torch.equal(same.draws, left.enough.draws) and not torch.allclose(moved.draws, left.draws)
     noise = own.curvature.noise(3, torch.Generator().manual_seed(8))
     one, four = (types.SimpleNamespace(noise=lambda *_, size=size: size * noise) for size in (1.0, 2.0))
-    drawn = own.sketch.noise(one, 3, torch.Generator())
-    assert relative_error(own.sketch.scaled(4.0).noise(four, 3, torch.Generator()), 2.0 * drawn) < 1e-12
+    drawn = replace(low, curvature=one).noise(3, torch.Generator())
+    scaled = replace(low, curvature=four, sketch=low.sketch.scaled(4.0))
+    assert relative_error(scaled.noise(3, torch.Generator()), 2.0 * drawn) < 1e-12
 
 
 # --- hyperparameters

@@ -66,7 +66,8 @@ def test_the_precision_is_that_of_its_rows_written_out(case: tuple[str, str, str
                                                                                   fitted.likelihood)
     sketch = leading_rows(curvature, 10**6)
     assert sketch is not None
-    base = sketch.at(curvature)[1]
+    approximation = sketch.at(curvature)
+    base = approximation.base
     p, r = posterior.num_parameters, base.rank
     eye, shapes = torch.eye(p, dtype=torch.float64), posterior.network.shapes
     factor = sketch.rows.dense(shapes)[0]
@@ -103,7 +104,7 @@ def test_the_precision_is_that_of_its_rows_written_out(case: tuple[str, str, str
     generator = torch.Generator().manual_seed(2)
     drawn = torch.randn(*root.shape[::2], 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     noise = torch.einsum("nrp,nrs,nsm->mp", weighted, sketch.rest, drawn)
-    assert relative_error(sketch.noise(curvature, 3, generator), noise) < 1e-8
+    assert relative_error(approximation.noise(3, generator), noise) < 1e-8
     assert relative_error(sketch.scaled(9.0).rows.dense(shapes)[0], 3.0 * factor) < 1e-12
 
 
@@ -331,8 +332,7 @@ def test_the_bounds_hold_where_leading_rows_depend_on_each_other(monkeypatch: py
     x = torch.cat([100.0 * torch.eye(16, dtype=torch.float64)[:1].expand(8, -1), torch.eye(16, dtype=torch.float64)])
     network, y = nn.Linear(16, 1, bias=False).double(), torch.zeros(24, 1, dtype=torch.float64)
     found = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure=ntkl.Iterative(relative_error=0.9))
-    sketch, base = of(found)
-    assert base.rank == 8 and sketch.rank_left(found.fitted.structure.curvature(found.fitted.model)) == 16
+    assert of(found)[1].rank == 8 and found.posterior_precision.probing.approximation.rank_left == 16
     exact = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure="full").log_marginal_likelihood()
     assert found.evidence().lower <= float(exact) <= found.evidence().upper
 
@@ -356,7 +356,7 @@ def test_a_forecast_stores_what_the_fit_stores(monkeypatch: pytest.MonkeyPatch) 
     row, given = forecast_of((x, y), network, monkeypatch)
     posterior = classes("iterative")
     fine: Any = posterior.posterior_precision.refined.probing  # whose rank is that of predictions
-    sketch, base = fine.sketch, fine.base
+    sketch, base = fine.approximation.sketch, fine.base
     assert row.note == f"{base.rank:,} leading rows, rows kept"
     rows: Any = posterior.fitted.structure
     assert row.stored == {"leading rows": sketch.rows.nbytes + sketch.rest.nbytes, "factor": base.factor.nbytes,
@@ -364,9 +364,8 @@ def test_a_forecast_stores_what_the_fit_stores(monkeypatch: pytest.MonkeyPatch) 
     # the probe saw all examples: the first rows, and what they leave, are no estimates
     expected, exact = expected_rows(given), float(classes("full").log_det())
     assert expected is not None and expected.count == first_rows(posterior) < base.rank
-    curvature = rows.curvature(posterior.fitted.model)
     for rank in (expected.count, base.rank):
-        kept = sketch.grown(curvature, base, rank, 0, draws=False)[1]
+        kept = fine.approximation.grown(rank, 0, draws=False).base
         assert expected.left(rank)[0] == pytest.approx(exact - float(kept.log_det()), rel=1e-6)
 
 
@@ -398,10 +397,9 @@ def test_what_rows_leave_is_extrapolated_from_a_sample(monkeypatch: pytest.Monke
                        for structure in ("iterative", "full"))
     monkeypatch.setattr(tuning, "PROBED_EXAMPLES", 200)
     _, given = forecast_of((x, y), network, monkeypatch)
-    expected, structure, (sketch, base) = expected_rows(given), posterior.fitted.structure, of(posterior)
-    curvature = structure.curvature(posterior.fitted.model)  # type: ignore[attr-defined]
+    expected, low = expected_rows(given), posterior.posterior_precision.probing.approximation
     assert expected is not None and given.spectrum is not None
     for rank in (first_rows(posterior), 2 * first_rows(posterior)):
-        kept = sketch.grown(curvature, base, rank, 0, draws=False)[1]
+        kept = low.grown(rank, 0, draws=False).base
         exact = 1.0 - float(kept.log_det()) / float(full.log_det())
         assert expected.left(rank)[0] / float(given.spectrum.log1p().sum()) == pytest.approx(exact, rel=0.2)

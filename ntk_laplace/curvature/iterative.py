@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.local_log_det import approximate_log_det
-from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, sufficient
 from ntk_laplace.curvature.remainder import Remainder
-from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch, growing
+from ntk_laplace.curvature.sketch import Approximation, Sketch, growing
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
@@ -63,19 +62,12 @@ class IterativePrecision(PosteriorPrecision):
         curvature = probing.curvature
         super().__init__(curvature.prior, curvature.shapes, curvature.like)
         self.probing: ProbedLogDet = probing
-        self.curvature, self.sketch, self.base, self.seed = curvature, probing.sketch, probing.base, probing.seed
+        self.curvature, self.base, self.seed = curvature, probing.base, probing.seed
+        self.sketch = probing.approximation.sketch
         self.most, self.limits = min(limits.rank, curvature.rank), limits
         self.variance_error = variance_error
         self._draws_alone = draws_suffice(variance_error, curvature.num_columns)
         self._best = self._remainder(probing)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name in ("_best", "informed", "refined"):  # of an earlier version: precisions of their own, or this one
-            own = state.get(name)
-            if isinstance(own, IterativePrecision):
-                state[name] = state["_remainder"] if own is self else own._best
-        state.pop("_remainder", None)
-        vars(self).update(state)
 
     def _remainder(self, probing: ProbedLogDet) -> Remainder:
         """What a low rank leaves."""
@@ -98,24 +90,22 @@ class IterativePrecision(PosteriorPrecision):
 
     @classmethod
     def restored(
-        cls, curvature: Curvature, sketch: Sketch, wished: Wished, draws: int, variance_error: float,
-        record: Mapping[str, Any],
+        cls, approximation: Approximation, wished: Wished, draws: int, variance_error: float, record: Mapping[str, Any]
     ) -> IterativePrecision:
         """The precision with the estimates of a record, at the hyperparameters of the record."""
-        sketch, base = sketch.at(curvature)
-        own = dict(record["own"])
+        like, own = approximation.curvature.like, dict(record["own"])
         limits = SketchLimits(own.pop("most"), draws)
-        first, probing = (ProbedLogDet(curvature, sketch, base, wished=wished, **own) for _ in range(2))
+        first, probing = (ProbedLogDet(approximation, wished=wished, **own) for _ in range(2))
         found = cls(first, limits, variance_error)
         best = found._remainder(probing)
         effective, error = record["effective"]
-        vars(found).update(_best=best, _effective=(effective.to(curvature.like), error))
+        vars(found).update(_best=best, _effective=(effective.to(like), error))
         vars(found.probing)["estimate"] = LogDet(**record["estimate"])
         vars(best.probing).update(estimate=LogDet(**record["best"]), diagonal=tuple(record["diagonal"]))
         if record["refined"]:
             vars(found)["refined"] = best
         if record["left"] is not None:
-            best.draws = record["left"].to(curvature.like)
+            best.draws = record["left"].to(like)
             vars(best)["enough"] = best
         if record.get("drawn") is not None:
             drawn = PosteriorDraws(best.probing, float(effective.sum()), error, draws)
@@ -148,7 +138,7 @@ class IterativePrecision(PosteriorPrecision):
     @property
     def best_sketch(self) -> Sketch:
         """The largest sketch so far."""
-        return self._best.probing.sketch
+        return self._best.probing.approximation.sketch
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹): that of the low rank, and what the draws find of the rest, (G,)."""
@@ -186,15 +176,13 @@ class IterativePrecision(PosteriorPrecision):
         return left
 
     def _drawing(self) -> Iterator[tuple[Remainder, float | None]]:
-        """What sketches leave, as `growing` yields them from the best so far on."""
-        best, probes = self._best.probing, min(self.probing.probes, tuning.MEASURING_PROBES)
-        start = best.sketch, best.base
-        if not best.complete:
-            start = best.sketch.drawing(self.curvature, best.base, self.seed)
-        for sketch, base, larger in growing(self.curvature, start, (0, self.most), self.seed, True):
-            if base is not self._best.probing.base:
-                probing = ProbedLogDet(self.curvature, sketch, base, probes, self.seed, self.probing.wished)
-                self._best = self._remainder(probing)
+        """What low ranks leave, as `growing` yields them from the best so far on."""
+        start, probes = self._best.probing.approximation, min(self.probing.probes, tuning.MEASURING_PROBES)
+        if not self._best.probing.complete:
+            start = start.drawing(self.seed)
+        for found, larger in growing(start, self.most, self.seed, True):
+            if found is not self._best.probing.approximation:
+                self._best = self._remainder(ProbedLogDet(found, probes, self.seed, self.probing.wished))
             yield self._best, larger
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
@@ -285,36 +273,29 @@ class IterativePrecision(PosteriorPrecision):
         return super().covariance(rows) if found is None else found
 
 
-def reaching(
-    curvature: Curvature, ranks: tuple[int, int], seed: int, tolerance: Wished
-) -> tuple[RandomSketch, LowRankPrecision]:
-    """The sketch whose log determinant is within the tolerance, by an estimate of what it leaves; arguments as `grown`.
-
-    The rank is doubled until then.
-    """
-    for sketch, base, _ in growing(curvature, None, ranks, seed):
-        wished = tolerance(float(base.log_det()))
-        found = ProbedLogDet(curvature, sketch, base, tuning.FIRST_PROBES, seed, tolerance).estimate
-        if found.value - found.lower <= wished:
+def reaching(candidates: Iterator[tuple[Approximation, float | None]], seed: int, tolerance: Wished) -> Approximation:
+    """The first whose log determinant is within the tolerance, by an estimate of what it leaves; see `grown`."""
+    for found, _ in candidates:
+        wished = tolerance(float(found.base.log_det()))
+        estimate = ProbedLogDet(found, tuning.FIRST_PROBES, seed, tolerance).estimate
+        if estimate.value - estimate.lower <= wished:
             break
-    assert isinstance(sketch, RandomSketch) and isinstance(base, LowRankPrecision)
-    return sketch, base
+    return found
 
 
 def grown(
-    curvature: Curvature, sketch: Sketch | None, first_rank: int, limits: SketchLimits, probes: tuple[int, int],
-    seed: int, wished: Wished, variance_error: float,
+    candidates: Iterator[tuple[Approximation, float | None]], limits: SketchLimits, probes: tuple[int, int], seed: int,
+    wished: Wished, variance_error: float,
 ) -> IterativePrecision:
     """The precision whose log determinant has the wished standard error, or the best that ranks and probes allow.
 
-    The rank is doubled as long as that costs less than the probes that the present rank needs; of these there are
-    `probes`, fewest and most. The sketch is what is known of the curvature, at any prior. `wished` is the standard
-    error in nats at a value of log det B, of which the estimate has to be finite (NumericalError).
+    The `candidates` of `growing` are tried as long as the next costs less than the probes that the present one needs;
+    of these there are `probes`, fewest and most. `wished` is the standard error in nats at a value of log det B, of
+    which the estimate has to be finite (NumericalError).
     """
     (fewest, most), first = probes, min(tuning.LANCZOS_PROBES, probes[1])
-    known = None if sketch is None else sketch.at(curvature)
-    for sketch, base, larger in growing(curvature, known, (first_rank, limits.rank), seed):
-        probing = ProbedLogDet(curvature, sketch, base, first, seed, wished)
+    for found, larger in candidates:
+        probing = ProbedLogDet(found, first, seed, wished)
         error = probing.estimate.standard_error / wished(probing.estimate.value)
         if not math.isfinite(error):
             raise NumericalError("a finite estimate of log det B", "numbers that overflow",
@@ -326,5 +307,5 @@ def grown(
             break
     enough = min(max(wanted, fewest), most)
     if enough > first:
-        probing = ProbedLogDet(curvature, probing.sketch, probing.base, enough, seed, wished, probing)
+        probing = ProbedLogDet(found, enough, seed, wished, probing)
     return IterativePrecision(probing, limits, variance_error)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
 from ntk_laplace.curvature.low_rank import LowRankBase
-from ntk_laplace.curvature.sketch import Curvature, RandomSketch, Sketch
+from ntk_laplace.curvature.sketch import Approximation, Curvature, RandomSketch, Sketch
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import diagonal_blocks, gram
 from ntk_laplace.runtime import tuning
@@ -43,8 +43,9 @@ class LeadingRows(Sketch):
     limit: int
     exhausted: bool = False
 
-    def at(self, curvature: Curvature) -> tuple[LeadingRows, LeadingRowsPrecision]:
-        return self, LeadingRowsPrecision(self.rows, None, curvature.prior, curvature.shapes)
+    def at(self, curvature: Curvature) -> LeadingRowsApproximation:
+        base = LeadingRowsPrecision(self.rows, None, curvature.prior, curvature.shapes)
+        return LeadingRowsApproximation(curvature, self, base)
 
     def scaled(self, factor: float) -> LeadingRows:
         return replace(self, rows=self.rows.weighted(self.rows.f.new_full((len(self.rows.f), 1, 1), factor**0.5)))
@@ -55,34 +56,35 @@ class LeadingRows(Sketch):
     def record(self) -> dict[str, Any]:
         return {"rows": self.rows.record(), "rest": self.rest, "limit": self.limit, "exhausted": self.exhausted}
 
-    def rank_left(self, curvature: Curvature) -> int:
+
+@dataclass(frozen=True)
+class LeadingRowsApproximation(Approximation):
+    """That of leading rows."""
+
+    sketch: LeadingRows
+    base: LeadingRowsPrecision
+
+    @property
+    def rank_left(self) -> int:
         """As many as other rows, or parameters: rows that were chosen may depend on each other."""
-        return min(len(curvature.like), curvature.num_rows - self.rows.num_examples)
+        return min(len(self.curvature.like), self.curvature.num_rows - self.base.rank)
 
     def most(self, most: int) -> int:
         """Rows for which there is memory."""
-        return self.limit
+        return self.sketch.limit
 
-    def cost(self, curvature: Curvature, rank: int) -> float:
+    def cost(self, rank: int) -> float:
         """Of the Cholesky factorization."""
-        return max(1.0, rank**3 / 3 / curvature.product_flops)
+        return max(1.0, rank**3 / 3 / self.curvature.product_flops)
 
-    def grown(
-        self, curvature: Curvature, base: LowRankBase, rank: int, seed: int, draws: bool
-    ) -> tuple[LeadingRows, LeadingRowsPrecision]:
+    def grown(self, rank: int, seed: int, draws: bool) -> LeadingRowsApproximation:
         """Chosen anew, at the present prior."""
-        weights = curvature.row_weights(prior_variances(curvature.prior, curvature.shapes))
-        return _chosen(curvature, *weights, rank, self.limit).at(curvature)
+        weights = self.curvature.row_weights(self.base.variances)
+        return _chosen(self.curvature, *weights, rank, self.sketch.limit).at(self.curvature)
 
-    def drawing(
-        self, curvature: Curvature, base: LowRankBase, seed: int
-    ) -> tuple[LeadingRows, LowRankBase]:
-        """As it is."""
-        return self, base
-
-    def noise(self, curvature: Curvature, count: int, generator: torch.Generator) -> Tensor:
+    def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Draws from N(0, J_restᵀΛJ_rest) of the rows that were not chosen."""
-        return curvature.noise(count, generator, self.rest)
+        return self.curvature.noise(count, generator, self.sketch.rest)
 
 
 class LeadingRowsPrecision(LowRankBase, FunctionSpacePrecision):

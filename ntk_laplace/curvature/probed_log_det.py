@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.low_rank import LowRankBase
-from ntk_laplace.curvature.sketch import Curvature, Sketch
+from ntk_laplace.curvature.sketch import Approximation
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos, nearly_solved
 from ntk_laplace.runtime.linalg import log_det_curve
@@ -49,10 +48,8 @@ class ProbedLogDet:
 
     Parameters
     ----------
-    curvature : Curvature
-    sketch : Sketch
-    base : LowRankBase
-        P0 + FᵀF.
+    approximation : Approximation
+        The low rank.
     probes, seed : int
     wished : callable
         The wished standard error, in nats, at a value: the quadrature's bracket ends at a fraction of it.
@@ -61,10 +58,9 @@ class ProbedLogDet:
     """
 
     def __init__(
-        self, curvature: Curvature, sketch: Sketch, base: LowRankBase, probes: int, seed: int, wished: Wished,
-        earlier: ProbedLogDet | None = None,
+        self, approximation: Approximation, probes: int, seed: int, wished: Wished, earlier: ProbedLogDet | None = None
     ) -> None:
-        self.curvature, self.sketch, self.base = curvature, sketch, base
+        self.approximation, self.curvature, self.base = approximation, approximation.curvature, approximation.base
         self.probes, self.seed, self.wished = probes, seed, wished
         self._earlier = earlier
 
@@ -198,7 +194,7 @@ class ProbedLogDet:
 
         log det (I + X) <= k log(1 + tr X/k) for X = C - I of rank k; and log det B <= Σ_n log det B_nn (Fischer).
         """
-        rank = self.sketch.rank_left(self.curvature)
+        rank = self.approximation.rank_left
         by_trace = rank * math.log1p(self.trace_left / rank) if rank > 0 else 0.0
         return max(0.0, min(by_trace, self.diagonal[1] - float(self.base.log_det())))
 

@@ -57,7 +57,7 @@ class Remainder:
     def _drawn(self, count: int, generator: torch.Generator) -> Tensor:
         curvature, base = self._probing.curvature, self._probing.base
         x = base.whitened_half(normal((count, len(curvature.like)), curvature.like, generator)) * base.deviation
-        noise = self._probing.sketch.noise(curvature, count, generator)
+        noise = self._probing.approximation.noise(count, generator)
         right = curvature.products(x) - base.products(x) + noise
         return self._probing.solved_draws(right.mul_(base.deviation))
 

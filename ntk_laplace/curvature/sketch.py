@@ -75,7 +75,7 @@ class Curvature(Protocol):
 
 
 class Sketch(ABC):
-    """A low rank FᵀF of JᵀΛJ, which it does not exceed at any prior.
+    """F, the rows of a low rank FᵀF of JᵀΛJ, which it does not exceed at any prior.
 
     Attributes
     ----------
@@ -86,8 +86,8 @@ class Sketch(ABC):
     exhausted: bool
 
     @abstractmethod
-    def at(self, curvature: Curvature) -> tuple[Sketch, LowRankBase]:
-        """P0 + FᵀF at the present prior, and the sketch with the rows of the precision."""
+    def at(self, curvature: Curvature) -> Approximation:
+        """The approximation of a curvature, at its present prior."""
 
     @abstractmethod
     def scaled(self, factor: float) -> Sketch:
@@ -101,8 +101,28 @@ class Sketch(ABC):
     def record(self) -> dict[str, Any]:
         """Plain containers of tensors."""
 
+
+@dataclass(frozen=True)
+class Approximation(ABC):
+    """A curvature and its low rank, at the present prior.
+
+    Attributes
+    ----------
+    curvature : Curvature
+        JᵀΛJ.
+    sketch : Sketch
+        F.
+    base : LowRankBase
+        P0 + FᵀF.
+    """
+
+    curvature: Curvature
+    sketch: Sketch
+    base: LowRankBase
+
+    @property
     @abstractmethod
-    def rank_left(self, curvature: Curvature) -> int:
+    def rank_left(self) -> int:
         """The most eigenvalues of JᵀΛJ - FᵀF that are not zero."""
 
     # --- growth
@@ -112,23 +132,21 @@ class Sketch(ABC):
         """The largest rank, if `most` vectors fit in memory."""
 
     @abstractmethod
-    def cost(self, curvature: Curvature, rank: int) -> float:
-        """Of a sketch of this kind of another rank, in products."""
+    def cost(self, rank: int) -> float:
+        """Of one of this kind of another rank, in products."""
 
     @abstractmethod
-    def grown(
-        self, curvature: Curvature, base: LowRankBase, rank: int, seed: int, draws: bool
-    ) -> tuple[Sketch, LowRankBase]:
-        """A sketch of another rank with its precision, where `base` is that of this one; arguments as `sketched`."""
+    def grown(self, rank: int, seed: int, draws: bool) -> Approximation:
+        """One of another rank; arguments as `sketched`."""
 
-    # --- draws of what the sketch leaves
+    # --- draws of what the low rank leaves
 
-    @abstractmethod
-    def drawing(self, curvature: Curvature, base: LowRankBase, seed: int) -> tuple[Sketch, LowRankBase]:
-        """A sketch from which `noise` can be drawn, with its precision."""
+    def drawing(self, seed: int) -> Approximation:
+        """One from which `noise` can be drawn; by default this one."""
+        return self
 
     @abstractmethod
-    def noise(self, curvature: Curvature, count: int, generator: torch.Generator) -> Tensor:
+    def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Draws from N(0, JᵀΛJ - FᵀF), (count, P)."""
 
 
@@ -152,13 +170,14 @@ class RandomSketch(Sketch):
     mixing: Tensor | None = None
     exhausted: bool = False
 
-    def at(self, curvature: Curvature) -> tuple[RandomSketch, LowRankPrecision]:
-        """P0 + FᵀF at the present prior, and the sketch with its rows turned, whose factor is that of the precision."""
+    def at(self, curvature: Curvature) -> NystromApproximation:
+        """With the rows of the sketch turned to those of the precision."""
         scale = prior_deviation(curvature.prior, self.factor)
         values, turn = symmetric_eigen(inner(self.factor, self.factor, scale.square()))
         mixing = None if self.mixing is None else turn.T @ self.mixing
         turned = replace(self, factor=turn.T @ self.factor, mixing=mixing)
-        return turned, LowRankPrecision(turned.factor, values.clamp_min(0.0), curvature.prior, curvature.shapes)
+        base = LowRankPrecision(turned.factor, values.clamp_min(0.0), curvature.prior, curvature.shapes)
+        return NystromApproximation(curvature, turned, base)
 
     def best(self, rank: int) -> RandomSketch:
         """The last rows, at most `rank`, without tests."""
@@ -175,43 +194,46 @@ class RandomSketch(Sketch):
     def record(self) -> dict[str, Any]:
         return dict(vars(self))
 
-    def rank_left(self, curvature: Curvature) -> int:
+
+@dataclass(frozen=True)
+class NystromApproximation(Approximation):
+    """That of a random sketch."""
+
+    sketch: RandomSketch
+    base: LowRankPrecision
+
+    @property
+    def rank_left(self) -> int:
         """Those of JᵀΛJ, less one for each vector."""
-        return curvature.rank - len(self.factor)
+        return self.curvature.rank - self.base.rank
 
     def most(self, most: int) -> int:
         """As many vectors as fit."""
         return most
 
-    def cost(self, curvature: Curvature, rank: int) -> float:
+    def cost(self, rank: int) -> float:
         """A product for each vector."""
         return rank
 
-    def grown(
-        self, curvature: Curvature, base: LowRankBase, rank: int, seed: int, draws: bool
-    ) -> tuple[RandomSketch, LowRankPrecision]:
+    def grown(self, rank: int, seed: int, draws: bool) -> NystromApproximation:
         """From the eigenvectors of this one, and random test vectors."""
-        assert isinstance(base, LowRankPrecision)
-        return sketched(curvature, base, rank, seed, draws)
+        return sketched(self.curvature, self.base, rank, seed, draws)
 
-    def drawing(
-        self, curvature: Curvature, base: LowRankBase, seed: int
-    ) -> tuple[RandomSketch, LowRankPrecision]:
+    def drawing(self, seed: int) -> NystromApproximation:
         """With test vectors: another round, with products of what is known."""
-        assert isinstance(base, LowRankPrecision)
-        return (self, base) if self.tests is not None else sketched(curvature, base, base.rank, seed, True)
+        return self if self.sketch.tests is not None else self.grown(self.base.rank, seed, True)
 
-    def noise(self, curvature: Curvature, count: int, generator: torch.Generator) -> Tensor:
+    def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Draws from N(0, JᵀΛJ), less their part in the sketch."""
-        assert self.tests is not None and self.mixing is not None
-        drawn = curvature.noise(count, generator)
-        return drawn - (drawn @ self.tests.T @ self.mixing.T) @ self.factor
+        tests, mixing, drawn = self.sketch.tests, self.sketch.mixing, self.curvature.noise(count, generator)
+        assert tests is not None and mixing is not None
+        return drawn - (drawn @ tests.T @ mixing.T) @ self.sketch.factor
 
 
 def sketched(
     curvature: Curvature, known: LowRankPrecision | None, count: int, seed: int, draws: bool = False
-) -> tuple[RandomSketch, LowRankPrecision]:
-    """A sketch and its precision, from `count` test vectors: eigenvectors that are known, and random ones.
+) -> NystromApproximation:
+    """From `count` test vectors: eigenvectors that are known, and random ones.
 
     Products with known eigenvectors are a round of subspace iteration. The test vectors are kept, which are as large as
     the sketch, if `draws` of what it leaves are needed.
@@ -232,27 +254,21 @@ def sketched(
     found = low_rank(curvature.products, tests, scale, None if draws else curvature.together)
     exhausted = count > kept and 2 * (count - len(found.factor)) >= count - kept
     kept_tests, mixing = (tests, found.mixing) if draws else (None, None)
-    sketch = RandomSketch(found.factor, kept_tests, mixing, exhausted)
-    return sketch, LowRankPrecision(found.factor, found.values, curvature.prior, curvature.shapes)
+    base = LowRankPrecision(found.factor, found.values, curvature.prior, curvature.shapes)
+    return NystromApproximation(curvature, RandomSketch(found.factor, kept_tests, mixing, exhausted), base)
 
 
 def growing(
-    curvature: Curvature, start: tuple[Sketch, LowRankBase] | None, ranks: tuple[int, int], seed: int,
-    draws: bool = False,
-) -> Iterator[tuple[Sketch, LowRankBase, float | None]]:
-    """Sketches with their precisions, each of twice the rank of the one before; and the cost of the next, if any.
+    found: Approximation, most: int, seed: int, draws: bool = False
+) -> Iterator[tuple[Approximation, float | None]]:
+    """Approximations, each of twice the rank of the one before; with the cost of the next, if any.
 
-    The first is `start`, or has the first of `ranks`. The last has the second of them or the curvature's rank, or finds
-    nothing more. Costs are in products.
+    The last has the rank `most` or the curvature's, or finds nothing more. Costs are in products.
     """
-    sketch: Sketch
-    base: LowRankBase
-    sketch, base = sketched(curvature, None, min(*ranks, curvature.rank), seed, draws) if start is None else start
-    start = None  # it is large
     while True:
-        doubled = min(2 * base.rank, sketch.most(ranks[1]), curvature.rank)
-        more = doubled > base.rank and not sketch.exhausted
-        yield sketch, base, sketch.cost(curvature, doubled) if more else None
+        doubled = min(2 * found.base.rank, found.most(most), found.curvature.rank)
+        more = doubled > found.base.rank and not found.sketch.exhausted
+        yield found, found.cost(doubled) if more else None
         if not more:
             return
-        sketch, base = sketch.grown(curvature, base, doubled, seed, draws)
+        found = found.grown(doubled, seed, draws)

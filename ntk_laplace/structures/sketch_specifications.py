@@ -14,7 +14,7 @@ from ntk_laplace.curvature.iterative import IterativePrecision, SketchLimits, gr
 from ntk_laplace.curvature.leading_rows import leading_rows
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
-from ntk_laplace.curvature.sketch import RandomSketch, Sketch, sketched
+from ntk_laplace.curvature.sketch import NystromApproximation, RandomSketch, Sketch, growing, sketched
 from ntk_laplace.errors import require_number, require_whole, warn
 from ntk_laplace.model.data import Missing
 from ntk_laplace.runtime import tuning
@@ -81,18 +81,20 @@ class Iterative(SketchSpec):
         """Grow the sketch until the evidence has the wished standard error."""
         model, wished = curvature.model, partial(tolerance, self.relative_error, joint)
         if saved is not None and sketch is not None:
-            restored = IterativePrecision.restored(curvature, sketch, wished, self.vectors_in_memory(model),
+            restored = IterativePrecision.restored(sketch.at(curvature), wished, self.vectors_in_memory(model),
                                                    self.variance_error, saved)
             return restored, restored.sketch
         limits = SketchLimits(self.most_rank(model), self.vectors_in_memory(model))
-        first = min(tuning.FIRST_RANK, limits.rank) if self.rank is None else limits.rank
+        first = min(tuning.FIRST_RANK if self.rank is None else limits.rank, limits.rank, curvature.rank)
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
         if sketch is None and self.rank is None:
             memory = min(model.settings.reducer.gather(memory_of(model)))
             limit = rows_limit(memory, curvature.num_rows, curvature.num_columns, curvature.like.element_size(),
                                 curvature.row_bytes)
             sketch = leading_rows(curvature, limit)
-        found = grown(curvature, sketch, first, limits, probes, self.seed, wished, self.variance_error)
+        candidates = growing(sketch.at(curvature) if sketch else sketched(curvature, None, first, self.seed),
+                             limits.rank, self.seed)
+        found = grown(candidates, limits, probes, self.seed, wished, self.variance_error)
         estimate = found.estimate
         error = wished(estimate.value)
         _LOG.info(f"iterative: rank {found.base.rank:,}, {estimate.probes} probes of {estimate.steps} products, "
@@ -175,8 +177,8 @@ class Nystrom(SketchSpec):
         if sketch is not None and saved:
             values = saved["values"].to(random.factor)
             return LowRankPrecision(random.factor, values, curvature.prior, curvature.shapes), random
-        random, base = random.at(curvature)
-        return base, random
+        found = random.at(curvature)
+        return found.base, found.sketch
 
     def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
         """The eigenvalues, whose rounding another decomposition would change."""
@@ -200,16 +202,16 @@ class Nystrom(SketchSpec):
     def _sketch(self, curvature: CurvatureProducts, joint: float) -> RandomSketch:
         if self.rank is None:
             most = self.most_rank(curvature.model)
-            sketch, base = reaching(curvature, (min(tuning.FIRST_RANK, most), most), self.seed,
-                                    partial(tolerance, self.relative_error, joint))
-            count = base.rank
+            first, wished = min(tuning.FIRST_RANK, most, curvature.rank), partial(tolerance, self.relative_error, joint)
+            reached = reaching(growing(sketched(curvature, None, first, self.seed), most, self.seed), self.seed, wished)
+            found = of_kind(NystromApproximation, reached)
+            count = found.base.rank
         else:
             count = self._tests(self.rank, curvature.rank)
-            sketch, base = sketched(curvature, None, count, self.seed)
+            found = sketched(curvature, None, count, self.seed)
         for _ in range(1, self.rounds):
-            del sketch  # it is large
-            sketch, base = sketched(curvature, base, count, self.seed)
-        return sketch.best(self.rank or count)
+            found = sketched(curvature, found.base, count, self.seed)
+        return found.sketch.best(self.rank or count)
 
 
 def compressed(spec: Nystrom, structure: Structure, curvature: CurvatureProducts) -> SketchedStructure:

@@ -345,8 +345,8 @@ class SketchedStructure(StreamedStructure):
         """H⁻¹g, (P,), with the curvature of `points`, by conjugate gradients preconditioned by this sketch."""
         if self.at.sketch is None or not self.spec.exact:
             return super().solve_at(model, points, gradient)
-        there, sketch = self.changed(model, points).curvature(model), self.at.sketch
-        probing = ProbedLogDet(there, *sketch.at(there), 2, 0, lambda _: math.inf)
+        there = self.at.sketch.at(self.changed(model, points).curvature(model))
+        probing = ProbedLogDet(there, 2, 0, lambda _: math.inf)
         return IterativePrecision(probing, SketchLimits(0, 0), math.inf).solve(gradient)
 
     # --- storage
