@@ -475,7 +475,7 @@ def test_norm_layers_do_not_count_towards_the_working_set():
         network = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), layer, nn.Tanh(), nn.Flatten(), nn.Linear(144, 2))
         factors = JacobianPass(Network(network.double().eval()), torch.float64)
         factors.rows(torch.randn(3, 1, 8, 8).double())
-        return sorted(edge.held(5, FusedLayers()) for edge in factors._edges)
+        return sorted(edge.held(5, FusedLayers()) for edge in factors.sizes.edges)
 
     assert held(nn.Identity()) == [5 * 8 * 2, 5 * 8 * 144]
     assert held(nn.BatchNorm2d(4)) == [5 * 8 * 2, 8 * 144, 5 * 8 * 144]
@@ -552,7 +552,7 @@ def test_only_asked_for_weights_are_added_up():
     (found,) = factors.batches(x, None, None, fused_layers=FusedLayers(dict.fromkeys(["bare.weight", "twice.weight"])))
     assert [block.weight for block in found.blocks if isinstance(block, FusedSums)] == ["bare.weight"]
     fold = FusedLayers({"bare.weight": None})
-    sizes = {edge.plain: edge.held(7, fold) // edge.size for edge in factors._edges if edge.plain}
+    sizes = {edge.plain: edge.held(7, fold) // edge.size for edge in factors.sizes.edges if edge.plain}
     assert sizes["bare.weight"] == 1 and sizes["first.weight"] == 7
 
 

@@ -392,7 +392,7 @@ def test_the_graph_of_a_forward_pass_is_what_torch_saves(name: str) -> None:
             return sum(saved.values()) * bool(out.requires_grad)
 
     posterior = ntkl.laplace(network, (x, network(x).detach()), ntkl.Gaussian(0.1), structure="diag", settings=QUIET)
-    found = posterior.fitted.model.jacobian_pass.graph_bytes
+    found = posterior.fitted.model.jacobian_pass.sizes.graph_bytes
     assert found == pytest.approx((saved_bytes(x) - saved_bytes(x[:20])) / 20, rel=0.01)
 
 
@@ -405,7 +405,7 @@ def test_a_batch_has_its_graph_and_rows_of_both_types_while_they_are_converted(d
     assert found.sample.dtype == torch.float64
     gradients = 3 * (7 + 3) * dtype.itemsize  # C output gradients of each layer; the cotangents are those of the last
     converted = 3 * (7 + 3) * 8 if dtype == torch.float32 else 0
-    assert found.batch_bytes == 30 * (gradients + converted + 2 * model.jacobian_pass.graph_bytes)
+    assert found.batch_bytes == 30 * (gradients + converted + 2 * model.jacobian_pass.sizes.graph_bytes)
 
 
 class _Doubled(torch.autograd.Function):
@@ -459,10 +459,10 @@ def test_batches_keep_within_the_budget(structure: str) -> None:
             found[budget] = ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, settings=settings)
     values = {budget: float(one.log_marginal_likelihood()) for budget, one in found.items()}
     assert max(values.values()) - min(values.values()) < 1e-9 * abs(values[None])
-    counts = {budget: one.fitted.model.jacobian_pass.examples_at_once(data[0]) for budget, one in found.items()}
+    counts = {budget: one.fitted.model.jacobian_pass.sizes.batch()[0] for budget, one in found.items()}
     for budget, count in counts.items():
         if budget is not None:
-            own = found[budget].fitted.model.jacobian_pass
+            own = found[budget].fitted.model.jacobian_pass.sizes
             gradients = sum(layer.out_features for layer in network if isinstance(layer, nn.Linear)) * 8
             each = 2 * gradients * found[budget].num_outputs + own.graph_bytes
             assert 1 <= count < counts[None] and count * each <= budget / 2 < 1.01 * (count + 1) * each

@@ -11,7 +11,6 @@ HERE = Path(__file__).parent
 # Constants in capitals are sizes of buffers. Tests make them small, so that a small problem has many pieces. A public
 # setting for each would be one more thing that a user could get wrong.
 PRIVATE = {
-    "_edges": "how much an edge of the graph keeps in memory: no public answer depends on it",
     "_fused_layers": "made wrong, to see that the check against autograd notices",
     "_addmm": "a rule made wrong, to see that the check against autograd notices",
     "_jobs": "which contraction is chosen for a pair of blocks: all give the same Gram matrix",

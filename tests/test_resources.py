@@ -40,7 +40,7 @@ def test_batches_of_a_pass_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     for sizes in (buffer_bytes, larger):
         monkeypatch.setattr(batch_size, "buffer_bytes", sizes)
         network = Network(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)))
-        found.append(JacobianPass(network, torch.float32).examples_at_once(x))
+        found.append(JacobianPass(network, torch.float32).prepare(x).batch()[0])
     assert found[0] > 1 and 4 * found[0] <= found[1] < 4 * (found[0] + 1) and asked == {torch.device("cpu")}
 
 

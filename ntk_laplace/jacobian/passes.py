@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.jacobian.batch import Batch
-from ntk_laplace.jacobian.batch_size import Edge, batch_size, edges_of
+from ntk_laplace.jacobian.batch_size import BatchSizes, edges_of
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.checked_blocks import CheckedBlocks
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayers, FusedSums, side_by_side
-from ntk_laplace.jacobian.graph import Graph, rows_dtype
+from ntk_laplace.jacobian.graph import Graph
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.storage import apart_from
 from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
 from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.model.network import Network, outside_autocast, probe
-from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.random_state import preserved_rng
 
@@ -58,49 +57,27 @@ class JacobianPass:
         this makes a Gram matrix cheaper.
     budget : int, optional
         Bytes, of which a batch takes at most half.
+
+    Attributes
+    ----------
+    sizes : BatchSizes
+        Of its batches, known once a plan is made.
     """
 
     def __init__(
         self, network: Network, dtype: torch.dtype, keep_factors: bool = False, budget: int | None = None
     ) -> None:
-        self.network, self.dtype, self.keep_factors, self.budget = network, dtype, keep_factors, budget
+        self.network, self.dtype, self.keep_factors = network, dtype, keep_factors
         self.checked = CheckedBlocks(network, dtype, keep_factors)
-        self._edges: list[Edge] | None = None
-        self._graph_bytes = 0
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "checked" not in state:  # of an earlier version: plans are made anew
-            names = ("network", "dtype", "keep_factors", "budget")
-            state = vars(JacobianPass(*(state[name] for name in names)))
-        vars(self).update(state)
+        self.sizes = BatchSizes(network, dtype, budget)
 
     def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
         """The same pass, with its plans, for a copy of the network, or for rows in another floating type."""
-        other = JacobianPass(network, dtype, self.keep_factors, self.budget)
+        other = JacobianPass(network, dtype, self.keep_factors, self.sizes.budget)
         other.checked.plans = self.checked.plans
         if network.device == self.network.device and network.dtype == self.network.dtype:
-            other._edges, other._graph_bytes = self._edges, self._graph_bytes
+            other.sizes = replace(self.sizes, network=network, dtype=dtype)
         return other
-
-    @property
-    def widening(self) -> float:
-        """Size of a number of `dtype` over that of the floating type in which the passes compute rows."""
-        return self.dtype.itemsize / rows_dtype(self.network.parameters).itemsize
-
-    def within_budget(self, count: int, each: int) -> int:
-        """At most `count` examples of a batch, each of which keeps so many bytes of output gradients, and its graph.
-
-        They are there a second time, as rows of `dtype`.
-        """
-        if self.budget is None:
-            return count
-        whole = (1.0 + self.widening) * each + self._graph_bytes
-        return max(1, min(count, int(self.budget / 2 / max(1.0, whole))))
-
-    @property
-    def graph_bytes(self) -> int:
-        """Bytes that a forward pass keeps of each example for the backward passes; 0 before a plan is made."""
-        return self._graph_bytes
 
     def rows(
         self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0,
@@ -152,65 +129,25 @@ class JacobianPass:
             raise DataError(f"theta of shape ({size},), one value per chosen parameter", f"{tuple(theta.shape)}",
                             "Pass a vector such as network.theta.")
         closed = None if root is None or isinstance(root, Tensor) else root
-        closed = closed if closed and self.last_layer(x, fused_layers) and closed.has_form else None
-        n, most = num_examples(x), self.examples_at_once(x, None if closed else _columns(root), fused_layers)
-        for part in panels(n, 1, min(most, batch_size or most)):
+        sizes = self.prepare(x)
+        closed = closed if closed and sizes.sums_suffice(fused_layers) and closed.has_form else None
+        most, _ = sizes.batch(None if closed else _columns(root), fused_layers)
+        for part in panels(num_examples(x), 1, min(most, batch_size or most)):
             if closed:
                 yield self._summed(x, part, closed, offset, fused_layers, theta)
             else:
                 yield self._batch(x, part, root, offset, fused_layers, theta)
 
-    def examples_at_once(
-        self, x: Inputs, cotangents: int | None = None, fused_layers: FusedLayers = NO_FUSED_LAYERS
-    ) -> int:
-        """Number of examples like those of `x` in one batch of a pass with a root of so many columns, or without."""
-        self.prepare(x)
-        return self.planned_batch(cotangents, fused_layers)[0]
-
-    def planned_batch(
-        self, cotangents: int | None = None, fused_layers: FusedLayers = NO_FUSED_LAYERS
-    ) -> tuple[int, int]:
-        """Number of examples in one batch, and the bytes that it has of each, once a plan is made.
-
-        Backward passes hold gradients of what the forward pass has saved, at most all of them.
-        """
-        edges = self._edges or []
-        root = tuning.ROOT_COPIES * self.network.num_outputs * (cotangents or 0) * self.dtype.itemsize
-        if cotangents is None:
-            cotangents = 1 if [edge.last for edge in edges] == [True] else self.network.num_outputs
-        each, count = batch_size(edges, cotangents, fused_layers, self.network.device, root)
-        converted = 0 if self.widening == 1.0 else int(self.widening * each)
-        return self.within_budget(count, each), each + converted + 2 * self._graph_bytes
-
-    def last_layer(self, x: Inputs, fused_layers: FusedLayers | None = None) -> bool:
-        """Whether the rows are those of one last layer, whose output gradients are the cotangents.
-
-        With `fused_layers`, whether its sums are sufficient for all parameters.
-        """
-        edges = self.prepare(x)
-        if [edge.last for edge in edges] != [True]:
-            return False
-        weight, bias = edges[0].plain, edges[0].bias
-        return fused_layers is None or (weight is not None and set(self.checked.parameters) <= {weight, bias}
-                                        and fused_layers.suits(weight, self.network.num_outputs, bias))
-
-    def evaluated_at_once(self) -> int | None:
-        """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
-        if self._edges is None:
-            return None
-        each, count = batch_size(self._edges, 1, NO_FUSED_LAYERS, self.network.device)
-        return tuning.FORWARD_FACTOR * self.within_budget(count, each)
-
-    def prepare(self, x: Inputs) -> list[Edge]:
-        """Probe the network and plan its rows on a few examples: the nodes that it reads; later calls return at once.
+    def prepare(self, x: Inputs) -> BatchSizes:
+        """Probe the network and plan its rows on a few examples: the sizes of its batches; later calls return at once.
 
         Raises
         ------
         NonDeterministicError, MixedExamplesError
             As `probe`.
         """
-        if self._edges is not None:
-            return self._edges
+        if self.sizes.edges is not None:
+            return self.sizes
         with passing(self.network):
             out = probe(self.network, differentiable(x))
         with passing(self.network):  # the probe has set the network's precision
@@ -220,9 +157,9 @@ class JacobianPass:
             # converted weights, for instance, do not grow with the examples
             other, m = self.checked.another(x, len(out))
             grown = other.saved_bytes(own) - graph.saved_bytes(own)
-            self._graph_bytes = max(0, grown // (m - len(out)))
-            self._edges = edges_of(plan, graph, out)
-        return self._edges
+            self.sizes = replace(self.sizes, edges=edges_of(plan, graph, out),
+                                 graph_bytes=max(0, grown // (m - len(out))))
+        return self.sizes
 
     def _batch(
         self, x: Inputs, part: slice, root: Tensor | RootFunction | None, offset: int, fused_layers: FusedLayers,

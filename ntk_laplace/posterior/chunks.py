@@ -48,7 +48,7 @@ class Chunks:
 
     def inputs(self, most: int | None = None) -> Iterator[tuple[int, Inputs]]:
         """(index of the first example, inputs) of chunks of at most `most` examples, to evaluate the network."""
-        own = None if self._chosen else self._model.jacobian_pass.evaluated_at_once()
+        own = None if self._chosen else self._model.jacobian_pass.sizes.evaluated
         bounds, seen = [size for size in (most, own) if size is not None], 0
         for x in self._read():
             n = num_examples(x)
@@ -86,7 +86,7 @@ class Chunks:
         jacobian_pass, network = self._model.jacobian_pass, self._model.network
         written_out = network.num_parameters * network.num_outputs * jacobian_pass.dtype.itemsize
         fitting = self._fitting(written_out, each, tuning.FEWEST_CHUNK_EXAMPLES)
-        return min(fitting, jacobian_pass.examples_at_once(x))
+        return min(fitting, jacobian_pass.prepare(x).batch()[0])
 
     def _fitting(self, size: int, each: int, fewest: int = 1) -> int:
         """Examples that fit, if each takes `size` bytes of rows and `each` bytes of results."""

@@ -101,8 +101,9 @@ class BlockSpec(StructureSpec):
         fused = self.fused_layers(dict.fromkeys(model.network.names), self.second_pass)
         columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
         if isinstance(source, Batches):
-            last = model.jacobian_pass.last_layer(x, fused)  # its output gradients are not computed
-            source.limit_batch_size(model.jacobian_pass.examples_at_once(x, None if last else columns, fused))
+            sizes = model.jacobian_pass.prepare(x)
+            last = sizes.sums_suffice(fused)  # of a last layer, whose output gradients are not computed
+            source.limit_batch_size(sizes.batch(None if last else columns, fused)[0])
 
     def memory(
         self, blocks: Sequence[ParameterBlock], model: LinearizedModel, buffers: Mapping[str, int] | None = None
@@ -169,12 +170,12 @@ class BlockSpec(StructureSpec):
 
     def _buffers(self, problem: Problem, blocks: Sequence[ParameterBlock]) -> dict[str, int]:
         """Bytes of buffers by phase: a batch with the graph of its rows, or its rows and what one block takes."""
-        given, layers = problem.model.jacobian_pass, [(block, block.rows(problem.sample)) for block in blocks]
+        sizes, layers = problem.model.jacobian_pass.sizes, [(block, block.rows(problem.sample)) for block in blocks]
         fused = self.fused_layers(dict.fromkeys(problem.model.network.names), self.second_pass)
-        count, each = given.planned_batch(problem.num_columns, fused)
+        count, each = sizes.batch(problem.num_columns, fused)
         count = min(count, problem.share)
         # fused layers keep fewer gradients, and the gradients of several uses are joined; inputs are part of the graph
-        rows = min(count * (each - given.graph_bytes), problem.weighted_bytes(count))
+        rows = min(count * (each - sizes.graph_bytes), problem.weighted_bytes(count))
         rows += count * sum(_patch_bytes(problem, block, own) for block, own in layers)
 
         def largest(size: Callable[[Problem, int, ParameterBlock, LayerRows], int], examples: int) -> int:

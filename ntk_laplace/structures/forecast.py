@@ -142,7 +142,7 @@ class Problem:
         c, positions = self.num_outputs, self.model.likelihood.num_positions(self.num_outputs)
         width = c if positions == 1 else max(tuning.POSITION_BLOCK, c // positions)
         room, dense = self.buffer(tuning.CHUNK_BYTES), self.vector_bytes * c
-        most = min(self.model.jacobian_pass.planned_batch()[0], max(1, room // (3 * c * width * self.element)))
+        most = min(self.model.jacobian_pass.sizes.batch()[0], max(1, room // (3 * c * width * self.element)))
         first = _even(self.predicted, min(most, max(tuning.FEWEST_CHUNK_EXAMPLES, room // dense)))
         row = max(1, self.row_bytes(2) - self.row_bytes(1))
         return max(first, _even(self.predicted - first, min(most, max(1, room // row))))
@@ -152,7 +152,7 @@ class Problem:
         """Bytes of a chunk: its rows, those of one block in another basis, and the graph of its forward pass."""
         turned = max((block.nbytes // max(1, block.shape[1]) for block in self.sample.blocks), default=0)
         row = self.row_bytes(2) - self.row_bytes(1)
-        return self.chunk * (row + turned + self.model.jacobian_pass.graph_bytes)
+        return self.chunk * (row + turned + self.model.jacobian_pass.sizes.graph_bytes)
 
     @property
     def response_bytes(self) -> int:
@@ -169,7 +169,7 @@ class Problem:
     @property
     def batch_bytes(self) -> int:
         """Bytes of a batch of rows of J with its graph."""
-        count, each = self.model.jacobian_pass.planned_batch()
+        count, each = self.model.jacobian_pass.sizes.batch()
         return min(self.share, count) * each
 
 

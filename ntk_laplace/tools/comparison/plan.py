@@ -254,7 +254,7 @@ class _Probe:
         """The problem with rows in the storage of a structure, and work per second."""
         if factored not in self._problems:
             given = self.model.jacobian_pass
-            own = JacobianPass(given.network, given.dtype, factored, given.budget)
+            own = JacobianPass(given.network, given.dtype, factored, given.sizes.budget)
             rows, each = _timed(lambda: own.rows(self._x), self.model)
             few = rows.subset(slice(0, self._few)).weighted(self._root[: self._few])
             problem = Problem(replace(self.model, jacobian_pass=own), self._count, rows, 1, self._spectrum(few),
