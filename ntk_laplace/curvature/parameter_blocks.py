@@ -6,9 +6,9 @@ Other parameters are an exact block if they are small, else an exact diagonal. H
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,8 +140,8 @@ class ParameterBlock:
         UnsupportedError
             If the graph uses these parameters in several ways, and one of them is fused.
         """
-        mine = rows.restricted(self.names).blocks
-        fused = [block for block in cast("list[object]", mine) if isinstance(block, FusedSums)]
+        mine: Sequence[Block | FusedSums] = rows.restricted(self.names).blocks
+        fused = [block for block in mine if isinstance(block, FusedSums)]
         if not fused:
             return None
         if len(mine) > 1:

@@ -100,22 +100,16 @@ class Batch:
 
     def _require_finite(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            check_finite(_values(block).transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.",
+            check_finite(block.values.transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.",
                          self.offset)
 
 
 def all_finite(blocks: Sequence[Block | FusedSums]) -> bool:
-    """Whether all entries are finite; for sums of products the diagonal is enough."""
-    return all(bool(torch.isfinite(_values(block).sum())) for block in blocks)
+    """Whether all entries are finite."""
+    return all(bool(torch.isfinite(block.values.sum())) for block in blocks)
 
 
 def mixed(got: str) -> MixedExamplesError:
     """Return the error to raise for a network that mixes examples."""
     return MixedExamplesError("a network whose outputs depend on their own example alone", got,
                               "Call network.eval() before the fit, or remove the operation that looks across examples.")
-
-
-def _values(block: Block | FusedSums) -> Tensor:
-    if isinstance(block, FusedSums):
-        return block.sums if block.squared else block.sums.diagonal()
-    return block.values

@@ -173,6 +173,11 @@ class FusedSums:
         """Names of the parameters."""
         return self.sample.names
 
+    @property
+    def values(self) -> Tensor:
+        """Sums that are finite only if all are: of products the diagonal."""
+        return self.sums if self.squared else self.sums.diagonal()
+
     def squares(self, ones: bool) -> Tensor:
         """Σ_nk (b_o a_i)² from the sums of squares, (1, o, i); `ones` appends an input of 1."""
         (n, o), i = self.sums.shape, self.a.shape[1]
