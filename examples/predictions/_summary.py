@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 from _shared import table
 
-__all__ = ["DEVELOPMENT", "NAMES", "PATH", "REFITTED", "STARTS", "Comparison", "Results", "clustered", "report"]
+__all__ = ["DEVELOPMENT", "FOLDS", "NAMES", "PATH", "REFITTED", "STARTS", "Comparison", "Results", "clustered",
+           "report"]
 
 DEVELOPMENT = ("boston", "yacht", "energy", "banana", "ionosphere")  # the path's settings were found on these
-PATH, STARTS, REFITTED, RETRAINED = "recommended", "two_starts", "refitted", "retrained"
+PATH, STARTS, REFITTED, FOLDS, RETRAINED = "recommended", "two_starts", "refitted", "folds", "retrained"
 RIVALS = ("network", "calibrated", "tuned_decay", "ensemble", "calibrated_ensemble", "dropout", "laplace_kron",
           "laplace_last_layer", "leave_one_out", RETRAINED, "evidence_network", "evidence_posterior")
 NAMES = {PATH: "the path", STARTS: "the path from two starts", REFITTED: "the refitted path",
-         RETRAINED: "the retrained network"}
+         FOLDS: "the path calibrated by folds", RETRAINED: "the retrained network"}
 Run = tuple[str, int, str]
 
 

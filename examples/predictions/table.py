@@ -14,8 +14,8 @@ them too; an ensemble of five, as it is and calibrated; dropout; laplace-torch, 
 `fit_predictive("loo")`; training with evidence, with a precision for each column of a table and one for each further
 layer: its network, its own KFAC posterior, the exact one, and that after `fit_predictive` ("recommended", the path),
 that at the linear model's optimum ("refitted"), and the better by leave-one-out of two starts ("two_starts", where an
-exact posterior is cheap); the path with one precision for each layer ("by_layer"); the
-network as it was brought, retrained.
+exact posterior is cheap); the path calibrated by five trainings without a fold ("folds"); the path with one precision
+for each layer ("by_layer"); the network as it was brought, retrained.
 
 Every result is added to OUT/table.jsonl, and a result that is there already is not computed again. At the end the
 script prints scores, wins and paired differences of log likelihood, and writes OUT/summary.json. Seconds are CPU time.
@@ -40,7 +40,7 @@ from _baselines import Baselines
 from _ours import Ours
 from _scores import score
 from _shared import machine, parser, write
-from _summary import NAMES, PATH, REFITTED, STARTS, Results, report
+from _summary import FOLDS, NAMES, PATH, REFITTED, STARTS, Results, report
 from _tables import FILES, IMAGES, TABLES, load, trained
 
 import ntk_laplace as ntkl
@@ -49,9 +49,9 @@ DECAYS = {"wd": 5e-4, "over": 1e-6}  # coupled, of the mean loss
 PEERS = ("laplace_kron", "laplace_last_layer")
 BASELINES = ("network", "calibrated", "tuned_decay", "ensemble", "calibrated_ensemble", "dropout", *PEERS)
 OURS = ("posterior", "hyperparameters", "leave_one_out", "evidence_network", "online", "evidence_posterior",
-        "by_layer", PATH, STARTS, REFITTED, "retrained")
+        "by_layer", PATH, STARTS, REFITTED, FOLDS, "retrained")
 WITHOUT_DECAY = ("tuned_decay", "evidence_network", "online", "evidence_posterior", "by_layer", PATH, STARTS,
-                 REFITTED)
+                 REFITTED, FOLDS)
 
 
 def rows(name: str, seed: int, options: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:

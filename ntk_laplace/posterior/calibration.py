@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError, require_choice, require_flags, warn
+from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_flags, warn
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior.calibrate import LeftOut, PredictiveFit, densities, fit_calibration, log_density_terms
 from ntk_laplace.posterior.explain import Reliability, leave_one_out, leave_some_out
+from ntk_laplace.posterior.folds import fold_of_each, parts_of
 from ntk_laplace.posterior.prediction import PredictionVerbs
 from ntk_laplace.runtime.means import error_of_mean
+from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if import Indices, drawn
 
@@ -82,7 +84,8 @@ class CalibrationVerbs(PredictionVerbs):
             raise UnsupportedError('points= with objective="loo", which leaves them out', "held-out data",
                                    "Leave points= out.")
         likelihood = self.likelihood.for_new_points()
-        return self._used(self._fitted_calibration(self._held_out(objective), likelihood, "held-out data", parameters))
+        held_out = self._held_out(objective, likelihood)
+        return self._used(self._fitted_calibration(held_out, likelihood, "held-out data", parameters))
 
     def calibrate(self, data: Any, temperature: str = "draws") -> PredictiveFit:
         """Fit the calibration of predictions to held-out data; as `fit_predictive`, for every structure.
@@ -101,7 +104,8 @@ class CalibrationVerbs(PredictionVerbs):
         PredictiveFit
         """
         require_choice(temperature, _TEMPERATURES, 'temperature "draws", "average" or "network"')
-        likelihood, held_out = self.likelihood.for_new_points(), self._held_out(data)
+        likelihood = self.likelihood.for_new_points()
+        held_out = self._held_out(data, likelihood)
         names = [_TEMPERATURES[temperature]] if likelihood.classifies else ["noise"]
         if temperature == "network":
             if not likelihood.classifies and likelihood.additive_noise(held_out.mean) is None:
@@ -112,6 +116,61 @@ class CalibrationVerbs(PredictionVerbs):
                 self._fitted_calibration(held_out, likelihood, "held-out data", names, scale=0.0))
         parameters = ["scale", *names] if likelihood.classifies else None
         return self._used(self._fitted_calibration(held_out, likelihood, "held-out data", parameters))
+
+    def cross_calibrate(
+        self, train: Callable[[Any], CalibrationVerbs], data: Any, folds: int | Any = 5, *, seed: int = 0
+    ) -> PredictiveFit:
+        """Fit the calibration of predictions to folds of the training data, each left out of a training of its own.
+
+        Leave-one-out keeps the features that the network has learned from all labels, so it can be too sure of them.
+        Here the features are learned without the fold. It costs as many trainings as there are folds, and no data.
+
+        Parameters
+        ----------
+        train : callable
+            Trains a new network on part of the data, and returns its posterior:
+            ``train((X, y))``, ``train((X, y, w))``, or ``train(dataset)``, as `data` are given. Let it take the
+            hyperparameters of this posterior, or fit them again.
+        data : (X, y), (X, y, w), or a Dataset
+            The training data, as for `laplace`.
+        folds : int or array of int, (N,)
+            Number of folds, drawn at random and of about equal size; or the fold of each point.
+        seed : int
+            Of the random folds.
+
+        Returns
+        -------
+        PredictiveFit
+            As from `fit_predictive`, with the objective "folds". `predict` uses it from now on.
+
+        Raises
+        ------
+        DataError
+            If the data are not as many as the training points, or a loader; or if the folds are not at least two.
+        UnsupportedError
+            If `train` returns no posterior of as many outputs.
+        """
+        if not callable(train):
+            raise UnsupportedError("train, a function that takes part of the data", f"{train!r}"[:80],
+                                   "Pass for example lambda part: train_with_evidence(network(), part, ...).posterior.")
+        count, part_of = parts_of(data)
+        if count != self.num_examples:
+            raise DataError(f"the {self.num_examples:,} training examples of the fit", f"{count:,}",
+                            "Pass the data of the fit.")
+        numbers = fold_of_each(folds, count, seed)
+        names, parts, order = numbers.unique().tolist(), [], []
+        for name in track(names, lambda: "ntk_laplace: trainings without a fold", len(names),
+                          self._fitted.settings.progress):
+            own = numbers == name
+            found = train(part_of((~own).nonzero().squeeze(1)))
+            if not isinstance(found, CalibrationVerbs) or found.num_outputs != self.num_outputs:
+                got = f"one of {found.num_outputs}" if isinstance(found, CalibrationVerbs) else f"{found!r}"[:80]
+                raise UnsupportedError(f"a posterior of {self.num_outputs} outputs from train(data)", got,
+                                       "Return laplace(...), or the posterior of train_with_evidence(...).")
+            order.append(own.nonzero().squeeze(1))
+            parts.append(found._held_out(part_of(order[-1]), self.likelihood.at(order[-1]).counted_once()))
+        points = LeftOut.joined(parts, torch.cat(order))
+        return self._used(self._fitted_calibration(points, self.likelihood.counted_once(), "folds", None))
 
     # --- inside
 
@@ -160,9 +219,8 @@ class CalibrationVerbs(PredictionVerbs):
         kept = LeftOut.of(fitted.points.subset(index), likelihood, found.mean, found.covariance, scalar)
         return kept, likelihood, found.reliability
 
-    def _held_out(self, data: Any) -> LeftOut:
+    def _held_out(self, data: Any, likelihood: Likelihood) -> LeftOut:
         """Moments of held-out points, in one pass over them."""
-        likelihood = self.likelihood.for_new_points()
         batches = self.network.batches(data, self._fitted.settings.batch_size)
         means, covariances, targets = [], [], []
         for x, y in batches:

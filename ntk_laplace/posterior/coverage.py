@@ -230,7 +230,7 @@ class CoverageVerbs(CalibrationVerbs):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, LeaveOneOut | None]:
         """f (M, C), its variances, targets and weights: training points, each without itself, or held-out points."""
         if data is not None:
-            held = self._held_out(data)
+            held = self._held_out(data, self.likelihood.for_new_points())
             targets = held.targets.unsqueeze(1) if held.scalar else held.targets
             return held.mean, held.covariance.diagonal(dim1=1, dim2=2), targets, held.weights, None
         self._fitted.require_exact(", whose leave-one-out is that of the linearized model",

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ntk_laplace.errors import DataError, HyperparameterError, is_whole, require_whole
+from ntk_laplace.errors import DataError, HyperparameterError, is_whole
 from ntk_laplace.model.data import InputData, as_tensor
 from ntk_laplace.posterior.chunks import Chunks
+from ntk_laplace.posterior.folds import fold_of_each
 from ntk_laplace.posterior.what_if import WhatIfVerbs, is_moving
 from ntk_laplace.runtime.means import error_of_mean
 from ntk_laplace.structures.what_if import (
@@ -243,7 +244,7 @@ class WhatIfsVerbs(WhatIfVerbs):
         DataError
             If there are less than two folds or more than points, or they are not one number for each point.
         """
-        numbers = _folds(folds, self.num_examples, seed)
+        numbers = fold_of_each(folds, self.num_examples, seed)
         names, numbers = numbers.unique(return_inverse=True)
         found = self.what_ifs(numbers == torch.arange(len(names)).unsqueeze(1), linearization=linearization)
         numbers = numbers.to(self._fitted.theta.device)
@@ -290,22 +291,3 @@ def changed_weights(groups: Sequence[Indices] | Tensor, counts: Tensor, present:
                                   "Pass 0 to remove a point, 1 to keep it.")
     require_left(found, present)
     return found
-
-
-def _folds(folds: Any, count: int, seed: int) -> Tensor:
-    """The fold of each point, (N,)."""
-    remedy = f"Pass a number from 2 to {count}, or {count} integers."
-    if is_whole(folds, 2) and folds <= count:
-        require_whole("seed", seed, 0, "Pass for example seed=0.")
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(int(seed)))
-        return order.argsort() % int(folds)
-    wrong = DataError(f"2 to {count} folds, or the fold of each of {count} points", f"{folds!r}"[:80], remedy)
-    if isinstance(folds, (int, float, str)):
-        raise wrong
-    try:
-        found = as_tensor(folds).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise wrong from error
-    if found.shape != (count,) or found.is_floating_point() or len(found.unique()) < 2:
-        raise wrong
-    return found.long()

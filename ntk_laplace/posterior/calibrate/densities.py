@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +56,14 @@ class LeftOut:
         weights = points.observed_counts(likelihood)
         targets = points.targets.squeeze(-1) if scalar and points.targets.ndim == 2 else points.targets
         return cls(mean, covariance, targets, weights, scalar)
+
+    @classmethod
+    def joined(cls, parts: Sequence[LeftOut], order: Tensor) -> LeftOut:
+        """All of the parts, whose points one after the other have these numbers (N,), in the order of the numbers."""
+        place = order.argsort()
+        columns = ([getattr(part, name) for part in parts] for name in ("mean", "covariance", "targets", "weights"))
+        mean, covariance, targets, weights = (torch.cat(column)[place.to(column[0].device)] for column in columns)
+        return cls(mean, covariance, targets, weights, parts[0].scalar)
 
     def by_position(self, likelihood: Likelihood) -> tuple[Likelihood, LeftOut]:
         """Each position as a point of its own, with its likelihood: predictions add up the densities of positions.

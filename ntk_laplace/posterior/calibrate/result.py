@@ -18,7 +18,7 @@ class PredictiveFit:
     calibration : Calibration
         Scale c of the covariance of f, temperature T of classes, factor of a Gaussian's noise.
     objective : str
-        "loo", or "held-out data".
+        "loo", "folds", or "held-out data".
     before : float
         Of the posterior as it is.
     after : float
@@ -36,7 +36,7 @@ class PredictiveFit:
     gain_error : float
         Of `gain`, from the differences point by point.
     reliability : Reliability or None
-        Whether leave-one-out approximates retraining; None for held-out data.
+        Whether leave-one-out approximates retraining; None for others.
     """
 
     calibration: Calibration
@@ -90,7 +90,7 @@ class PredictiveFit:
 
     def __str__(self) -> str:
         doubt = "" if self.trusted else f"; not to be trusted: {'; '.join(self.reasons)}"
-        what = "left-out training" if self.objective == "loo" else "held-out"
+        what = "held-out" if self.objective == "held-out data" else "left-out training"
         bounds = f" ({' and '.join(self.at_bounds).replace('_', ' ')} at a bound)" if self.at_bounds else ""
         return (
             f"{self.calibration}{bounds}: mean log density of {self.num_points} {what} points {self.after:.4f} ± "
