@@ -48,6 +48,7 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """As a module; `test_evidence_from_the_shell_with_table_and_picture` starts it in a process of its own."""
     monkeypatch.setattr(sys, "argv", ["ntk-laplace", "--version"])
+    monkeypatch.delitem(sys.modules, "ntk_laplace.__main__", raising=False)  # of a test that imports all modules
     with pytest.raises(SystemExit) as stopped:
         runpy.run_module("ntk_laplace", run_name="__main__")
     assert (stopped.value.code, capsys.readouterr().out) == (0, f"ntk-laplace {ntkl.__version__}\n")

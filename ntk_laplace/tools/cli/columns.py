@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas
+from numpy.typing import NDArray
 from pandas.api.types import is_numeric_dtype
 
 from ntk_laplace.errors import DataError
@@ -118,7 +119,7 @@ class InputColumns:
             if name not in self.filled:
                 require_present(frame[name], path, " No row of the training data lacks it.")
         counted = [name for name in self.names if name not in self.categories]
-        values = np.empty((len(frame), 0))
+        values: NDArray[np.float64] = np.empty((len(frame), 0))
         if counted:  # later tables need each column
             values = numbers(frame, path, counted, True, "remove the row")
         known = {name: column[:, None] for name, column in zip(counted, values.T, strict=True)}

@@ -318,9 +318,10 @@ class Estimator:
 
 def _named(number: NDArray[np.intp], classes: NDArray[Any]) -> NDArray[Any]:
     """Labels by number; None for -1."""
-    if (number >= 0).all():
-        return classes[number]
-    return np.append(classes.astype(object), [None])[number]
+    found = classes if (number >= 0).all() else classes.astype(object)
+    found = found[number]
+    found[number < 0] = None
+    return found
 
 
 def _of(shape: Sequence[int]) -> str:

@@ -174,7 +174,7 @@ class Files:
     def _pair(self, frame: pandas.DataFrame, path: Path, labeled: bool) -> tuple[Tensor, Any]:
         """Inputs of a table, and its targets if it has all their columns, and some of them unless they are needed."""
         x = numbers(frame, path, input_columns(frame, path, self.columns, self.features))
-        inputs = torch.as_tensor(x).to(self.dtype)
+        inputs = torch.tensor(x, dtype=self.dtype)  # row by row, as in other files: the last digits are the same
         columns = list(self.columns or ())
         if not columns or not set(columns) <= set(frame.columns):
             return inputs, None
@@ -203,5 +203,5 @@ class Files:
     def _targets(self, y: NDArray[np.float64], whole: bool) -> Tensor:
         """Targets (N, columns) as a tensor; whole numbers of 64 bits as such."""
         whole = whole and bool((np.abs(y) < 2.0**63).all())
-        targets = torch.as_tensor(y.astype(np.int64)) if whole else torch.as_tensor(y).to(self.dtype)
+        targets = torch.as_tensor(y.astype(np.int64)) if whole else torch.tensor(y, dtype=self.dtype)
         return targets[:, 0] if y.shape[1] == 1 else targets

@@ -209,6 +209,8 @@ class LaplaceEstimator(_Fitted):
                                      return_inverse=True)
         total: Array = np.bincount(member.ravel(), weights=weight).astype(np.float64)
         order = [group for group in np.argsort(first) if total[group] > 0]
+        if not order:  # scikit-learn says so itself from 1.8 on
+            raise DataError("sample weights of which one at least is non-zero", "zeros alone", "Leave them out.")
         place = np.full(len(total), -1)
         place[order] = np.arange(len(order))
         self.training_point_, self._row_weight = np.where(weight > 0, place[member.ravel()], -1), weight
