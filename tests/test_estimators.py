@@ -84,6 +84,40 @@ def test_a_regressor_is_the_training_by_hand() -> None:
         model.sample_y(x[:3], -1)
 
 
+@pytest.mark.slow
+def test_folds_are_trainings_of_the_estimator() -> None:
+    """From the same weights, at the hyperparameters of the fit; all else is that of a fit by leave-one-out."""
+    x, y = sine()
+    model = ntkl.LaplaceRegressor(predictive="folds", **QUICK).fit(x, y)
+    other = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    posterior, fit = other.posterior_, model.predictive_fit_
+    assert fit.objective == "folds" and fit.trusted and posterior.predictive != model.posterior_.predictive
+    assert np.array_equal(model.predict(x), other.predict(x))
+    inputs, targets = other.network_inputs(x), posterior.targets
+    seed = int(np.random.RandomState(0).randint(2**31 - 1))
+
+    def train(part: Any) -> ntkl.Posterior:
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(2, 5), nn.SiLU(), nn.Linear(5, 1)).double()
+        return ntkl.train_with_evidence(
+            network, part, ntkl.Gaussian(float(posterior.likelihood.noise)), copy.deepcopy(posterior.prior),
+            optimizer=lambda p: torch.optim.Adam(p, lr=0.03), predictive="loo",
+            scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+            schedule=ntkl.EvidenceSchedule(10, steps=0), epochs=10, settings=ntkl.Settings(progress=False),
+        ).posterior
+
+    found = posterior.cross_calibrate(train, (inputs, targets), seed=seed)
+    assert (found.scale, found.noise, found.after) == pytest.approx((fit.scale, fit.noise, fit.after), rel=1e-6)
+    assert np.allclose(other.predict(x, return_std=True)[1], model.predict(x, return_std=True)[1], rtol=1e-6)
+    names = np.array(["b", "c"])[(y > np.median(y)).astype(int)]
+    classifier = ntkl.LaplaceClassifier(predictive="folds", **QUICK).fit(x, names)
+    assert classifier.predictive_fit_.objective == "folds" and classifier.posterior_.predictive is not None
+    for options, words in (({"predictive": "none"}, ("folds", "'none'", "")), (
+            {"predictive": "folds", "prefit": True, "network": classifier.network_}, ("prefit=True", "'folds'", ""))):
+        with refused(ntkl.UnsupportedError, *words):
+            ntkl.LaplaceClassifier(**options).fit(x, names)
+
+
 @pytest.mark.parametrize("classes", [2, 3])
 def test_a_classifier_is_the_training_by_hand(classes: int) -> None:
     """Probabilities of names of classes, evidence, and hyperparameters."""

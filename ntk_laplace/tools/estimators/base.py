@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from ntk_laplace.errors import (
     is_flag,
     is_number,
     is_whole,
+    require_choice,
     require_flags,
     require_number,
     require_whole,
@@ -40,8 +42,9 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, require_numbers
 from ntk_laplace.tools.estimators.units import Explained
-from ntk_laplace.training import EvidenceHistory, train_from_starts, train_with_evidence
+from ntk_laplace.training import EvidenceHistory, EvidenceSchedule, train_from_starts, train_with_evidence
 
+_FOLDS = 5  # of predictive="folds"
 _PRECISIONS = (1.0, 0.1)  # prior precisions that the training of an "mlp" starts from
 
 
@@ -100,10 +103,13 @@ class LaplaceEstimator(_Fitted):
         spread = self._spread if isinstance(groups, str) and groups == "input" else 1.0
         prior = GaussianPrior(precision if starts is None else 1.0, groups=groups, spread=spread)
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(seed)
-            module = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
+            def new() -> nn.Module:
+                torch.manual_seed(seed)
+                made = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
+                return with_outputs(made, self._tensor(x, made), outputs, likelihood.classifies)
+
+            module = new()
             data: tuple[Tensor, ...] = self._tensor(x, module), y
-            module = with_outputs(module, data[0], outputs, likelihood.classifies)
             if weight is not None:
                 data = *data, torch.as_tensor(weight, dtype=torch.float64)
             if self.prefit:
@@ -117,7 +123,7 @@ class LaplaceEstimator(_Fitted):
                 options = {
                     "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
                     "optimizer": lambda weights: torch.optim.Adam(weights, lr=self.learning_rate),
-                    "predictive": self.predictive, "batch_size": self.batch_size, "settings": settings,
+                    "predictive": self.predictive and "loo", "batch_size": self.batch_size, "settings": settings,
                 } | self._schedules()
                 with _untold():
                     if starts is None:
@@ -126,6 +132,15 @@ class LaplaceEstimator(_Fitted):
                         found = train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
                 posterior, self.history_, self.predictive_fit_ = found.posterior, found.history, found.predictive
                 self.n_iter_ = len(found.history.loss)
+                if self.predictive == "folds":
+                    options["schedule"] = EvidenceSchedule(self.epochs, steps=0)  # the hyperparameters stay
+
+                    def train(part: tuple[Tensor, ...]) -> Posterior:
+                        own = copy.deepcopy((posterior.likelihood, posterior.prior))
+                        return train_with_evidence(new(), part, *own, **options).posterior
+
+                    with _untold():
+                        self.predictive_fit_ = posterior.cross_calibrate(train, data, min(_FOLDS, len(y)), seed=seed)
         if self.predictive_fit_ is not None and not self.predictive_fit_.trusted:
             posterior.predictive = None
         self.posterior_, self.network_ = posterior, module
@@ -186,6 +201,10 @@ class LaplaceEstimator(_Fitted):
             raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
                                       "Pass precision=1.0 or (1.0, 0.1).")
         require_flags(prefit=self.prefit)
+        require_choice(self.predictive, (None, "loo", "folds"), 'predictive "loo", "folds" or None')
+        if self.prefit and self.predictive == "folds":
+            raise UnsupportedError('predictive "loo" or None, for prefit=True', "'folds', which trains networks again",
+                                   "Leave it out.")
         if not (is_flag(self.verbose) or is_whole(self.verbose, 0)):
             raise UnsupportedError("verbose True or False", repr(self.verbose)[:80], "Choose one of the two.")
         if self.prefit and not is_module(self.network):

@@ -55,9 +55,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     structure, curvature
         Of the evidence during the training, as in `train_with_evidence`; with `prefit` or without a predictive also of
         the posterior: "kfac" is an approximation.
-    predictive : "loo" or None
+    predictive : "loo", "folds" or None
         "loo": train to an optimum, and fit the predictive to leave-one-out densities; the fit is used if it is
-        trusted (`predictive_fit_`). None: the posterior at the best evidence.
+        trusted (`predictive_fit_`). "folds": fit it to five folds, each left out of a training of its own, at the
+        hyperparameters of the first (`Posterior.cross_calibrate`). None: the posterior at the best evidence.
     epochs, learning_rate, batch_size
         Of the training with Adam, whose learning rate falls to 0 as a cosine (in a classification it is constant).
     standardize : bool or "auto"
@@ -78,7 +79,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     history_ : EvidenceHistory or None
         Of the training.
     predictive_fit_ : PredictiveFit or None
-        Of the leave-one-out predictive, with reasons if it is not trusted.
+        Of the predictive, with reasons if it is not trusted.
     training_index_ : ndarray
         Row in the data of `fit` of each training point of the posterior. Equal examples are one training point, whose
         weight is the sum of theirs: leave-one-out predicts none from its copy.
