@@ -367,7 +367,7 @@ def test_the_wall_of_a_line_search_is_a_parabola_up_from_the_last_step(regressio
 
     def wall(self, logs: Tensor):
         value, slope = whole(self, logs)
-        seen.append((value + self.history.evidence[-1], torch.as_tensor(slope) @ (logs - self._logs[-1])))
+        seen.append((value + self.history.evidence[-1], torch.as_tensor(slope) @ (logs - self.taken[-1].logs)))
         return value, slope
 
     posterior = fit(regression, "gp", 1e-3, noise=1.0)

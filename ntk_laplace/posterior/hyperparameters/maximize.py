@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,7 +66,11 @@ def maximize(
     correction, progress = options.pop("correction", False), options.pop("progress", None)
     require_flags(correction=correction, progress=progress is not None and progress)
     rate = options.pop("learning_rate", 0.1)
-    _check(method, steps, tolerance, bounds, rate)
+    require_choice(method, METHODS, f"a method among {', '.join(METHODS)}", "Use 'lbfgs' unless you know better.")
+    require_whole("steps", steps, 1, "Leave it out for 200.")
+    require_number("a positive tolerance", tolerance, "Leave it out for 1e-6.", above=0)
+    require_number("a positive learning_rate", rate, "Leave it out for 0.1.", above=0)
+    require_bounds(bounds)
     if options:
         raise HyperparameterError("options among correction, learning_rate, progress", ", ".join(options), "Drop them.")
     variables = Variables(posterior, parameters)
@@ -80,16 +85,16 @@ def maximize(
         _follow_an_estimate(method, which)
     if evidence is None:
         evidence = Differentiable(partial(posterior.log_marginal_likelihood, correction=correction))
-    search = _Search(variables, evidence, method, bounds, steps, tolerance)
+    search = _Search(variables, evidence, theta, method, bounds, steps, tolerance, rate, progress)
     history = search.history
     try:
         with variables.alone():
             if local is None:
-                _run(search, theta, rate, progress)
+                _run(search)
             else:
-                _by_local_models(search, local, theta, rate, progress)
-    finally:
-        variables.set(search.best())  # the best values so far, also after an interruption
+                _by_local_models(search, local)
+    finally:  # the best values so far, also after an interruption
+        variables.set(search.best.logs if search.taken else search.start)
     search.report_bounds()
     search.report_certainty()
     if not history.converged:
@@ -97,100 +102,68 @@ def maximize(
     return history
 
 
-def _run(search: _Search, theta: Tensor, rate: float, progress: bool | None) -> None:
-    if search.method == "mackay":
-        _mackay(search, theta, progress)
-    elif search.method == "adam":
-        _adam(search, rate, progress)
-    else:
-        _lbfgs(search)
+@dataclass(frozen=True)
+class _Step:
+    """What a search maximizes, and its gradient, at these logarithms of the hyperparameters."""
+
+    logs: Tensor
+    value: float
+    gradient: Tensor
 
 
-def _by_local_models(
-    search: _Search, local: SearchObjective, theta: Tensor, rate: float, progress: bool | None
-) -> None:
-    """Maximize local models in turn, each made where the one before has its maximum; a step is one of them.
-
-    Two of them differ by their errors where they meet. This is taken from the evidences before, so that the differences
-    of steps are those of single models.
-    """
-    variables, expected, before = search.variables, None, None
-    for _ in track(range(tuning.ANCHORS), "ntk_laplace: local models", tuning.ANCHORS, progress):
-        inner = _Search(variables, local, search.method, search.bounds, search.steps, search.tolerance)
-        start = inner.inside(variables.get())
-        value, gradient = inner.at(start)
-        if expected is None:
-            search.note(value, start, gradient)
-        else:
-            search.shift(value - expected)
-        _run(inner, theta, rate, None)
-        end, expected = inner.best(), max(inner.history.evidence)
-        search.note(expected, end, inner.best_gradient())
-        gain, move = expected - value, float((end - start).abs().max())
-        following = move if before is None else move * min(1.0, move / before)  # if moves keep falling so
-        if following <= tuning.ANCHOR_MOVE or gain <= search.tolerance * (1.0 + abs(value)):
-            return search.stop(True, f"a local model moves its hyperparameters by {move:.1g} in logarithms")
-        before = move
-        variables.set(end)
-        found = local_evidence(variables.posterior, theta, list(variables.parameters))
-        assert found is not None
-        local = found
-    return search.stop(False, f"{tuning.ANCHORS} local models were not enough")
-
-
+@dataclass
 class _Search:
-    """An evidence over a box of logarithms, with the prior's hyperprior, and the history of evaluations."""
+    """An evidence over a box of logarithms, with the prior's hyperprior, and the history of evaluations.
 
-    def __init__(
-        self, variables: Variables, evidence: SearchObjective, method: str, bounds: tuple[float, float], steps: int,
-        tolerance: float,
-    ) -> None:
-        self.variables, self.method, self.bounds = variables, method, bounds
-        self.steps, self.tolerance = steps, tolerance
-        self.objective = with_hyperprior(evidence, variables.posterior.prior)
-        self.history = HyperparameterHistory(method, variables.names)
-        self.low, self.high = variables.box(bounds)
-        self.start = variables.get()
-        self._logs: list[Tensor] = []
-        self._gradients: list[Tensor] = []
+    `theta` are the weights, and `rate` is Adam's; the other fields are the arguments of `maximize`.
+    """
+
+    variables: Variables
+    evidence: SearchObjective
+    theta: Tensor
+    method: str
+    bounds: tuple[float, float]
+    steps: int
+    tolerance: float
+    rate: float
+    progress: bool | None
+
+    def __post_init__(self) -> None:
+        self.objective = with_hyperprior(self.evidence, self.variables.posterior.prior)
+        self.history = HyperparameterHistory(self.method, self.variables.names)
+        self.low, self.high = self.variables.box(self.bounds)
+        self.start, self.taken = self.variables.get(), list[_Step]()
 
     def inside(self, logs: Tensor) -> Tensor:
         """The nearest point in the box."""
         return torch.minimum(torch.maximum(logs, self.low), self.high)
 
-    def at(self, logs: Tensor) -> tuple[float, Tensor]:
-        """Evidence and gradient at these logarithms."""
+    def at(self, logs: Tensor) -> _Step:
+        """The step to these logarithms."""
         self.variables.set(logs)
-        return self.variables.value_and_gradient(self.objective)
+        return _Step(logs, *self.variables.value_and_gradient(self.objective))
 
-    def note(self, value: float, logs: Tensor, gradient: Tensor) -> None:
+    def note(self, step: _Step) -> None:
         """Record one step."""
-        self.history.evidence.append(value)
-        self.history.values.append(self.variables.shown(logs))
-        self._logs.append(logs.clone())
-        self._gradients.append(gradient)
+        self.history.evidence.append(step.value)
+        self.history.values.append(self.variables.shown(step.logs))
+        self.taken.append(step)
 
-    def shift(self, difference: float) -> None:
-        """Add to all evidences so far."""
-        self.history.evidence[:] = [value + difference for value in self.history.evidence]
+    @property
+    def best(self) -> _Step:
+        """The step with the largest evidence so far."""
+        return self.taken[self.history.best]
 
-    def best(self) -> Tensor:
-        """Logarithms at the largest evidence so far."""
-        return self._logs[self.history.best] if self._logs else self.start
-
-    def best_gradient(self) -> Tensor:
-        """The gradient there."""
-        return self._gradients[self.history.best]
-
-    def slope(self, value: float, logs: Tensor, gradient: Tensor) -> float:
+    def slope(self, step: _Step) -> float:
         """The largest derivative that does not point out of the box, as a fraction of 1 + abs(evidence)."""
-        held = ((logs <= self.low) & (gradient < 0)) | ((logs >= self.high) & (gradient > 0))
+        gradient = step.gradient
+        held = ((step.logs <= self.low) & (gradient < 0)) | ((step.logs >= self.high) & (gradient > 0))
         steepest = torch.where(held, torch.zeros_like(gradient), gradient).abs().max()
-        return float(steepest) / (1.0 + abs(value))
+        return float(steepest) / (1.0 + abs(step.value))
 
-    def flat(self, value: float, logs: Tensor, gradient: Tensor) -> bool:
+    def flat(self, step: _Step) -> bool:
         """Whether the gradient is within the tolerance."""
-        return self.slope(value, logs, gradient) <= self.tolerance
+        return self.slope(step) <= self.tolerance
 
     def judge(self, exhausted: bool) -> None:
         """Decide convergence from the gradient at the best step, not from the optimizer's exit status.
@@ -198,14 +171,13 @@ class _Search:
         With curvature h a gradient g can increase the evidence by at most g²/2h. In units of 1 + abs(evidence), if g
         is below the square root of the machine epsilon, the increase is below rounding.
         """
-        best, dtype = self.history.best, self.variables.posterior.dtype
-        slope = self.slope(self.history.evidence[best], self._logs[best], self.best_gradient())
+        slope = self.slope(self.best)
         if slope <= self.tolerance:
             self.stop(True, "gradient below tolerance")
-        elif slope <= torch.finfo(dtype).eps ** 0.5:
+        elif slope <= torch.finfo(self.variables.posterior.dtype).eps ** 0.5:
             self.stop(True, "the evidence no longer changes beyond rounding")
         elif exhausted:
-            self.stop(False, f"{self.steps} steps were not enough for gradients within tolerance")
+            self.exhausted()
         else:
             self.stop(False, f"the search ended at a gradient of {slope:.2g} (1 + |evidence|), above the tolerance; "
                              'fit with dtype=torch.float64, or maximize with method="adam"')
@@ -225,21 +197,25 @@ class _Search:
 
     def wall(self, logs: Tensor) -> tuple[float, np.ndarray]:
         """Value and gradient for the line search if the evidence is undefined: a finite slope to the last step."""
-        away = logs - self._logs[-1]
-        height = 1.0 + abs(self.history.evidence[-1])
+        last = self.taken[-1]
+        away, height = logs - last.logs, 1.0 + abs(last.value)
         slope = 2.0 * height * away / away.square().sum()
-        return height - self.history.evidence[-1], slope.numpy()
+        return height - last.value, slope.numpy()
 
     def stop(self, converged: bool, message: str) -> None:
         """Record whether and why it stopped."""
         self.history.converged, self.history.message = converged, message
 
+    def exhausted(self) -> None:
+        """Record that it has taken all steps."""
+        self.stop(False, f"{self.steps} steps were not enough for gradients within tolerance")
+
     def report_bounds(self) -> None:
         """Record hyperparameters that ended on a bound while the evidence still increases beyond it, and warn."""
-        best, gradient, shown = self.best(), self.best_gradient(), self.history.values[self.history.best]
+        best, shown = self.best, self.history.values[self.history.best]
         for number, name in enumerate(self.variables.names):
-            low, high = best[number] <= self.low[number], best[number] >= self.high[number]
-            if (low and gradient[number] < 0) or (high and gradient[number] > 0):
+            low, high = best.logs[number] <= self.low[number], best.logs[number] >= self.high[number]
+            if (low and best.gradient[number] < 0) or (high and best.gradient[number] > 0):
                 self.history.at_bounds[name] = shown[number]
         if self.history.at_bounds:
             first = list(self.history.at_bounds.items())[:4]
@@ -248,70 +224,103 @@ class _Search:
             warn(f"the evidence still grows beyond the bounds of {count} hyperparameters: {found}")
 
 
+def _run(search: _Search) -> None:
+    {"lbfgs": _lbfgs, "adam": _adam, "mackay": _mackay}[search.method](search)
+
+
+def _by_local_models(search: _Search, local: SearchObjective) -> None:
+    """Maximize local models in turn, each made where the one before has its maximum; a step is one of them.
+
+    Two of them differ by their errors where they meet. This is taken from the evidences before, so that the differences
+    of steps are those of single models.
+    """
+    variables, expected, before = search.variables, None, None
+    for _ in track(range(tuning.ANCHORS), "ntk_laplace: local models", tuning.ANCHORS, search.progress):
+        inner = replace(search, evidence=local, progress=None)
+        first = inner.at(inner.inside(variables.get()))
+        if expected is None:
+            search.note(first)
+        else:
+            search.history.evidence[:] = [value + first.value - expected for value in search.history.evidence]
+        _run(inner)
+        end, expected = inner.best, max(inner.history.evidence)
+        search.note(replace(end, value=expected))
+        gain, move = expected - first.value, float((end.logs - first.logs).abs().max())
+        following = move if before is None else move * min(1.0, move / before)  # if moves keep falling so
+        if following <= tuning.ANCHOR_MOVE or gain <= search.tolerance * (1.0 + abs(first.value)):
+            return search.stop(True, f"a local model moves its hyperparameters by {move:.1g} in logarithms")
+        before = move
+        variables.set(end.logs)
+        found = local_evidence(variables.posterior, search.theta, list(variables.parameters))
+        assert found is not None
+        local = found
+    return search.stop(False, f"{tuning.ANCHORS} local models were not enough")
+
+
 def _lbfgs(search: _Search) -> None:
     """SciPy's bounded L-BFGS on the logarithms."""
     from scipy.optimize import minimize  # installed with scikit-learn
 
+    last = search.at(search.inside(search.start))
+
     def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
+        nonlocal last
         point = search.inside(torch.as_tensor(logs))
         try:
-            value, gradient = search.at(point)
+            last = search.at(point)
         except NumericalError:
             return search.wall(point)
-        last.update(value=value, logs=point, gradient=gradient)
-        return -value, -gradient.numpy()
+        return -last.value, -last.gradient.numpy()
 
     def after(_: np.ndarray) -> None:
-        search.note(**last)
-        if search.flat(**last):
+        search.note(last)
+        if search.flat(last):
             raise StopIteration  # SciPy's tolerance is absolute, ours is relative to the evidence
 
-    start = search.inside(search.start)
-    value, gradient = search.at(start)
-    last: dict[str, Any] = {"value": value, "logs": start, "gradient": gradient}
-    search.note(**last)
+    search.note(last)
     exhausted = False
-    if not search.flat(**last):
+    if not search.flat(last):
         limits = list(zip(search.low.tolist(), search.high.tolist(), strict=True))
-        found = minimize(negative, start.numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
+        found = minimize(negative, last.logs.numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
                          options={"maxiter": search.steps, "gtol": 0.0, "ftol": 1e-15, "maxls": 40})
         exhausted = found.status == 1
     search.judge(exhausted)
 
 
-def _adam(search: _Search, rate: float, progress: bool | None) -> None:
+def _adam(search: _Search) -> None:
     """Adam on the logarithms, projected onto the box, with a cosine schedule to 1 % of the learning rate."""
-    logs = search.inside(search.start).clone().requires_grad_()
+    logs = search.inside(search.start).requires_grad_()
     # gradients shrink by orders of magnitude from a bad initial precision: use a short second-moment memory
-    optimizer = torch.optim.Adam([logs], lr=rate, betas=(0.9, 0.9))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, search.steps, eta_min=rate / 100)
-    for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):
-        value, gradient = search.at(logs.detach())
-        search.note(value, logs.detach(), gradient)
-        if search.flat(value, logs.detach(), gradient):
+    optimizer = torch.optim.Adam([logs], lr=search.rate, betas=(0.9, 0.9))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, search.steps, eta_min=search.rate / 100)
+    for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, search.progress):
+        step = search.at(logs.detach().clone())
+        search.note(step)
+        if search.flat(step):
             return search.stop(True, "gradient below tolerance")
         if search.still():
             return search.stop(True, "the evidence no longer changes")
-        logs.grad = -gradient
+        logs.grad = -step.gradient
         optimizer.step()
         schedule.step()
         with torch.no_grad():
             logs.copy_(search.inside(logs))
-    return search.stop(False, f"{search.steps} steps were not enough for gradients within tolerance")
+    return search.exhausted()
 
 
-def _mackay(search: _Search, theta: Tensor, progress: bool | None) -> None:
+def _mackay(search: _Search) -> None:
     """Alternate δ_g = γ_g/‖θ_g - μ0‖² and σ² = Σ‖y - f‖²/(NC - γ) with γ."""
-    distances = search.variables.posterior.prior.group_distances(theta).clamp_min(torch.finfo(torch.float64).tiny).cpu()
-    search.variables.set(search.inside(search.start))
-    for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):
-        logs = search.variables.get()
-        value, gradient = search.at(logs)
-        search.note(value, logs, gradient)
-        if search.flat(value, logs, gradient):
+    variables = search.variables
+    distances = variables.posterior.prior.group_distances(search.theta)
+    distances = distances.clamp_min(torch.finfo(torch.float64).tiny).cpu()
+    variables.set(search.inside(search.start))
+    for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, search.progress):
+        step = search.at(variables.get())
+        search.note(step)
+        if search.flat(step):
             return search.stop(True, "gradient below tolerance")
-        search.variables.set(search.inside(_fixed_point(search.variables, distances)))
-    return search.stop(False, f"{search.steps} steps were not enough for gradients within tolerance")
+        variables.set(search.inside(_fixed_point(variables, distances)))
+    return search.exhausted()
 
 
 def _fixed_point(variables: Variables, distances: Tensor) -> Tensor:
@@ -349,11 +358,3 @@ def _follow_an_estimate(method: str, moving: list[str]) -> None:
         raise UnsupportedError('method "adam", or a local model of log det B, for ' + what, '"lbfgs"', remedy)
     warn(f"{what} is an estimate without a local model: the hyperparameters found have errors of their own; "
          'structure="gp" or "full" has none')
-
-
-def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float], rate: float) -> None:
-    require_choice(method, METHODS, f"a method among {', '.join(METHODS)}", "Use 'lbfgs' unless you know better.")
-    require_whole("steps", steps, 1, "Leave it out for 200.")
-    require_number("a positive tolerance", tolerance, "Leave it out for 1e-6.", above=0)
-    require_number("a positive learning_rate", rate, "Leave it out for 0.1.", above=0)
-    require_bounds(bounds)
