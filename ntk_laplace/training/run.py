@@ -30,7 +30,7 @@ from ntk_laplace.training.minibatches import Minibatches
 from ntk_laplace.training.model import Model
 from ntk_laplace.training.result import EvidenceTraining
 from ntk_laplace.training.schedule import EvidenceSchedule
-from ntk_laplace.training.step_evidence import PosteriorEvidence, StepEvidence
+from ntk_laplace.training.step_evidence import StepEvidence
 
 FORMAT = FileFormat(
     "ntk_laplace training", 1, "a checkpoint of a training",
@@ -243,7 +243,7 @@ class Run:
             If it belongs to another training.
         """
         # files of before there was a choice have no such entry
-        require_same({"evidence": PosteriorEvidence.words} | saved["signature"], self.signature(), "training")
+        require_same({"evidence": StepEvidence.words} | saved["signature"], self.signature(), "training")
         require_same(saved["schedule"], _schedule_record(self.schedule), "training")
         saved = copy.deepcopy(saved)
         load_optimizer(saved["optimizer"], self.optimizer)  # first, as it may raise

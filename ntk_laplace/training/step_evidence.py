@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,43 +49,29 @@ class Evaluation:
         return cls(posterior, posterior.network.theta.to(posterior.dtype), posterior, examples)
 
 
-class StepEvidence(Protocol):
-    """The evidence of an evaluation, a function of the hyperparameters at fixed weights."""
+class StepEvidence:
+    """The evidence of the posterior itself, with its structure, from all examples, at fixed weights.
 
-    @property
-    def words(self) -> str:
-        """What a resumed training must share with the interrupted one."""
+    Attributes
+    ----------
+    words : str
+        What a resumed training must share with the interrupted one.
+    most : int
+        The most examples that an evaluation may read; 0 if every evaluation reads all.
+    """
 
-    @property
-    def most(self) -> int:
-        """The most examples that an evaluation may read; 0 if every evaluation reads all."""
-
-    def require_memory(self, model: LinearizedModel, x: Inputs) -> None:
-        """Refuse, before the training, an evaluation that would not fit in memory; `x` are a few inputs.
-
-        Raises
-        ------
-        MemoryBudgetError
-        """
-
-    def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
-        """The evidence at the present weights; `left` evaluations follow."""
-
-
-class PosteriorEvidence:
-    """The evidence of the posterior itself, with its structure, from all examples."""
-
-    words, most = "posterior", 0
+    words: str = "posterior"
+    most: int = 0
 
     def require_memory(self, model: LinearizedModel, x: Inputs) -> None:
-        """Nothing beside the posterior itself."""
+        """Refuse, before the training, an evaluation that would not fit in memory beside the posterior (of few `x`)."""
 
     def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
-        """Fit to all examples."""
+        """The evidence at the present weights, as a function of the hyperparameters; `left` evaluations follow."""
         return Evaluation.of(model.posterior(quietly))
 
 
-class SubsetEvidence:
+class SubsetEvidence(StepEvidence):
     """The lower bound from M examples that are drawn anew for each evaluation ([I23] theorem 2), M growing at the end.
 
     log joint - ½ (N/M) log det B_M: the log joint is that of all examples, and B_M that of the exact posterior of M
@@ -108,18 +94,14 @@ class SubsetEvidence:
     def __init__(
         self, examples: int, total: int, epochs: int, evaluations: int, batches: Callable[[], Batches]
     ) -> None:
-        self.examples, self.total, self.epochs, self.batches = min(examples, total), total, epochs, batches
+        self.examples, self.total, self.batches = min(examples, total), total, batches
         self.most, self.whole = total, max(2, -(-evaluations // 10))
-
-    @property
-    def words(self) -> str:
-        """M, and over how many epochs it grows."""
-        return f"subset of {self.examples:,} examples, growing over {self.epochs} epochs"
+        self.words = f"subset of {self.examples:,} examples, growing over {epochs} epochs"
 
     def require_memory(self, model: LinearizedModel, x: Inputs) -> None:
         """Refuse a first M that does not fit in memory (MemoryBudgetError)."""
-        plain = replace(model, jacobian_pass=JacobianPass(model.network, model.jacobian_pass.dtype,
-                                                                   budget=model.settings.memory_budget))
+        jacobian_pass = JacobianPass(model.network, model.jacobian_pass.dtype, budget=model.settings.memory_budget)
+        plain = replace(model, jacobian_pass=jacobian_pass)
         try:
             Auto(None).require_memory(Problem(plain, self.examples, plain.jacobian_pass.rows(x)))
         except MemoryBudgetError as error:
@@ -152,11 +134,11 @@ class SubsetEvidence:
         keep = torch.zeros(self.total, dtype=torch.bool)
         keep[torch.randperm(self.total)[:m]] = True
         chosen = Selected(self.batches(), keep)
-        pairs = list(chosen)
-        if chosen.weights is None:
-            return _loader(pairs)
-        weights = chosen.weights.split([len(y) for _, y in pairs])
-        return _loader([(x, y, w) for (x, y), w in zip(pairs, weights, strict=True)])
+        batches: list[Any] = list(chosen)
+        if chosen.weights is not None:
+            weights = chosen.weights.split([len(y) for _, y in batches])
+            batches = [(x, y, w) for (x, y), w in zip(batches, weights, strict=True)]
+        return DataLoader(_Batches(batches), batch_size=None, collate_fn=lambda batch: batch)
 
 
 def _too_many(examples: int, error: MemoryBudgetError) -> MemoryBudgetError:
@@ -225,10 +207,6 @@ class _Batches(IterableDataset):
         return iter(self.batches)
 
 
-def _loader(batches: list[Any]) -> DataLoader:
-    return DataLoader(_Batches(batches), batch_size=None, collate_fn=lambda batch: batch)
-
-
 def step_evidence(
     evidence: str, examples: int | None, total: int, epochs: int, evaluations: int, batches: Callable[[], Batches]
 ) -> StepEvidence:
@@ -247,4 +225,4 @@ def step_evidence(
         return SubsetEvidence(require_whole("examples", examples, 1, remedy), total, epochs, evaluations, batches)
     if examples is not None:
         raise HyperparameterError('examples= with evidence="subset" only', f"examples={examples!r}", remedy)
-    return PosteriorEvidence()
+    return StepEvidence()
