@@ -19,6 +19,7 @@ from torch.func import grad, hessian, vmap
 
 import ntk_laplace as ntkl
 from exact_cases import truth
+from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import KFAC, Diagonal
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.variational_inference.block_state import BlockState
@@ -481,8 +482,8 @@ def test_resumed_runs_are_bit_identical(options: dict[str, object]) -> None:
 
     whole = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ntk_laplace.variational_inference.run._SNAPSHOT", 0.0)
-        patch.setattr("ntk_laplace.variational_inference.run._SNAPSHOT_SHARE", 0)
+        patch.setattr(tuning, "SNAPSHOT_SECONDS", 0.0)
+        patch.setattr(tuning, "SNAPSHOT_SHARE", 0)
         with pytest.raises(ntkl.VariationalInterrupted) as caught:
             run(stop=5)
     rest = run(ntkl.Settings(resume=caught.value.state))

@@ -25,6 +25,7 @@ from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Descent
 from ntk_laplace.posterior.explain.reliability import newton_decrement
 from ntk_laplace.posterior.hyperparameters import Variables
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.serialization import load_random, random_state
 from ntk_laplace.training import run
 from ntk_laplace.training.minibatches import Minibatches, count_examples
@@ -643,7 +644,8 @@ def interrupted(state: ntkl.TrainingState) -> None:
 @pytest.mark.parametrize("where", ["state", "file"])
 @pytest.mark.parametrize("kind", ["tensors", "loader", "subset"])
 def test_resuming_is_bit_for_bit(kind: str, where: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ntk_laplace.training.train._SNAPSHOT", 0.0)
+    monkeypatch.setattr(tuning, "SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr(tuning, "SNAPSHOT_SHARE", 0)
 
     def start() -> nn.Module:
         random.seed(3)
@@ -736,7 +738,8 @@ def odd(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("moment", ["batch", "hyperparameters"])
 @pytest.mark.parametrize("kind", ["nadam", "sampler", "cycle"])
 def test_an_interruption_in_the_middle_of_things(kind: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ntk_laplace.training.train._SNAPSHOT", 0.0)
+    monkeypatch.setattr(tuning, "SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr(tuning, "SNAPSHOT_SHARE", 0)
     whole = mlp(1, 5, 1)
     expected = train(whole, **odd(kind))
     where = (Variables, "value_and_gradient", 6) if moment == "hyperparameters" else (Objective, "gradient", 16)

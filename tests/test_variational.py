@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from exact_cases import truth
 from ntk_laplace.model.data import Batches
+from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.variational_inference.algorithms import LGVA, OGGN, VOGGN, Algorithm, SampledLGVA
 from ntk_laplace.variational_inference.examples import Examples
@@ -629,9 +630,7 @@ def _every_step() -> Any:
     """Snapshots after every step."""
     from unittest import mock
 
-    from ntk_laplace.variational_inference import run
-
-    return mock.patch.multiple(run, _SNAPSHOT=0.0, _SNAPSHOT_SHARE=0)
+    return mock.patch.multiple(tuning, SNAPSHOT_SECONDS=0.0, SNAPSHOT_SHARE=0)
 
 
 # --- bad input

@@ -176,6 +176,7 @@ GRAPH_GROUPS = 8  # networks of what-ifs that share a graph of second derivative
 GROUPS = 128  # networks of what-ifs that share passes, at most
 LEAST_CURVATURE = 1e-10  # curvature along a direction, relative to the fit's, below which it counts as none
 AUTOSAVE_SECONDS = 60.0  # seconds of work that may be lost
+SNAPSHOT_SECONDS, SNAPSHOT_SHARE = 1.0, 20  # work that an interruption may lose: in seconds, and in times of a copy
 LEFT_OUT_SHARE = 0.1  # share of the data that is left out together, at most
 LEFT_OUT_PASSES = 30  # passes to the means without a group; 100 move densities by 0.05 nats at most
 LEFT_OUT_ACCURACY = 0.01  # share of a Newton step in a pass, below which it is the last

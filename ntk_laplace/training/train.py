@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +30,7 @@ from ntk_laplace.posterior.fit import spec_of
 from ntk_laplace.posterior.hyperparameters import Variables
 from ntk_laplace.posterior.retraining import require_predictive
 from ntk_laplace.runtime.progress import track
-from ntk_laplace.runtime.serialization import Autosave, require_writable
+from ntk_laplace.runtime.serialization import Snapshots, require_writable
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
@@ -42,7 +41,6 @@ from ntk_laplace.training.schedule import EvidenceSchedule
 from ntk_laplace.training.step_evidence import StepEvidence, step_evidence
 
 _RATE = 2e-2  # of the default optimizer
-_SNAPSHOT = 1.0  # maximum work in seconds that an interruption loses
 
 
 def train_with_evidence(
@@ -190,8 +188,7 @@ def _go(
     run: Run, epochs: int, callbacks: Sequence[Callback], settings: Settings, predictive: str | None
 ) -> EvidenceTraining:
     """Run all epochs with a progress bar; after an error the network is left at the best evidence so far."""
-    latest, taken, save = run.snapshot(), time.monotonic(), Autosave(settings.checkpoint)
-    remaining = range(run.epoch, epochs)
+    snapshots, remaining = Snapshots(run.snapshot, settings.checkpoint), range(run.epoch, epochs)
     try:
         for _ in track(remaining, run.words, len(remaining), settings.progress):
             if run.stopped:
@@ -201,22 +198,16 @@ def _go(
             if evaluated:
                 run.evaluate(run.schedule.left(run.epoch, epochs))
             _call(run, epochs, callbacks, evaluated)
-            now = time.monotonic()
-            if now - taken > _SNAPSHOT:
-                latest, taken = run.snapshot(), now
-            save(run.snapshot)
+            snapshots.after_step()
         if not run.history.epochs or (run.stopped and run.history.epochs[-1] != run.epoch):
             run.evaluate(0)  # a callback stopped it between two evaluations
         run.stopped = run.stopped or "all were asked for"
-        save(lambda: run.snapshot() | {"stopped": ""}, now=True)
-        if predictive is None:
-            return run.result()
-        latest = run.snapshot() | {"stopped": ""}
-        return run.converged_result(predictive, settings)
+        snapshots.finish()
+        return run.result() if predictive is None else run.converged_result(predictive, settings)
     except KeyboardInterrupt as cause:
-        save(lambda: latest, now=True)
+        snapshots.save()
         _leave(run)
-        raise TrainingInterrupted(latest, len(latest["history"]["loss"]), epochs) from cause
+        raise TrainingInterrupted(snapshots.latest, len(snapshots.latest["history"]["loss"]), epochs) from cause
     except Exception:
         _leave(run)
         raise

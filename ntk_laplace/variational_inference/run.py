@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError, NonFiniteError, NumericalError, warn
 from ntk_laplace.errors import VariationalInterrupted as Interrupted
 from ntk_laplace.runtime.progress import track
-from ntk_laplace.runtime.serialization import Autosave, FileFormat, require_same
+from ntk_laplace.runtime.serialization import FileFormat, Snapshots, require_same
 from ntk_laplace.structures import Settings
 from ntk_laplace.variational_inference.iteration import Iteration
 from ntk_laplace.variational_inference.result import Callback, VariationalHistory, VariationalStep
@@ -25,8 +24,6 @@ _FORMAT = FileFormat(
     "Pass Settings(resume=error.state) of a VariationalInterrupted, or the path of Settings(checkpoint=path).",
 )
 _RUN = "run of variational inference"
-_SNAPSHOT = 1.0  # seconds of work that an interruption loses, at least
-_SNAPSHOT_SHARE = 20  # time between two snapshots, over that of one
 _LATEST = 5  # steps whose natural gradients are averaged for the tolerance
 _COLLAPSE = 5.0  # nats per example by which the ELBO falls below its best before a warning
 
@@ -118,7 +115,7 @@ class Run:
         """
         if settings.resume is not None:
             self._restore(_FORMAT.state(settings.resume, self.iteration.mean.device, _RUN))
-        save, snapshots = Autosave(settings.checkpoint), _Snapshots(self._snapshot)
+        snapshots = Snapshots(self._snapshot, settings.checkpoint)
         try:
             if not len(self.history) and not self.history.steps:
                 self._evaluate()
@@ -131,19 +128,18 @@ class Run:
                                            self.stopped)
                     callback(seen)
                     self.stopped = seen.stopped
-                snapshots.take_if_due()
-                save(self._snapshot)
+                snapshots.after_step()
                 if self.stopped:
                     break
             self.stopped = self.stopped or "all were asked for"
             if self._sum is not None and not self._summed:
                 warn("the run ended before its second half: nothing was averaged, and the mean is that of the "
                      "last step; pass fewer steps=")
-            save(lambda: self._snapshot() | {"stopped": ""}, now=True)
+            snapshots.finish()
             if self._every and self.history.steps[-1] != len(self.history):
                 self._evaluate()
         except KeyboardInterrupt as cause:
-            save(lambda: snapshots.latest, now=True)
+            snapshots.save()
             raise Interrupted(snapshots.latest, len(snapshots.latest["history"]["step_size"]), self._steps) from cause
 
     def _step(self) -> None:
@@ -227,21 +223,3 @@ class Run:
         self.iteration.restore(saved["iteration"])
         self.history, self.stopped = VariationalHistory(**copy.deepcopy(saved["history"])), saved["stopped"]
         self._sum, self._summed, self._warned = saved["sum"], saved["summed"], saved["warned"]
-
-
-class _Snapshots:
-    """The latest snapshot; a new one is taken when the last is old, against the time that it took."""
-
-    def __init__(self, take: Callable[[], dict[str, Any]]) -> None:
-        self._take = take
-        self._refresh()
-
-    def _refresh(self) -> None:
-        begin = time.monotonic()
-        self.latest = self._take()
-        self._last = time.monotonic()
-        self._wait = max(_SNAPSHOT, _SNAPSHOT_SHARE * (self._last - begin))
-
-    def take_if_due(self) -> None:
-        if time.monotonic() - self._last > self._wait:
-            self._refresh()

@@ -4,7 +4,7 @@ An object that can be saved returns its record, plain containers of tensors, fro
 it again in ``from_record``. This package reads and writes records, and knows no other class of the library.
 """
 
-from ntk_laplace.runtime.serialization.autosave import Autosave
+from ntk_laplace.runtime.serialization.autosave import Autosave, Snapshots
 from ntk_laplace.runtime.serialization.files import FileFormat, require_same, require_writable, write
 from ntk_laplace.runtime.serialization.process_state import (
     load_optimizer,
@@ -18,6 +18,7 @@ from ntk_laplace.runtime.serialization.safetensors_file import is_safetensors, r
 __all__ = [
     "Autosave",
     "FileFormat",
+    "Snapshots",
     "is_safetensors",
     "load_optimizer",
     "load_random",
