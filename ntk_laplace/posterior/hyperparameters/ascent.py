@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
-from ntk_laplace.posterior.hyperparameters.objectives import (
-    Differentiable,
-    Evidence,
-    SearchObjective,
-    SpectralEvidence,
-    with_hyperprior,
-)
+from ntk_laplace.posterior.hyperparameters.objectives import Differentiable, Evidence, SearchObjective, SpectralEvidence
 from ntk_laplace.posterior.hyperparameters.variables import Variables
 
 
@@ -61,9 +55,9 @@ class Ascent:
             evidence: SearchObjective = spectral or Differentiable(posterior.log_marginal_likelihood)
             logs, optimizer = self._bound(variables)
             low, high = variables.box(self.bounds)
-            before, objective = None, with_hyperprior(evidence, posterior.prior)
+            before = None
             for _ in range(steps):
-                value, gradient = variables.value_and_gradient(objective)
+                value, gradient = variables.value_and_gradient(evidence)
                 before = value - posterior.prior.log_hyperprior().item() if before is None else before
                 if not bool(gradient.isfinite().all()):
                     raise _not_finite(value)

@@ -30,7 +30,6 @@ from ntk_laplace.posterior.hyperparameters.objectives import (
     SearchObjective,
     SpectralEvidence,
     local_evidence,
-    with_hyperprior,
 )
 from ntk_laplace.posterior.hyperparameters.variables import Variables
 from ntk_laplace.runtime import tuning
@@ -129,7 +128,6 @@ class _Search:
     progress: bool | None
 
     def __post_init__(self) -> None:
-        self.objective = with_hyperprior(self.evidence, self.variables.posterior.prior)
         self.history = HyperparameterHistory(self.method, self.variables.names)
         self.low, self.high = self.variables.box(self.bounds)
         self.start, self.taken = self.variables.get(), list[_Step]()
@@ -141,7 +139,7 @@ class _Search:
     def at(self, logs: Tensor) -> _Step:
         """The step to these logarithms."""
         self.variables.set(logs)
-        return _Step(logs, *self.variables.value_and_gradient(self.objective))
+        return _Step(logs, *self.variables.value_and_gradient(self.evidence))
 
     def note(self, step: _Step) -> None:
         """Record one step."""

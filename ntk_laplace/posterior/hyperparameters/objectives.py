@@ -1,4 +1,4 @@
-"""What searches over hyperparameters maximize: the evidence, with the prior's hyperprior, and its gradient."""
+"""What searches over hyperparameters maximize, without the prior's hyperprior: the evidence, and its gradient."""
 
 from __future__ import annotations
 
@@ -184,32 +184,6 @@ class SpectralEvidence(SearchObjective):
         energies = now.exp().to(self._distances) * self._distances
         value = energies.sum() + sum((value for value, _ in parts), shift.new_zeros(()))
         return -0.5 * value, -0.5 * (energies + slope), 0.5 * slope.sum()
-
-
-class _WithHyperprior(SearchObjective):
-    """An objective, and the log density of the precisions."""
-
-    def __init__(self, objective: SearchObjective, prior: GaussianPrior) -> None:
-        self._objective, self._prior = objective, prior
-
-    def value(self) -> Tensor:
-        """Their sum."""
-        value = self._objective.value()
-        return value + self._prior.log_hyperprior().detach().to(value)
-
-    def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-        """Their sums."""
-        value, gradients = self._objective.value_and_gradients(parameters)
-        own = self._prior.hyperprior_slope()
-        return value + self._prior.log_hyperprior().detach().to(value), [
-            gradient + own.to(gradient) if name == "precision" else gradient
-            for name, gradient in zip(parameters, gradients, strict=True)
-        ]
-
-
-def with_hyperprior(objective: SearchObjective, prior: GaussianPrior) -> SearchObjective:
-    """What searches maximize: the objective, and the hyperprior of the precisions if there is one."""
-    return _WithHyperprior(objective, prior) if prior.has_hyperprior else objective
 
 
 def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> SearchObjective | None:

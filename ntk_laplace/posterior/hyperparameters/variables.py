@@ -94,6 +94,12 @@ class Variables:
         return values.split([parameter.numel() for parameter in self.parameters.values()])
 
     def value_and_gradient(self, objective: SearchObjective) -> tuple[float, Tensor]:
-        """An objective at the current values, and its gradient in the logarithms."""
+        """An objective with the prior's `log_hyperprior` at the current values, and its gradient in the logarithms."""
         value, gradients = objective.value_and_gradients(self.parameters)
+        prior = self.posterior.prior
+        if prior.has_hyperprior:
+            value = value + prior.log_hyperprior().detach().to(value)
+            own = prior.hyperprior_slope()
+            gradients = [gradient + own.to(gradient) if name == "precision" else gradient
+                         for name, gradient in zip(self.parameters, gradients, strict=True)]
         return value.item(), torch.cat([g.detach().double().flatten().cpu() for g in gradients])
