@@ -5,9 +5,9 @@ K(δ) = Σ_g K_g/δ_g, so ∂/∂log δ_g of <G, K> is -<G, K_g>/δ_g. No new Ja
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,30 +24,32 @@ from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 
-class GramFunction(Protocol):
-    """A function that is linear in the prior variances, Σ_p v_p (...)_p."""
-
-    @property
-    def shapes(self) -> ParameterLayout:
-        """The parameters, in order."""
-
-    def value(self, variances: Variances) -> Tensor:
-        """The value of the sum."""
-
-    def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
-        """``<upstream, value(variances)>``, a scalar."""
-
-    def by_parameter(self, upstream: Tensor) -> Tensor:
-        """``<upstream, derivative in v_p>`` for every parameter, (P,)."""
-
-
 @dataclass(frozen=True)
-class FullGram:
-    """K between two Jacobians, interleaved; if `right` is None it equals `left`."""
+class GramFunction(ABC):
+    """A function of two Jacobians that is linear in the prior variances, Σ_p v_p (...)_p.
+
+    If `right` is None it equals `left`.
+    """
 
     left: Jacobian
     right: Jacobian | None
     shapes: ParameterLayout
+
+    @abstractmethod
+    def value(self, variances: Variances) -> Tensor:
+        """The value of the sum."""
+
+    @abstractmethod
+    def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
+        """``<upstream, value(variances)>``, a scalar."""
+
+    @abstractmethod
+    def by_parameter(self, upstream: Tensor) -> Tensor:
+        """``<upstream, derivative in v_p>`` for every parameter, (P,)."""
+
+
+class FullGram(GramFunction):
+    """K between two Jacobians, interleaved."""
 
     def value(self, variances: Variances) -> Tensor:
         """K, (N1*C, N2*C)."""
@@ -65,25 +67,19 @@ class FullGram:
 
     def by_parameter(self, upstream: Tensor) -> Tensor:
         """Σ_ij G_ij J_ip J_jp = Σ_i J_ip (G J)_ip."""
-        grid, other = self._grid(upstream), self.left if self.right is None else self.right
-        total = upstream.new_zeros(self.shapes.num_parameters)
+        grid, total = self._grid(upstream), upstream.new_zeros(self.shapes.num_parameters)
         for rows, one in _panels(self.left, self.shapes):
-            for columns, two in _panels(other, self.shapes):
+            for columns, two in _panels(self.right or self.left, self.shapes):
                 total += (one * (grid[rows, :, columns].reshape(len(one), len(two)) @ two)).sum(0)
         return total
 
     def _grid(self, upstream: Tensor) -> Tensor:
-        other = self.left if self.right is None else self.right
+        other = self.right or self.left
         return upstream.view(self.left.num_examples, self.left.num_cotangents, other.num_examples, other.num_cotangents)
 
 
-@dataclass(frozen=True)
-class GramDiagonal:
-    """The diagonal of K between paired Jacobian rows, (N*C,); if `right` is None it equals `left`."""
-
-    left: Jacobian
-    right: Jacobian | None
-    shapes: ParameterLayout
+class GramDiagonal(GramFunction):
+    """The diagonal of K between paired Jacobian rows, (N*C,)."""
 
     def value(self, variances: Variances) -> Tensor:
         """k of each example and output with its paired one."""

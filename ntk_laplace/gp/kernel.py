@@ -14,6 +14,7 @@ from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.gp.cache import CachedRows
 from ntk_laplace.gp.gram_functions import FullGram, GramDiagonal, weighted_by_prior
 from ntk_laplace.gp.input_format import InputFormat
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
 
@@ -147,15 +148,15 @@ class NTKKernel(Kernel):
         return other
 
 
-def _pairs(left: Any, right: Any, shape1: Size, shape2: Size, batch: Size) -> list[tuple[Any, Any]]:
+def _pairs(left: Jacobian, right: Jacobian, shape1: Size, shape2: Size, batch: Size) -> list[tuple[Jacobian, Jacobian]]:
     """Pairs of Jacobians for each batch; Jacobians with equal content are one object."""
     if not batch:
         return [(left, right)]
-    places = [torch.arange(s[:-2].numel()).view(s[:-2]).expand(batch).flatten().tolist() for s in (shape1, shape2)]
-    ours, theirs = {}, {}
-    for place in set(places[0]):
-        ours[place] = left.subset(slice(place * shape1[-2], (place + 1) * shape1[-2]))
-    for place in set(places[1]):
-        same = left is right and shape1 == shape2
-        theirs[place] = ours[place] if same else right.subset(slice(place * shape2[-2], (place + 1) * shape2[-2]))
-    return [(ours[i], theirs[j]) for i, j in zip(*places, strict=True)]
+
+    def parts(rows: Jacobian, shape: Size) -> list[Jacobian]:
+        each = [rows.subset(slice(at, at + shape[-2])) for at in range(0, shape[:-1].numel(), shape[-2])]
+        places = torch.arange(len(each)).view(shape[:-2]).expand(batch).flatten().tolist()
+        return [each[place] for place in places]
+
+    ours = parts(left, shape1)
+    return list(zip(ours, ours if left is right and shape1 == shape2 else parts(right, shape2), strict=True))
