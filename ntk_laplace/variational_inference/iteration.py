@@ -55,21 +55,7 @@ class Iteration(ABC):
         return 0.0
 
 
-class StateIteration(Iteration):
-    """An algorithm whose q is a state: `mean` and `precision` are those of the state."""
-
-    _state: VariationalState
-
-    @property
-    def mean(self) -> Tensor:
-        return self._state.mean
-
-    @property
-    def precision(self) -> PosteriorPrecision:
-        return self._state.precision
-
-
-class SampledIteration(StateIteration):
+class SampledIteration(Iteration):
     """An algorithm that relinearizes the network in every step, on a state of any kind.
 
     Parameters
@@ -81,6 +67,11 @@ class SampledIteration(StateIteration):
     seed : int
     most_rows : int, optional
         A state in function space becomes one in weight space before a step that would make more rows.
+
+    Attributes
+    ----------
+    state : VariationalState
+        q; it may change its kind.
     """
 
     def __init__(
@@ -88,48 +79,51 @@ class SampledIteration(StateIteration):
         most_rows: int | None = None,
     ) -> None:
         self._model, self._examples, self._algorithm, self._most = model, examples, algorithm, most_rows
-        self._state = state
+        self.state = state
         self._generator = torch.Generator(device=state.mean.device).manual_seed(seed)
 
     @property
-    def state(self) -> VariationalState:
-        """q; it may change its kind."""
-        return self._state
+    def mean(self) -> Tensor:
+        return self.state.mean
+
+    @property
+    def precision(self) -> PosteriorPrecision:
+        return self.state.precision
 
     @property
     def rows_kept(self) -> int | None:
-        return self._state.rows_kept
+        return self.state.rows_kept
 
     @property
     def dropped(self) -> float:
-        return self._state.dropped
+        return self.state.dropped
 
     def step(self, step_size: float) -> float:
         """Take one step; the norm of the natural gradient is an estimate if the algorithm samples."""
         with torch.inference_mode(False), torch.no_grad():
             self._settle()
             parts = self._examples.next(self._generator)
-            terms = self._algorithm.terms(self._model, self._state, parts, self._generator)
-            return self._state.update(step_size, terms)
+            terms = self._algorithm.terms(self._model, self.state, parts, self._generator)
+            return self.state.update(step_size, terms)
 
     def _settle(self) -> None:
-        state = self._state
+        state = self.state
         if self._most is None or not isinstance(state, FunctionSpaceState):
             return
         rank = self._model.likelihood.rank(self._model.network.num_outputs)
         if state.rows_kept + self._examples.per_step * rank * self._algorithm.rows_per_example > self._most:
-            self._state = state.dense()
+            self.state = state.dense()
 
     def record(self) -> dict[str, Any]:
         """Copies of the state, the random generator and the place in the data."""
         return {
-            "state": self._state.record(), "dense": self._state.rows_kept is None,
+            "state": self.state.record(), "dense": self.state.rows_kept is None,
             "generator": self._generator.get_state(), "examples": self._examples.record(),
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        if record["dense"] and isinstance(self._state, FunctionSpaceState):
-            self._state = self._state.dense()
-        self._state.restore(record["state"])
+        if record["dense"] and isinstance(self.state, FunctionSpaceState):
+            self.state = self.state.dense()
+        self.state.restore(record["state"])
         self._generator.set_state(record["generator"].cpu())
         self._examples.restore(record["examples"])

@@ -12,13 +12,14 @@ the share c from 0 to 1. All matrices are N R x N R, for any number of steps, an
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpacePrecision, accumulate_ggn
+from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
 from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.expectations import Expectation
@@ -26,59 +27,12 @@ from ntk_laplace.model.likelihoods.differentiation import root_of_hessian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.structures import FittedModel
-from ntk_laplace.variational_inference.iteration import Iteration, StateIteration
+from ntk_laplace.variational_inference.iteration import Iteration
 from ntk_laplace.variational_inference.states import DataTerms, DenseState
 
 
-class _Anchor:
-    """The linearized network with its training data.
-
-    Parameters
-    ----------
-    fitted : FittedModel
-        A Laplace posterior at θ*.
-    samples : int
-        Points of f in the expectations of each training point, where they are needed.
-    """
-
-    def __init__(self, fitted: FittedModel, samples: int) -> None:
-        fitted = FittedModel(fitted.model, fitted.structure)  # without its factorization
-        self.fitted, self._expectation = fitted, Expectation(fitted.likelihood, samples)
-        self.theta, self.prior, self.shapes = fitted.theta, fitted.prior, fitted.network.shapes
-
-    def rows(self) -> Iterator[Jacobian]:
-        """J, in batches of consecutive training points."""
-        return self.fitted.rows_at(torch.arange(self.fitted.num_examples))
-
-    def curvature(self) -> Tensor:
-        """Λ at θ*, (N, C, C)."""
-        return self.fitted.points.curvature(self.fitted.curvature_type, self.fitted.likelihood).detach()
-
-    def derivatives(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """E r (N, C) and E Λ (N, C, C), times the example weights.
-
-        Raises
-        ------
-        UnsupportedError
-            If an E Λ_n is not positive semidefinite: the likelihood is not log-concave there.
-        """
-        points = self.fitted.points
-        residual, curvature = self._expectation.derivatives(mean, covariance, points.targets)
-        root_of_hessian(curvature)  # refuses what is not positive semidefinite
-        if points.weights is None:
-            return residual, curvature
-        return residual * points.weights.unsqueeze(1), curvature * points.weights.view(-1, 1, 1)
-
-    def require(self, theta: Tensor) -> None:
-        """Refuse a record of a network that was linearized at other weights (UnsupportedError)."""
-        own, theta = self.theta, theta.to(self.theta)
-        if own.shape != theta.shape or not torch.allclose(own, theta, rtol=1e-6, atol=1e-6 * float(theta.abs().max())):
-            raise UnsupportedError("to resume with the network linearized at the weights of the interrupted run",
-                                   "other weights", "Pass the same network and start=, or start anew without resume=.")
-
-
-class AnchoredWeights(StateIteration):
-    """Anchored LGVA in weight space, where H is a P x P matrix.
+class _Anchored(Iteration):
+    """The network linearized once, with its training data.
 
     Parameters
     ----------
@@ -91,66 +45,103 @@ class AnchoredWeights(StateIteration):
     """
 
     def __init__(self, fitted: FittedModel, start: float | None = None, samples: int = 256) -> None:
-        self._anchor = anchor = _Anchor(fitted, samples)
-        theta = anchor.theta
+        self._fitted = FittedModel(fitted.model, fitted.structure)  # without its factorization
+        self._start, self._expectation = start, Expectation(fitted.likelihood, samples)
+        self._theta, self._prior, self._shapes = fitted.theta, fitted.prior, fitted.network.shapes
+
+    @abstractmethod
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """m (N, C) and V_nn (N, C, C)."""
+
+    def _batches(self) -> Iterator[Jacobian]:
+        """J, in batches of consecutive training points."""
+        return self._fitted.rows_at(torch.arange(self._fitted.num_examples))
+
+    def _curvature_at_anchor(self) -> Tensor:
+        """Λ at θ*, (N, C, C)."""
+        return self._fitted.points.curvature(self._fitted.curvature_type, self._fitted.likelihood).detach()
+
+    def _derivatives(self) -> tuple[Tensor, Tensor]:
+        """E r (N, C) and E Λ (N, C, C) at the present moments, times the example weights.
+
+        UnsupportedError if an E Λ_n is not positive semidefinite: the likelihood is not log-concave there.
+        """
+        points = self._fitted.points
+        residual, curvature = self._expectation.derivatives(*self.moments(), points.targets)
+        root_of_hessian(curvature)  # refuses what is not positive semidefinite
+        if points.weights is None:
+            return residual, curvature
+        return residual * points.weights.unsqueeze(1), curvature * points.weights.view(-1, 1, 1)
+
+    def _require_anchor(self, record: Mapping[str, Any]) -> None:
+        """Refuse a record of a network that was linearized at other weights (UnsupportedError)."""
+        own, theta = self._theta, record["anchor"].to(self._theta)
+        if own.shape != theta.shape or not torch.allclose(own, theta, rtol=1e-6, atol=1e-6 * float(theta.abs().max())):
+            raise UnsupportedError("to resume with the network linearized at the weights of the interrupted run",
+                                   "other weights", "Pass the same network and start=, or start anew without resume=.")
+
+
+class AnchoredWeights(_Anchored):
+    """Anchored LGVA in weight space, where H is a P x P matrix."""
+
+    def __init__(self, fitted: FittedModel, start: float | None = None, samples: int = 256) -> None:
+        super().__init__(fitted, start, samples)
+        theta = self._theta
         if start is not None:
-            self._state = DenseState.isotropic(theta, start, anchor.prior, anchor.shapes)
+            self._state = DenseState.isotropic(theta, start, self._prior, self._shapes)
             return
         excess = theta.new_zeros(len(theta), len(theta))
-        for terms in self._terms(torch.zeros_like(fitted.points.f), anchor.curvature()):
-            accumulate_ggn(excess, terms.rows, anchor.shapes)
-        self._state = DenseState(theta, excess, anchor.prior, anchor.shapes)
+        for terms in self._terms(torch.zeros_like(fitted.points.f), self._curvature_at_anchor()):
+            accumulate_ggn(excess, terms.rows, self._shapes)
+        self._state = DenseState(theta, excess, self._prior, self._shapes)
+
+    @property
+    def mean(self) -> Tensor:
+        return self._state.mean
+
+    @property
+    def precision(self) -> PosteriorPrecision:
+        return self._state.precision
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """m (N, C) and V_nn (N, C, C)."""
-        moved = self._anchor.shapes.named(self.mean - self._anchor.theta)
-        parts = [(rows.f + rows.jvp(moved), self._state.covariance_blocks(rows)) for rows in self._anchor.rows()]
+        moved = self._shapes.named(self.mean - self._theta)
+        parts = [(rows.f + rows.jvp(moved), self._state.covariance_blocks(rows)) for rows in self._batches()]
         mean, covariance = (torch.cat(same) for same in zip(*parts, strict=True))
         return mean, covariance
 
     def step(self, step_size: float) -> float:
         """Take one step, with two passes over the data."""
-        return self._state.update(step_size, self._terms(*self._anchor.derivatives(*self.moments())))
+        return self._state.update(step_size, self._terms(*self._derivatives()))
 
     def _terms(self, residual: Tensor, curvature: Tensor) -> Iterator[DataTerms]:
         """Shares of the batches in Jᵀ E r and Jᵀ E[Λ] J."""
         root = symmetric_root(curvature)
-        for part, rows in placed(self._anchor.rows()):
-            yield DataTerms(rows.vjp(residual[part], self._anchor.shapes), rows.weighted(root[part]))
+        for part, rows in placed(self._batches()):
+            yield DataTerms(rows.vjp(residual[part], self._shapes), rows.weighted(root[part]))
 
     def record(self) -> dict[str, Any]:
         """Copies of the state's tensors, and θ*."""
-        return self._state.record() | {"anchor": self._anchor.theta.clone()}
+        return self._state.record() | {"anchor": self._theta.clone()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continue from a record of the same θ*."""
-        self._anchor.require(record["anchor"])
+        self._require_anchor(record)
         self._state.restore(record)
 
 
-class AnchoredSites(Iteration):
-    """Anchored LGVA in function space, with one site per training point.
-
-    Parameters
-    ----------
-    fitted : FittedModel
-        A Laplace posterior at θ* that keeps rows of J.
-    start : float, optional
-        H at the start is this number times the identity; by default that of the Laplace posterior.
-    samples : int
-        Points of f in the expectations of each training point, where they are needed.
-    """
+class AnchoredSites(_Anchored):
+    """Anchored LGVA in function space, with one site per training point; the Laplace posterior keeps rows of J."""
 
     def __init__(self, fitted: FittedModel, start: float | None = None, samples: int = 256) -> None:
-        self._anchor = anchor = _Anchor(fitted, samples)
-        self._rows = rows = Jacobian.concatenate(list(anchor.rows()))
-        self._start, self._share = start, 0.0
+        super().__init__(fitted, start, samples)
+        self._rows, self._share = Jacobian.concatenate(list(self._batches())), 0.0
         self._held: FunctionSpacePrecision | None = None
-        self._linear = torch.zeros_like(rows.f)
-        self._curvature = anchor.curvature() if start is None else rows.f.new_zeros(*rows.f.shape, rows.f.shape[1])
-        basis = fitted.likelihood.identified(rows.f.shape[1])
-        self._identified = None if basis is None else basis.to(rows.f)
-        theta, prior = anchor.theta, anchor.prior
+        f, theta, prior = self._rows.f, self._theta, self._prior
+        self._linear = torch.zeros_like(f)
+        self._curvature = self._curvature_at_anchor() if start is None else f.new_zeros(*f.shape, f.shape[1])
+        basis = fitted.likelihood.identified(f.shape[1])
+        self._identified = None if basis is None else basis.to(f)
         self._pull = prior.flat_precision().detach().to(theta) * (prior.flat_mean().to(theta) - theta)
         self._factorize()
 
@@ -158,7 +149,7 @@ class AnchoredSites(Iteration):
 
     @property
     def mean(self) -> Tensor:
-        return self._anchor.theta + self._displacement
+        return self._theta + self._displacement
 
     @property
     def precision(self) -> FunctionSpacePrecision:
@@ -191,7 +182,7 @@ class AnchoredSites(Iteration):
     def step(self, step_size: float) -> float:
         """Take one step: one factorization of B, and the diagonal blocks of its inverse."""
         mean, displacement = self._outputs, self._displacement
-        residual, curvature = self._anchor.derivatives(*self.moments())
+        residual, curvature = self._derivatives()
         self._linear = torch.lerp(self._linear, residual + _times(curvature, mean - self._rows.f), step_size)
         self._curvature = torch.lerp(self._curvature, curvature, step_size)
         self._share += step_size * (1.0 - self._share)
@@ -213,16 +204,16 @@ class AnchoredSites(Iteration):
         self._root = vectors * roots
         self._left_inverse = (vectors * torch.where(roots > 0, 1.0 / roots, 0.0)).mT
         self._held = None  # free the old B before the new one is allocated
-        self._held = FunctionSpacePrecision(self._rows, self._root, self._diagonal(), self._anchor.shapes)
+        self._held = FunctionSpacePrecision(self._rows, self._root, self._diagonal(), self._shapes)
         # now, before an ELBO asks for effective parameters: they come with the same blocks, rounded otherwise
         self._blocks = self._held.inverse_blocks
-        natural = self._rows.vjp(self._linear, self._anchor.shapes).add_(self._pull, alpha=self._share)
+        natural = self._rows.vjp(self._linear, self._shapes).add_(self._pull, alpha=self._share)
         self._displacement = self.precision.solve(natural)
-        self._outputs = self._rows.f + self._rows.jvp(self._anchor.shapes.named(self._displacement))
+        self._outputs = self._rows.f + self._rows.jvp(self._shapes.named(self._displacement))
 
     def _diagonal(self) -> GaussianPrior:
         """The prior, with the precisions D."""
-        prior = self._anchor.prior
+        prior = self._prior
         if self._start is None or self._share == 1.0:
             return prior
         found = copy.deepcopy(prior)
@@ -236,11 +227,11 @@ class AnchoredSites(Iteration):
     def record(self) -> dict[str, Any]:
         """Copies of the sites, the share of the prior, the start and θ*."""
         return {"linear": self._linear.clone(), "curvature": self._curvature.clone(), "share": self._share,
-                "start": self._start, "anchor": self._anchor.theta.clone()}
+                "start": self._start, "anchor": self._theta.clone()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continue from a record of the same θ*."""
-        self._anchor.require(record["anchor"])
+        self._require_anchor(record)
         self._linear, self._curvature = (record[name].to(self._linear) for name in ("linear", "curvature"))
         self._share, self._start = float(record["share"]), record["start"]
         self._factorize()
