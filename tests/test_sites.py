@@ -310,13 +310,12 @@ def test_averages_of_sums(network: str, spec: BlockSpec, start: str) -> None:
     y = targets(LIKELIHOODS["bernoulli"], case)
     fitted = ntkl.laplace(case.network, (case.x, y), ntkl.Bernoulli(), PRIORS["layer"].build(case),
                           structure=spec).fitted
-    model, precision, shapes = fitted.model, fitted.precision, fitted.network.shapes
+    model, precision = fitted.model, fitted.precision
     root = fitted.points.root(model.curvature_type, model.likelihood).detach()
     own, ggn = torch.diag(precision.prior_precision), precision.information()
     from_fit = start == "laplace"
     ratio = torch.ones_like(model.prior.precision.detach()) if from_fit else 3.0 / model.prior.precision.detach()
-    state = BlockState(model.theta, spec, fitted.structure.summaries(model) if from_fit else [], ratio, model.prior,
-                       shapes)
+    state = BlockState(model.theta, spec, fitted.structure.summaries(model) if from_fit else [], ratio, model.prior)
     dense, mean = own + ggn if from_fit else 3.0 * torch.eye(len(own), dtype=torch.float64), model.theta
     generator = torch.Generator().manual_seed(0)
     for number, size in enumerate(STEPS):
@@ -328,7 +327,7 @@ def test_averages_of_sums(network: str, spec: BlockSpec, start: str) -> None:
         assert relative_error(found, dense) < 1e-10
         assert relative_error(state.mean, mean) < 1e-10
     saved = state.record()
-    other = BlockState(model.theta, spec, [], ratio, model.prior, shapes)
+    other = BlockState(model.theta, spec, [], ratio, model.prior)
     other.restore(saved)
     assert torch.equal(other.draw(2, torch.Generator().manual_seed(1)), state.draw(2, torch.Generator().manual_seed(1)))
     assert torch.equal(other.precision.log_det(), state.precision.log_det())

@@ -26,14 +26,14 @@ from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 @dataclass(frozen=True)
 class GramFunction(ABC):
-    """A function of two Jacobians that is linear in the prior variances, Σ_p v_p (...)_p.
+    """A function of two Jacobians that is linear in the variances of a prior, Σ_p v_p (...)_p.
 
     If `right` is None it equals `left`.
     """
 
     left: Jacobian
     right: Jacobian | None
-    shapes: ParameterLayout
+    prior: GaussianPrior
 
     @abstractmethod
     def value(self, variances: Variances) -> Tensor:
@@ -46,6 +46,30 @@ class GramFunction(ABC):
     @abstractmethod
     def by_parameter(self, upstream: Tensor) -> Tensor:
         """``<upstream, derivative in v_p>`` for every parameter, (P,)."""
+
+    def weighted(self) -> Tensor:
+        """The value at the prior's variances, differentiable (once) in ``prior.log_precision``."""
+        prior, shapes = self.prior, self.prior.shapes
+        variances = prior_variances(prior, shapes)
+        groups = {name: prior.group_of(name) for name in shapes}
+        like = prior.log_precision.detach()
+        numbers = group_numbers(prior, shapes, like.device)
+
+        def by_precision(upstream: Tensor) -> Tensor:
+            slope, upstream = torch.zeros_like(like), upstream.contiguous()
+            if any(isinstance(group, Tensor) for group in groups.values()):
+                variance = torch.cat([_entries(variances[name], size, upstream) for name, size in shapes.sizes.items()])
+                each = variance * self.by_parameter(upstream)
+                return slope.index_add_(0, numbers, -each.to(slope))
+            for group in range(len(slope)):
+                own = {name: v for name, v in variances.items() if groups[name] == group}
+                # ∂ K / ∂ log δ_g = -K_g / δ_g
+                slope[group] -= self.contract(upstream, own).to(slope)
+            return slope
+
+        with torch.no_grad():
+            value = self.value(variances)
+        return with_gradients(value, "the kernel", (prior.log_precision, by_precision))
 
 
 class FullGram(GramFunction):
@@ -67,9 +91,9 @@ class FullGram(GramFunction):
 
     def by_parameter(self, upstream: Tensor) -> Tensor:
         """Σ_ij G_ij J_ip J_jp = Σ_i J_ip (G J)_ip."""
-        grid, total = self._grid(upstream), upstream.new_zeros(self.shapes.num_parameters)
-        for rows, one in _panels(self.left, self.shapes):
-            for columns, two in _panels(self.right or self.left, self.shapes):
+        grid, total = self._grid(upstream), upstream.new_zeros(self.prior.shapes.num_parameters)
+        for rows, one in _panels(self.left, self.prior.shapes):
+            for columns, two in _panels(self.right or self.left, self.prior.shapes):
                 total += (one * (grid[rows, :, columns].reshape(len(one), len(two)) @ two)).sum(0)
         return total
 
@@ -86,7 +110,7 @@ class GramDiagonal(GramFunction):
         if self.right is None:
             return diagonal_blocks(self.left, variances).diagonal(dim1=-2, dim2=-1).reshape(-1)
         like = self.left.f
-        flat = torch.cat([_entries(variances.get(name), size, like) for name, size in self.shapes.sizes.items()])
+        flat = torch.cat([_entries(variances.get(name), size, like) for name, size in self.prior.shapes.sizes.items()])
         return torch.cat([(one * two) @ flat for _, one, two in self._pairs()])
 
     def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
@@ -95,39 +119,14 @@ class GramDiagonal(GramFunction):
 
     def by_parameter(self, upstream: Tensor) -> Tensor:
         """Σ_i G_i J_ip J'_ip."""
-        grid, total = upstream.view(-1, self.left.num_cotangents), upstream.new_zeros(self.shapes.num_parameters)
+        grid, total = upstream.view(-1, self.left.num_cotangents), upstream.new_zeros(self.prior.shapes.num_parameters)
         for rows, one, two in self._pairs():
             total += (grid[rows].reshape(-1, 1) * one * two).sum(0)
         return total
 
     def _pairs(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        for rows, one in _panels(self.left, self.shapes):
-            yield rows, one, one if self.right is None else _written_out(self.right.subset(rows), self.shapes)
-
-
-def weighted_by_prior(gram_function: GramFunction, prior: GaussianPrior) -> Tensor:
-    """The value of `gram_function` at the prior's variances, differentiable (once) in ``prior.log_precision``."""
-    shapes = gram_function.shapes
-    variances = prior_variances(prior, shapes)
-    groups = {name: prior.group_of(name) for name in shapes}
-    like = prior.log_precision.detach()
-    numbers = group_numbers(prior, shapes, like.device)
-
-    def by_precision(upstream: Tensor) -> Tensor:
-        slope, upstream = torch.zeros_like(like), upstream.contiguous()
-        if any(isinstance(group, Tensor) for group in groups.values()):
-            variance = torch.cat([_entries(variances[name], size, upstream) for name, size in shapes.sizes.items()])
-            each = variance * gram_function.by_parameter(upstream)
-            return slope.index_add_(0, numbers, -each.to(slope))
-        for group in range(len(slope)):
-            own = {name: v for name, v in variances.items() if groups[name] == group}
-            # ∂ K / ∂ log δ_g = -K_g / δ_g
-            slope[group] -= gram_function.contract(upstream, own).to(slope)
-        return slope
-
-    with torch.no_grad():
-        value = gram_function.value(variances)
-    return with_gradients(value, "the kernel", (prior.log_precision, by_precision))
+        for rows, one in _panels(self.left, self.prior.shapes):
+            yield rows, one, one if self.right is None else _written_out(self.right.subset(rows), self.prior.shapes)
 
 
 def _panels(rows: Jacobian, shapes: ParameterLayout) -> Iterator[tuple[slice, Tensor]]:

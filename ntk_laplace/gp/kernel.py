@@ -12,7 +12,7 @@ from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.gp.cache import CachedRows
-from ntk_laplace.gp.gram_functions import FullGram, GramDiagonal, weighted_by_prior
+from ntk_laplace.gp.gram_functions import FullGram, GramDiagonal
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
@@ -101,7 +101,7 @@ class NTKKernel(Kernel):
         make = GramDiagonal if diag else FullGram
         batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
         values = [
-            weighted_by_prior(make(one, None if one is two else two, self._rows.network.shapes), self.prior)
+            make(one, None if one is two else two, self.prior).weighted()
             for one, two in _pairs(left, right, x1.shape, x2.shape, batch)
         ]
         stacked = torch.stack(values).view(*batch, *values[0].shape)

@@ -27,7 +27,6 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.structured import block_precision
 from ntk_laplace.variational_inference.states import DataTerms, VariationalState, prior_times
@@ -42,7 +41,7 @@ class BlockState(VariationalState):
 
     Parameters
     ----------
-    mean, prior, shapes
+    mean, prior
         As of `VariationalState`.
     spec : BlockSpec
         Of one pass over the data: KFAC or Diagonal.
@@ -58,14 +57,13 @@ class BlockState(VariationalState):
     """
 
     def __init__(
-        self, mean: Tensor, spec: BlockSpec, summaries: Sequence[Summary], ratio: Tensor, prior: GaussianPrior,
-        shapes: ParameterLayout,
+        self, mean: Tensor, spec: BlockSpec, summaries: Sequence[Summary], ratio: Tensor, prior: GaussianPrior
     ) -> None:
         if spec.second_pass:
             raise UnsupportedError("a structure of one pass over the data, whose sums a step can average",
                                    f"structure={spec.name!r}", 'Use structure="kfac" or "diag".')
         spec.check(prior)
-        super().__init__(mean, prior, shapes)
+        super().__init__(mean, prior)
         self.spec, self._ratio, self._sums = spec, ratio, list(summaries)
         self._refresh()
 

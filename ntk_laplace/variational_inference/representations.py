@@ -103,7 +103,7 @@ class Matrix(Representation):
 
     def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> DenseState:
         """H - P0 is diagonal."""
-        return DenseState.isotropic(model.theta, precision, model.prior, model.network.shapes)
+        return DenseState.isotropic(model.theta, precision, model.prior)
 
     def of(self, model: LinearizedModel, fitted: FittedModel) -> DenseState:
         """H of any posterior: a copy where it is a matrix, else its products with unit vectors."""
@@ -117,7 +117,7 @@ class Matrix(Representation):
             for here, unit in inner.unit_rows():
                 excess[here] = inner.multiply(unit).to(theta)
         excess.diagonal().sub_(model.prior.flat_precision().detach().to(excess))
-        return DenseState(theta, excess, model.prior, model.network.shapes)
+        return DenseState(theta, excess, model.prior)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Rows(Representation):
 
     def _state(self, model: LinearizedModel, theta: Tensor, rows: Jacobian, ratio: Tensor) -> FunctionSpaceState:
         with torch.no_grad():
-            return FunctionSpaceState(theta, rows, ratio, model.prior, model.network.shapes, self.tolerance)
+            return FunctionSpaceState(theta, rows, ratio, model.prior, self.tolerance)
 
     def _few(self, model: LinearizedModel, examples: Examples) -> Jacobian:
         """Rows of SᵀJ of two examples."""
@@ -193,7 +193,7 @@ class Blocks(Representation):
     def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> BlockState:
         """H is diagonal, without sums."""
         ratio = (precision / model.prior.precision.detach()).to(model.theta)
-        return BlockState(model.theta, self.spec, [], ratio, model.prior, model.network.shapes)
+        return BlockState(model.theta, self.spec, [], ratio, model.prior)
 
     def of(self, model: LinearizedModel, fitted: FittedModel) -> BlockState:
         """The sums of a Laplace posterior of the same structure."""
@@ -202,8 +202,8 @@ class Blocks(Representation):
             raise UnsupportedError(f"a Laplace posterior of structure={self.spec.name!r} as start",
                                    f"structure={structure.name!r}", 'Pass start="map", or a precision.')
         ratio = torch.ones_like(model.prior.precision.detach()).to(model.theta)
-        return BlockState(fitted.theta.to(model.theta), self.spec, structure.summaries(fitted.model), ratio,
-                          model.prior, model.network.shapes)
+        theta, summaries = fitted.theta.to(model.theta), structure.summaries(fitted.model)
+        return BlockState(theta, self.spec, summaries, ratio, model.prior)
 
 
 def _inner(fitted: FittedModel) -> PosteriorPrecision:
@@ -213,10 +213,10 @@ def _inner(fitted: FittedModel) -> PosteriorPrecision:
 
 def _ratio(model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
     """d / P0 by group of the prior, for H = diag(d) + RᵀR. UnsupportedError if it has several values in a group."""
-    groups, diagonal = model.prior, precision.prior_precision
-    own = groups.flat_precision().detach().to(diagonal)
-    numbers = group_numbers(groups, model.network.shapes, diagonal.device)
-    ratio = torch.ones_like(groups.precision.detach()).to(diagonal)
+    prior, diagonal = model.prior, precision.prior_precision
+    own = prior.flat_precision().detach().to(diagonal)
+    numbers = group_numbers(prior, prior.shapes, diagonal.device)
+    ratio = torch.ones_like(prior.precision.detach()).to(diagonal)
     ratio[numbers] = diagonal / own
     if not torch.allclose(ratio[numbers] * own, diagonal, rtol=1e-9):
         raise UnsupportedError("a start whose prior has the same groups", "precisions that differ within a group",

@@ -88,12 +88,12 @@ class AnchoredWeights(_Anchored):
         super().__init__(fitted, start, samples)
         theta = self._theta
         if start is not None:
-            self._state = DenseState.isotropic(theta, start, self._prior, self._shapes)
+            self._state = DenseState.isotropic(theta, start, self._prior)
             return
         excess = theta.new_zeros(len(theta), len(theta))
         for terms in self._terms(torch.zeros_like(fitted.points.f), self._curvature_at_anchor()):
             accumulate_ggn(excess, terms.rows, self._shapes)
-        self._state = DenseState(theta, excess, self._prior, self._shapes)
+        self._state = DenseState(theta, excess, self._prior)
 
     @property
     def mean(self) -> Tensor:

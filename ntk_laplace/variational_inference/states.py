@@ -17,7 +17,6 @@ from ntk_laplace.jacobian.gram import Variances, cross_gram, gram
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
-from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,7 @@ class VariationalState(ABC):
     mean : Tensor, (P,)
         μ, in the dtype of the algebra.
     prior : GaussianPrior
-        Bound to the parameters of `shapes`.
-    shapes : ParameterLayout
-        The parameters, in order.
+        Bound to the parameters.
 
     Attributes
     ----------
@@ -65,8 +62,8 @@ class VariationalState(ABC):
 
     dropped: float = 0.0
 
-    def __init__(self, mean: Tensor, prior: GaussianPrior, shapes: ParameterLayout) -> None:
-        self.mean, self._prior, self._shapes = mean, prior, shapes
+    def __init__(self, mean: Tensor, prior: GaussianPrior) -> None:
+        self.mean, self._prior, self._shapes = mean, prior, prior.shapes
         self._prior_mean = prior.flat_mean().to(mean)
 
     @property
@@ -127,25 +124,23 @@ class DenseState(VariationalState):
 
     Parameters
     ----------
-    mean, prior, shapes
+    mean, prior
         As of `VariationalState`.
     excess : Tensor, (P, P)
         H - P0, of which only the lower triangle is read; it is changed in place.
     """
 
-    def __init__(self, mean: Tensor, excess: Tensor, prior: GaussianPrior, shapes: ParameterLayout) -> None:
-        super().__init__(mean, prior, shapes)
+    def __init__(self, mean: Tensor, excess: Tensor, prior: GaussianPrior) -> None:
+        super().__init__(mean, prior)
         self._excess = excess
         self._precision: FullPrecision | None = None
 
     @classmethod
-    def isotropic(
-        cls, mean: Tensor, precision: float, prior: GaussianPrior, shapes: ParameterLayout
-    ) -> DenseState:
+    def isotropic(cls, mean: Tensor, precision: float, prior: GaussianPrior) -> DenseState:
         """H = λ I for a number λ."""
         excess = mean.new_zeros(len(mean), len(mean))
         excess.diagonal().copy_(precision - prior.flat_precision().detach().to(mean))
-        return cls(mean, excess, prior, shapes)
+        return cls(mean, excess, prior)
 
     @property
     def precision(self) -> FullPrecision:
@@ -183,7 +178,7 @@ class FunctionSpaceState(VariationalState):
 
     Parameters
     ----------
-    mean, prior, shapes
+    mean, prior
         As of `VariationalState`.
     rows : Jacobian
         R at the start; it may have no examples.
@@ -201,10 +196,9 @@ class FunctionSpaceState(VariationalState):
     """
 
     def __init__(
-        self, mean: Tensor, rows: Jacobian, ratio: Tensor, prior: GaussianPrior, shapes: ParameterLayout,
-        tolerance: float = 0.0,
+        self, mean: Tensor, rows: Jacobian, ratio: Tensor, prior: GaussianPrior, tolerance: float = 0.0
     ) -> None:
-        super().__init__(mean, prior, shapes)
+        super().__init__(mean, prior)
         self._rows, self._ratio, self._tolerance, self.dropped = rows, ratio.to(mean), tolerance, 0.0
         self._ages: list[tuple[int, float]] = [(rows.num_examples, 1.0)] if rows.num_examples else []
         self._scales, classes = self._ratio.unique(return_inverse=True)
@@ -299,7 +293,7 @@ class FunctionSpaceState(VariationalState):
         add_outer_lower_(excess, self._rows.dense(self._shapes).flatten(0, 1))
         own, given = (p.flat_precision().detach().to(self.mean) for p in (self._prior, self.diagonal))
         excess.diagonal().add_(given - own)
-        return DenseState(self.mean, excess, self._prior, self._shapes)
+        return DenseState(self.mean, excess, self._prior)
 
     def record(self) -> dict[str, Any]:
         """μ, d/P0, the rows with their ages and their products, and what was dropped."""

@@ -137,9 +137,14 @@ class GaussianPrior(nn.Module):
         return self._grouping.group_names
 
     @property
+    def shapes(self) -> ParameterLayout:
+        """Shapes of the parameters by name, in the order that flattens θ."""
+        return self._bound().shapes
+
+    @property
     def num_parameters(self) -> int:
         """P, the number of parameters."""
-        return self._bound().num_parameters
+        return self.shapes.num_parameters
 
     # --- precisions --------------------------------------------------------------------------------------
 

@@ -65,11 +65,6 @@ class Grouping:
         return cls(False, shapes, {first: 0} | later, inputs + names, first)
 
     @property
-    def num_parameters(self) -> int:
-        """P, the number of parameters."""
-        return self.shapes.num_parameters
-
-    @property
     def group_names(self) -> list[str]:
         """One name per precision."""
         if self.by_parameter:
@@ -93,7 +88,7 @@ class Grouping:
     def counts(self, device: torch.device) -> Tensor:
         """Count the parameters in each group, (G,), int64."""
         if self.by_parameter:
-            return torch.ones(self.num_parameters, dtype=torch.int64, device=device)
+            return torch.ones(self.shapes.num_parameters, dtype=torch.int64, device=device)
         groups, sizes = self._members(device)
         return torch.zeros(len(self.names), dtype=torch.int64, device=device).index_add(0, groups, sizes)
 
@@ -103,7 +98,7 @@ class Grouping:
             return values
         if self.by_input is None:
             groups, sizes = self._members(values.device)
-            return values[groups].repeat_interleave(sizes, output_size=self.num_parameters)
+            return values[groups].repeat_interleave(sizes, output_size=self.shapes.num_parameters)
         return torch.cat([self._over_inputs(values[self.inputs]) if name == self.by_input
                           else values[self.group_of[name]].expand(size) for name, size in self.shapes.sizes.items()])
 
@@ -140,7 +135,7 @@ class Grouping:
         HyperparameterError
             If number, shape or names do not match.
         """
-        size = self.num_parameters if self.by_parameter else len(self.names)
+        size = self.shapes.num_parameters if self.by_parameter else len(self.names)
         if isinstance(given, Mapping):
             return self._from_parameters(given) if self.by_parameter else self._from_groups(given)
         values = torch.as_tensor(given, dtype=torch.float64)
