@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -40,10 +40,14 @@ class MixtureResponse(ShapedResponse):
 
     @cached_property
     def _means(self) -> Tensor:
+        return self._at_samples(lambda likelihood, f: likelihood.mean(f))
+
+    def _at_samples(self, moment: Callable[[ObservationModel, Tensor], Tensor]) -> Tensor:
+        """A moment of the response given each sample of f, (S, n, ...)."""
         f = self.f
+        index = torch.arange(f.shape[1], device=f.device).repeat(f.shape[0])
         with self._recorded():
-            flat = self._at(torch.arange(f.shape[1], device=f.device).repeat(f.shape[0])).mean(f.flatten(0, 1))
-            return self._drop(flat.unflatten(0, f.shape[:2]))
+            return self._drop(moment(self.likelihood.at(index), f.flatten(0, 1)).unflatten(0, f.shape[:2]))
 
     @property
     def _like(self) -> Tensor:
@@ -62,11 +66,7 @@ class MixtureResponse(ShapedResponse):
     @cached_property
     def aleatoric(self) -> Tensor:  # type: ignore[override]  # other responses assign it
         """Mean over the samples of the response's variance."""
-        f = self.f
-        index = torch.arange(f.shape[1], device=f.device).repeat(f.shape[0])
-        with self._recorded():
-            flat = self._at(index).response_variance(f.flatten(0, 1))
-            return self._drop(flat.unflatten(0, f.shape[:2]).mean(0))
+        return self._at_samples(lambda likelihood, f: likelihood.response_variance(f)).mean(0)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log of the average density in nats, one number per input; see `Response.log_prob`."""
@@ -95,7 +95,7 @@ class MixtureResponse(ShapedResponse):
         index = torch.arange(n, device=f.device).repeat(samples * repeats)
         f = f.unsqueeze(1).expand(samples, repeats, n, outputs).reshape(-1, outputs)
         y = y.expand(samples, *y.shape).flatten(0, 1)
-        return self._at(index).log_prob(f, y).reshape(samples, repeats * n)
+        return self.likelihood.at(index).log_prob(f, y).reshape(samples, repeats * n)
 
     @property
     def has_rsample(self) -> bool:  # type: ignore[override]  # torch declares a class attribute
@@ -129,7 +129,7 @@ class MixtureResponse(ShapedResponse):
         repeats = math.prod(shape)
         index = torch.arange(n, device=self.f.device).repeat(repeats)
         pick = torch.randint(samples, (repeats * n,), device=self.f.device)
-        response = _given(self._at(index), self.f[pick, index], self.scalar)
+        response = _given(self.likelihood.at(index), self.f[pick, index], self.scalar)
         if isinstance(response, MixtureResponse):  # a log density alone defines no sampler
             raise UnsupportedError("a likelihood that can draw responses", type(self.likelihood).__name__,
                                    "Override distribution(f).")
@@ -141,9 +141,6 @@ class MixtureResponse(ShapedResponse):
     def _recorded(self) -> torch.set_grad_enabled:
         """Record a graph only if one was recorded when this response was made; predictions have none."""
         return torch.set_grad_enabled(self._graph and torch.is_grad_enabled())
-
-    def _at(self, index: Tensor) -> ObservationModel:
-        return self.likelihood.at(index)
 
 
 def plug_in(likelihood: ObservationModel, f: Tensor, scalar: bool = False) -> Response:
