@@ -32,17 +32,16 @@ class WithoutEach:
 
     def __init__(self, fitted: FittedModel, variances: bool) -> None:
         self._fitted, self._residual, self._variances = fitted, fitted.residual(), variances
-        self._stored = fitted.structure.spec.keeps_jacobian
         self._columns: Tensor | None = None  # of the training points; the first `_known` are there
         self._known = 0
         with torch.no_grad():
-            self._removals = SingleRemovals(fitted) if self._stored else None
+            self._removals = SingleRemovals(fitted) if fitted.structure.spec.keeps_jacobian else None
 
     @property
     def bytes_of_each(self) -> int:
         """Bytes of the tile of one input, and of its intermediate results."""
         n, c = self._fitted.points.f.shape
-        if self._stored:
+        if self._removals is not None:
             return bytes_of_each(self._fitted)
         size = self._residual.element_size()
         return c * size * (6 * n + 2 * self._fitted.network.num_parameters)
@@ -52,28 +51,25 @@ class WithoutEach:
 
         Without stored rows, each tile is a pass over the training data, which chunks share as memory allows.
         """
-        most = max(1, tuning.EXPLAINED_BYTES // self.bytes_of_each)
-        for test in chunks if self._stored else grouped(chunks, attrgetter("num_examples"), most):
+        if self._removals is None:
+            chunks = grouped(chunks, attrgetter("num_examples"), max(1, tuning.EXPLAINED_BYTES // self.bytes_of_each))
+        for test in chunks:
             with torch.no_grad():
-                found = self._from_data(test) if self._removals is None else self._from_rows(test, self._removals)
-                moved, widened = found
-                tile = test.f, moved.add_(test.f.unsqueeze(1)), self._varying(test, widened)
-            del test, found, moved, widened  # before the rows of the next chunk are computed
+                moved, widened = self._changes(test)
+                if widened is not None:
+                    widened.add_(require_finite(self._fitted.precision.variances_of_outputs(test)).unsqueeze(1))
+                tile = test.f, moved.add_(test.f.unsqueeze(1)), widened
+            del test, moved, widened  # before the rows of the next chunk are computed
             yield tile
             del tile
 
-    def _varying(self, test: Jacobian, widened: Tensor | None) -> Tensor | None:
-        """V_-i from what is added to V_xx."""
-        if widened is None:
-            return None
-        return widened.add_(require_finite(self._fitted.precision.variances_of_outputs(test)).unsqueeze(1))
+    def _changes(self, test: Jacobian) -> tuple[Tensor, Tensor | None]:
+        """f_-i - f and V_-i - V_xx, (n, N, C).
 
-    def _from_rows(self, test: Jacobian, removals: SingleRemovals) -> tuple[Tensor, Tensor | None]:
-        """f_-i - f and V_-i - V_xx, (n, N, C), in function space."""
-        return removals.effects(test) if self._variances else (removals.changes(test), None)
-
-    def _from_data(self, test: Jacobian) -> tuple[Tensor, Tensor | None]:
-        """The same in weight space: products of V_·x with the training points' rows, batch by batch."""
+        In weight space they are products of V_·x with the training points' rows, batch by batch.
+        """
+        if self._removals is not None:
+            return self._removals.effects(test) if self._variances else (self._removals.changes(test), None)
         fitted, points = self._fitted, self._fitted.points
         n, c = test.f.shape
         across = []

@@ -54,11 +54,8 @@ class Weights:
 
     def where(self, chosen: Tensor, other: Weights) -> Weights:
         """Chains of this object where `chosen` (S,), else of the other."""
-        column = chosen.unsqueeze(1)
-        return Weights(torch.where(column, self.theta, other.theta), torch.where(chosen, self.base, other.base),
-                       torch.where(chosen, self.gain, other.gain),
-                       torch.where(column, self.base_slope, other.base_slope),
-                       torch.where(column, self.gain_slope, other.gain_slope))
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Weights(*(torch.where(chosen if own.ndim == 1 else chosen.unsqueeze(1), own, its) for own, its in pairs))
 
 
 class HamiltonianPath(Path[Weights]):
