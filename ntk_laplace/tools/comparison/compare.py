@@ -120,7 +120,7 @@ def compare_evidence(
             _tell(f"{label}, {number} of {len(labels)}", settings)
             _warm_up(structure, curvature_type, correction, device, options.get("dtype"))
             fit = partial(laplace, network, batches, likelihood, prior, structure, **options)
-            outcomes.append(_attempt(label, fit, correction, scores, device, outcomes))
+            outcomes.append(_attempt(label, partial(_measure, label, fit, correction, scores, device), outcomes))
     except KeyboardInterrupt as stop:
         raise ComparisonInterrupted(_together(found, outcomes)) from stop
     faults = [outcome.fault for outcome in outcomes if outcome.fault and not is_about_memory(outcome.fault)]
@@ -244,14 +244,11 @@ class _Outcome:
     fault: Exception | None = None
 
 
-def _attempt(
-    label: str, fit: Callable[[], Posterior], correction: bool, scores: Sequence[str], device: torch.device,
-    before: Sequence[_Outcome],
-) -> _Outcome:
+def _attempt(label: str, measure: Callable[[], _Outcome], before: Sequence[_Outcome]) -> _Outcome:
     """Measure one structure; errors that may be specific to it become the row's note."""
     try:
         with _heard([outcome.row for outcome in before]) as notes:
-            outcome = _measure(label, fit, correction, scores, device)
+            outcome = measure()
     except Exception as error:
         # an error after other structures have a value affects only its own row
         late = isinstance(error, NTKLaplaceError) and any(outcome.row.evidence is not None for outcome in before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,9 +95,8 @@ def compare_models(
             given = None
             if method != "none" and _is_laplace(posterior):
                 given = float(posterior.conditional_log_marginal_likelihood(m, permutations, seed, method=method))
-            loo = _left_out(posterior) if "loo" in scores else _LeftOut()
-            left_out[name] = loo.points
-            rows.append(_row(name, posterior, scores, given, tested[name][0] | loo.scores))
+            loo, left_out[name] = _left_out(posterior) if "loo" in scores else ({"loo": None}, None)
+            rows.append(_row(name, posterior, scores, given, tested[name][0] | loo))
     for prefix, points in ("loo", left_out), ("test", {name: found for name, (_, found) in tested.items()}):
         rows = [replace(row, **_behind(prefix, row.name, points)) for row in rows]
     found = ModelComparison(tuple(rows), first.num_examples, None if method == "none" else m, method)
@@ -232,28 +231,19 @@ class _Points:
         shares = self.weights / total
         return float(total) * error_of_mean(shares * self.densities, shares)
 
-    def ahead_of(self, other: _Points) -> _Points:
-        """The differences, point by point."""
-        return replace(self, densities=self.densities - other.densities)
 
+def _left_out(posterior: Posterior) -> tuple[dict[str, Any], _Points | None]:
+    """The leave-one-out score and reasons to distrust it, by the names of `ModelScores`, and the points it comes from.
 
-@dataclass(frozen=True)
-class _LeftOut:
-    """Scores of leave-one-out by the names of `ModelScores`, and the points they come from."""
-
-    scores: dict[str, Any] = field(default_factory=lambda: {"loo": None})
-    points: _Points | None = None
-
-
-def _left_out(posterior: Posterior) -> _LeftOut:
-    """The leave-one-out score and reasons to distrust it, or None and why there is no score."""
+    None and None, with the reason, where there is no score.
+    """
     try:
         score, found = leave_one_out_score(posterior.fitted)
     except (UnsupportedError, DataError) as error:  # another structure, or data no longer available
-        return _LeftOut({"loo": None, "loo_note": f"expected {error.expected}"})
+        return {"loo": None, "loo_note": f"expected {error.expected}"}, None
     note = "; ".join(found.reasons)
     points = _Points(found.log_density.double().cpu(), posterior.likelihood.weight * found.counts.double().cpu())
-    return _LeftOut({"loo": float(score), "loo_trusted": not note, "loo_note": note}, points)
+    return {"loo": float(score), "loo_trusted": not note, "loo_note": note}, points
 
 
 def _behind(prefix: str, name: str, points: Mapping[str, _Points | None]) -> dict[str, Any]:
@@ -266,7 +256,7 @@ def _behind(prefix: str, name: str, points: Mapping[str, _Points | None]) -> dic
         return found | {f"{prefix}_behind": 0.0}
     if len(known) < 2 or len(best.densities) != len(own.densities):  # test points of its own
         return found
-    ahead = best.ahead_of(own)
+    ahead = replace(best, densities=best.densities - own.densities)  # point by point
     return found | {f"{prefix}_behind": ahead.score, f"{prefix}_behind_error": ahead.error}
 
 
