@@ -92,12 +92,10 @@ def uncertainty_2d(problem: Problem, choice: Choice, seed: int) -> Picture:
     )
 
 
-NETWORK, CALIBRATED, POSTERIOR = "network", "calibrated network", "posterior"
-
-
 def predictions(found: Study) -> dict[str, Distribution]:
     """Predictions of the held-out data: the network, the calibrated network, the calibrated posterior."""
-    return {NETWORK: found.map_predictive, CALIBRATED: found.calibrated_predictive, POSTERIOR: found.predictive}
+    return {"network": found.map_predictive, "calibrated network": found.calibrated_predictive,
+            "posterior": found.predictive}
 
 
 def calibration(studies: Sequence[Study]) -> Picture:
@@ -225,6 +223,7 @@ def explanation(found: Study, many: int = 4) -> Picture:
         caption = _verdict(split, int(split.y_test[index]), [probabilities[index] for probabilities in pair])
         rows.append(plotting.ImageExplanation(split.x_test[index, 0], caption, *sides))
     flagged = int(explained.flagged.sum())
+    extrapolated = f"Effects of {flagged} training images of high leverage are extrapolations; they bear a !."
     return Picture(
         f"explanation_{found.problem.name}",
         plotting.png(plotting.image_explanations(rows, "log odds")),
@@ -234,11 +233,7 @@ def explanation(found: Study, many: int = 4) -> Picture:
         "one). Above each training image: its label, and by how much it moves the log odds of the predicted class over "
         "the runner-up, that is, how far they would fall if it were left out. The shares behind it add up to the "
         f"prediction: offset and contributions leave {float(explained.gap.abs().max()):.0e} logits at most. "
-        + (
-            f"Effects of {flagged} training images of high leverage are extrapolations; they bear a !."
-            if flagged
-            else ""
-        ),
+        + (extrapolated if flagged else ""),
     )
 
 

@@ -92,10 +92,9 @@ def toys(seed: int) -> tuple[Problem, Problem]:
     return wave, moons
 
 
-def miniature(problem: Problem, train: int = 40, test: int = 30) -> Problem:
-    """The same problem with fewer examples and two candidates, which runs in seconds for a test."""
+def miniature(problem: Problem) -> Problem:
+    """The same problem with 40 examples, 30 held-out ones and two candidates, which runs in seconds for a test."""
     split = problem.split
-    small = replace(split, x_train=split.x_train[:train], y_train=split.y_train[:train], x_test=split.x_test[:test],
-                    y_test=split.y_test[:test])
-    return replace(problem, split=small, precisions=problem.precisions[-2:], noises=problem.noises[:1],
-                   epochs=60)
+    small = replace(split, x_train=split.x_train[:40], y_train=split.y_train[:40], x_test=split.x_test[:30],
+                    y_test=split.y_test[:30])
+    return replace(problem, split=small, precisions=problem.precisions[-2:], noises=problem.noises[:1], epochs=60)

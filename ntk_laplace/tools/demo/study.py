@@ -62,7 +62,6 @@ class Choice:
     network: nn.Module
     likelihood: ntkl.Likelihood
     precision: float
-    noise: float | None
 
     def posterior(self, problem: Problem, structure: str) -> ntkl.Posterior:
         """Fit the Laplace posterior to the training data."""
@@ -131,7 +130,7 @@ def _trained(
     data = (problem.split.x_train[part], problem.split.y_train[part])
     prior = ntkl.GaussianPrior(precision * len(data[0]) / len(problem.split.x_train))
     train_map(network, data, likelihood, prior)
-    return Choice(network, likelihood, precision, noise)
+    return Choice(network, likelihood, precision)
 
 
 def _usual(problem: Problem, seed: int) -> tuple[ntkl.Posterior, ntkl.PredictiveFit]:
