@@ -181,7 +181,6 @@ class Gaussian(PerOutput):
         """``L⁻ᵀ`` with ``L Lᵀ = Σ`` over the observed targets, 0 for the others, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._known((-0.5 * self._log_variance(f)).exp(), y))
-        self._resolve(len(f), f.shape[1], ("covariance",))
         there = None if y is None else self.observed(y)
         factor = self._factor(f) if there is None else self._marginal_factor(f, there)
         eye = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
@@ -194,7 +193,6 @@ class Gaussian(PerOutput):
             return None  # a subclass may override the curvature
         if self.coupling is None:
             return torch.diag_embed((0.5 * self._log_variance(f)).exp())
-        self._resolve(len(f), f.shape[1], ("covariance",))
         return self._factor(f).mT.expand(len(f), -1, -1)
 
     # --- the response -----------------------------------------------------------------------------------------
@@ -211,7 +209,6 @@ class Gaussian(PerOutput):
         """Σ, the noise, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._log_variance(f).exp())
-        self._resolve(len(f), f.shape[1], ("covariance",))
         factor = self._factor(f)
         return (factor @ factor.mT).expand(len(f), -1, -1)
 
@@ -272,7 +269,6 @@ class Gaussian(PerOutput):
         """``Σ⁻¹ error`` over the observed targets, (N, C)."""
         if self.coupling is None:
             return error * (-self._own_log_variance(f)).exp()
-        self._resolve(len(f), f.shape[1], ("covariance",))
         if there is None:
             return torch.cholesky_solve(error.mT, self._factor(f)).mT
         return torch.cholesky_solve(error.unsqueeze(-1), self._marginal_factor(f, there)).squeeze(-1)
@@ -296,13 +292,14 @@ class Gaussian(PerOutput):
         return values.unsqueeze(1) if column else values
 
     def _factor(self, like: Tensor) -> Tensor:
-        """Cholesky factor U diag(√D) of the covariance, in the dtype and device of `like`."""
+        """Cholesky factor U diag(√D) of the covariance, in the dtype and device of `like`, outputs (N, C) if any."""
+        assert self.coupling is not None
         size = len(self.log_noise)
+        if like.dim() == 2:
+            kind_of((size, size), ("covariance",), *like.shape)
+        rows, columns = torch.tril_indices(size, size, -1, device=like.device)
         unit = torch.eye(size, dtype=like.dtype, device=like.device)
-        if self.coupling is not None:
-            rows, columns = torch.tril_indices(size, size, -1, device=like.device)
-            unit = unit.index_put((rows, columns), self.coupling.to(like))
-        return unit * (0.5 * self.log_noise.to(like)).exp()
+        return unit.index_put((rows, columns), self.coupling.to(like)) * (0.5 * self.log_noise.to(like)).exp()
 
     def _log_det(self, f: Tensor, there: Tensor | None) -> Tensor:
         if self.coupling is None:
@@ -312,11 +309,11 @@ class Gaussian(PerOutput):
             return self.log_noise.to(f).sum()  # det U = 1
         return 2.0 * self._marginal_factor(f, there).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
-    def _resolve(self, num_examples: int, num_outputs: int, kinds: tuple[str, ...] = ()) -> str:
+    def _resolve(self, num_examples: int, num_outputs: int) -> str:
         """What the noise means for N examples and C outputs; see `kind_of`."""
         size = tuple(self.log_noise.shape)
         shape = size if self.coupling is None else (*size, *size)
-        return kind_of(shape, kinds or self._kinds, num_examples, num_outputs)
+        return kind_of(shape, self._kinds, num_examples, num_outputs)
 
     def _no_noise(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"the {len(self.log_noise)} points that the noise per point was given for", what,

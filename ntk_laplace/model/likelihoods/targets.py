@@ -81,8 +81,9 @@ def read_labels(y: Any, num_examples: int, num_classes: int) -> Tensor:
             "Turn one-hot rows into labels with y.argmax(1); probabilities of the classes are floating numbers."
             if one_hot else "Pass one label per example.",
         )
-    require(y == y.floor() if y.is_floating_point() else torch.ones_like(y, dtype=torch.bool), y,
-            "class labels that are whole numbers", "Regression targets want another likelihood, such as Gaussian().")
+    if y.is_floating_point():
+        require(y == y.floor(), y, "class labels that are whole numbers",
+                "Regression targets want another likelihood, such as Gaussian().")
     remedy = f"Number the classes from 0, one network output per class; {MISSING_LABEL} is a missing label."
     good = ((y >= 0) & (y < num_classes)) | (y == MISSING_LABEL)
     require(good, y, f"class labels in 0..{num_classes - 1}", remedy)
