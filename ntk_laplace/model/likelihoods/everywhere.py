@@ -24,7 +24,7 @@ from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
 from ntk_laplace.model.likelihoods.mixture import plug_in
-from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
+from ntk_laplace.model.likelihoods.registry import built, record_to_build, register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read
 from ntk_laplace.model.network import channels_fit
@@ -337,9 +337,8 @@ class Everywhere(Likelihood):
 
     def record(self) -> dict[str, Any]:
         """The record of the likelihood, and the shape."""
-        inner = likelihood_record(self.likelihood)
-        return {"likelihood": {"name": inner["name"], "options": inner["options"]},
-                "positions": list(self.positions), "ignore_index": self.ignore_index}
+        return {"likelihood": record_to_build(self.likelihood), "positions": list(self.positions),
+                "ignore_index": self.ignore_index}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Likelihood:

@@ -85,11 +85,16 @@ def likelihood_record(likelihood: Likelihood) -> dict[str, Any]:
     UnsupportedError
         If `Likelihood.record` contains other objects, which a checkpoint cannot hold.
     """
+    return {**record_to_build(likelihood), "state": dict(likelihood.state_dict())}
+
+
+def record_to_build(likelihood: Likelihood) -> dict[str, Any]:
+    """The arguments of `built`: class name and `Likelihood.record`. UnsupportedError as `likelihood_record`."""
     name, options = type(likelihood).__name__, likelihood.record()
     if not isinstance(options, dict) or not _is_plain(options):
         raise UnsupportedError(f"a record of {name} with numbers, strings, tensors, dicts, lists", repr(options)[:200],
                                "Return plain values from record(), and build objects in from_record().")
-    return {"name": name, "options": options, "state": dict(likelihood.state_dict())}
+    return {"name": name, "options": options}
 
 
 def _is_plain(value: Any) -> bool:

@@ -13,7 +13,7 @@ from ntk_laplace.errors import UnsupportedError, require_number
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.mixture import plug_in
-from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
+from ntk_laplace.model.likelihoods.registry import built, record_to_build, register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 
 
@@ -172,8 +172,7 @@ class Tempered(Likelihood):
 
     def record(self) -> dict[str, Any]:
         """The weight, and the record of the likelihood."""
-        inner = likelihood_record(self.likelihood)
-        return {"likelihood": {"name": inner["name"], "options": inner["options"]}, "weight": self.weight}
+        return {"likelihood": record_to_build(self.likelihood), "weight": self.weight}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Likelihood:
