@@ -224,12 +224,18 @@ class LaplaceModel(GaussianModel):
 
     def moments(self, inputs: Tensor, noise: bool | Tensor = False) -> tuple[Tensor, Tensor]:
         """As in `GaussianModel`."""
-        mean, covariance = self._moments(inputs)
+        mean, covariance = self._latent(inputs)
         return mean, covariance if noise is False else covariance + self._noise(inputs.shape[-2], noise)
 
     def path(self, shape: Size, generator: torch.Generator | None) -> Callable[[Tensor], Tensor]:
         """f + J δ with draws of δ."""
-        draws = self._directions(shape, generator)
+        with torch.no_grad():  # of θ - θ*, (..., P), with the shape before the batch dimensions of the model
+            every = shape + self.batch_shape
+            draws = self._linearized.precision.sample(every.numel(), generator).view(*every, -1)
+            if self._given is not None:
+                root = symmetric_root(self._given.noise)
+                white = normal((*every, root.shape[-1]), root, generator)
+                draws = self._given.directions(draws, (root @ white.unsqueeze(-1)).squeeze(-1))
 
         def values(inputs: Tensor) -> Tensor:
             f, jac = self._rows(inputs)
@@ -264,23 +270,18 @@ class LaplaceModel(GaussianModel):
         shape = inputs.shape[:-1]
         return f.reshape(*shape, *f.shape[1:]).flatten(-2), jac.reshape(*shape, *jac.shape[1:]).flatten(-3, -2)
 
-    def _moments(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (..., q m) and covariance (..., q m, q m) of transformed outcomes."""
-        if inputs.ndim == 2 or (torch.is_grad_enabled() and (inputs.requires_grad or self._has_graph)):
+    def _latent(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (..., q m) and covariance (..., q m, q m) of f; of many batches without observations, some at a time."""
+        if self._given is not None or inputs.ndim == 2 or (torch.is_grad_enabled() and inputs.requires_grad):
             return self._joint(inputs)
-        # many batches without a graph: some at a time
         each = inputs.shape[-2] * self.num_outputs * self.laplace.num_parameters * self.laplace.dtype.itemsize
         most = max(1, tuning.COVARIANCE_BYTES // (4 * max(1, each)))
-        batch = torch.broadcast_shapes(inputs.shape[:-2], self.batch_shape)
-        if self._given is not None or batch.numel() <= most:
+        batch = inputs.shape[:-2]
+        if batch.numel() <= most:
             return self._joint(inputs)
         parts = [self._joint(part) for part in inputs.reshape(-1, *inputs.shape[-2:]).split(most)]
         mean, covariance = (torch.cat(same) for same in zip(*parts, strict=True))
         return mean.view(*batch, -1), covariance.view(*batch, *covariance.shape[1:])
-
-    @property
-    def _has_graph(self) -> bool:
-        return self._given is not None and (self._given.jac.requires_grad or self._given.y.requires_grad)
 
     def _joint(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, jac = self._rows(inputs)
@@ -306,17 +307,6 @@ class LaplaceModel(GaussianModel):
             one = own.response_covariance(f).mean(0) if own.kind == "point" else own.response_covariance(f[:1])[0]
             one = one[chosen][:, chosen]
             return torch.block_diag(*[one] * q) if q else one.new_zeros(0, 0)
-
-    def _directions(self, shape: Size, generator: torch.Generator | None) -> Tensor:
-        """Draws of θ - θ*, (..., P), with the shape before the batch dimensions of the model."""
-        with torch.no_grad():
-            precision, every = self._linearized.precision, shape + self.batch_shape
-            draws = precision.sample(every.numel(), generator).view(*every, -1)
-            if self._given is None:
-                return draws
-            root = symmetric_root(self._given.noise)
-            white = normal((*every, root.shape[-1]), root, generator)
-            return self._given.directions(draws, (root @ white.unsqueeze(-1)).squeeze(-1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> LaplaceModel:
         super()._apply(fn, *args, **kwargs)
