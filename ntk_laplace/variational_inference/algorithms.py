@@ -49,15 +49,9 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class VOGGN(Algorithm):
-    """Variational online GGN: one pass over the examples for each weight sample θ_s.
+    """Variational online GGN: one pass over the examples for each weight sample θ_s."""
 
-    Attributes
-    ----------
-    samples : int
-        S, in pairs μ ± e; of an odd number the last has no partner.
-    """
-
-    samples: int = 2
+    samples: int = 2  # S, in pairs μ ± e; of an odd number the last has no partner
 
     @property
     def rows_per_example(self) -> int:
@@ -89,15 +83,9 @@ class OGGN(Algorithm):
 
 @dataclass(frozen=True)
 class LGVA(Algorithm):
-    """Linearized Gaussian variational approximation, with expectations over f_n ~ N(f(x_n; μ), J_n H⁻¹ J_nᵀ).
+    """Linearized Gaussian variational approximation, with expectations over f_n ~ N(f(x_n; μ), J_n H⁻¹ J_nᵀ)."""
 
-    Attributes
-    ----------
-    points : int
-        Points of f for each example where the expectation is neither closed nor a sum over single outputs.
-    """
-
-    points: int = 256
+    points: int = 256  # of f for each example, where the expectation is neither closed nor a sum over single outputs
 
     def terms(
         self, model: LinearizedModel, state: VariationalState, parts: Iterable[Part], generator: torch.Generator
@@ -112,15 +100,9 @@ class LGVA(Algorithm):
 
 @dataclass(frozen=True)
 class SampledLGVA(Algorithm):
-    """LGVA with weight samples in the linearized network, as in [T20]: f_ns = f(x_n; μ) + J_n (θ_s - μ).
+    """LGVA with weight samples in the linearized network, as in [T20]: f_ns = f(x_n; μ) + J_n (θ_s - μ)."""
 
-    Attributes
-    ----------
-    samples : int
-        As for `VOGGN`, all of one pass.
-    """
-
-    samples: int = 2
+    samples: int = 2  # as for `VOGGN`, all of one pass
 
     @property
     def weight_samples(self) -> int:

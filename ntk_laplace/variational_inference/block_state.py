@@ -37,23 +37,9 @@ class BlockState(VariationalState):
 
     Draws and steps of "kfac" use the H of an earlier step, whose eigenvectors are known, until Σγ since then reaches
     `tuning.BLOCK_REFRESH`, or the trace of a block has changed by the share `tuning.BLOCK_CHANGE`. `precision` is the
-    present one.
-
-    Parameters
-    ----------
-    mean, prior
-        As of `VariationalState`.
-    spec : BlockSpec
-        Of one pass over the data: KFAC or Diagonal.
-    summaries : sequence of Summary
-        The sums at the start; none for H = diag(d).
-    ratio : Tensor, (G,)
-        d / P0 of each prior group.
-
-    Raises
-    ------
-    UnsupportedError
-        If the structure takes a second pass over the data, in the eigenvectors of the first.
+    present one. At the start there are the sums of the structure, none for H = diag(d), and the ratio d / P0 of each
+    prior group, (G,). UnsupportedError if the structure takes a second pass over the data, in the eigenvectors of the
+    first.
     """
 
     def __init__(

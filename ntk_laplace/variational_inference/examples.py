@@ -24,28 +24,14 @@ from ntk_laplace.structures.points import TrainingPoints
 
 @dataclass(frozen=True)
 class Part:
-    """Some training examples of one step.
-
-    Attributes
-    ----------
-    x : Inputs
-    y : Tensor
-        Canonical targets.
-    weights : Tensor, (n,), optional
-    likelihood : Likelihood
-        That of these examples.
-    scale : float
-        Times each of them counts for the others: N/b in a minibatch of b.
-    offset : int
-        Number of the first, for messages.
-    """
+    """Some training examples of one step, with their canonical targets, weights (n,) and likelihood."""
 
     x: Inputs
     y: Tensor
     weights: Tensor | None
     likelihood: Likelihood
-    scale: float = 1.0
-    offset: int = 0
+    scale: float = 1.0  # how often each of them counts for the others: N/b in a minibatch of b
+    offset: int = 0  # number of the first, for messages
 
     def linearized(
         self, model: LinearizedModel, theta: Tensor | None
@@ -58,22 +44,11 @@ class Part:
 
 
 class Examples:
-    """All training examples.
+    """All training examples, to which the likelihood of the model is bound.
 
-    Parameters
-    ----------
-    model : LinearizedModel
-        Its likelihood is bound to the data.
-    batches : Batches
-        Read once here; kept in memory if they are not large, else read again in every step.
-    batch_size : int, optional
-        b: a step takes minibatches of this many examples, in a random order that is drawn anew when all were read.
-        None takes all examples.
-
-    Raises
-    ------
-    UnsupportedError
-        If minibatches are asked for and the data are not kept in memory.
+    The batches are read once here, and kept in memory if they are not large; else they are read again in every step.
+    With a batch size b a step takes a minibatch of so many examples, in a random order that is drawn anew when all were
+    read. UnsupportedError if the data are then not kept in memory.
     """
 
     def __init__(self, model: LinearizedModel, batches: Batches, batch_size: int | None) -> None:

@@ -58,20 +58,7 @@ class Iteration(ABC):
 class SampledIteration(Iteration):
     """An algorithm that relinearizes the network in every step, on a state of any kind.
 
-    Parameters
-    ----------
-    model : LinearizedModel
-    examples : Examples
-    algorithm : Algorithm
-    state : VariationalState
-    seed : int
-    most_rows : int, optional
-        A state in function space becomes one in weight space before a step that would make more rows.
-
-    Attributes
-    ----------
-    state : VariationalState
-        q; it may change its kind.
+    A state in function space becomes one in weight space before a step that would make more than `most_rows` rows.
     """
 
     def __init__(

@@ -31,27 +31,14 @@ _NAMES = ("full", "gp", "auto", "kfac", "diag")
 
 
 class Representation(ABC):
-    """How H is stored.
+    """How H is stored."""
 
-    Attributes
-    ----------
-    spec : StructureSpec
-        The Laplace posterior's structure that stores its H in the same way.
-    """
-
-    spec: StructureSpec
-    most_rows: int | None = None
-    """Rows beyond which function space becomes weight space; None for no limit."""
+    spec: StructureSpec  # the Laplace posterior's structure that stores its H in the same way
+    most_rows: int | None = None  # rows beyond which function space becomes weight space; None for no limit
 
     @abstractmethod
     def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
-        """Refuse what does not fit, for so many rows of a step, and so many of all steps that are kept.
-
-        Raises
-        ------
-        MemoryBudgetError
-            Nothing was allocated.
-        """
+        """Refuse what would not fit (MemoryBudgetError), for so many rows of a step, and so many that are kept."""
 
     @abstractmethod
     def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> VariationalState:
@@ -59,22 +46,13 @@ class Representation(ABC):
 
     @abstractmethod
     def of(self, model: LinearizedModel, fitted: FittedModel) -> VariationalState:
-        """Mean and precision of a posterior.
-
-        Raises
-        ------
-        UnsupportedError
-            If its H is not of this kind.
-        """
+        """Mean and precision of a posterior. UnsupportedError if its H is not of this kind."""
 
 
 def representation(name: object, rows: int, num_parameters: int, row_tolerance: float) -> Representation:
     """The representation of a name, or of a block structure; "auto" chooses by the number of rows of the first step.
 
-    Raises
-    ------
-    UnsupportedError
-        If there is none of this name.
+    UnsupportedError if there is none of this name.
     """
     found: dict[str, Representation] = {
         "full": Matrix(), "gp": Rows(row_tolerance), "kfac": Blocks(KFAC()), "diag": Blocks(Diagonal()),
@@ -122,14 +100,7 @@ class Matrix(Representation):
 
 @dataclass(frozen=True)
 class Rows(Representation):
-    """Rows of all steps.
-
-    Attributes
-    ----------
-    tolerance : float
-        As of `FunctionSpaceState`.
-    most_rows : int, optional
-    """
+    """Rows of all steps, with the tolerance of `FunctionSpaceState`."""
 
     tolerance: float = 0.0
     most_rows: int | None = None
@@ -171,12 +142,7 @@ class Rows(Representation):
 
 @dataclass(frozen=True)
 class Blocks(Representation):
-    """Sums of a block-diagonal structure.
-
-    Attributes
-    ----------
-    spec : BlockSpec
-    """
+    """Sums of a block-diagonal structure."""
 
     spec: BlockSpec
 

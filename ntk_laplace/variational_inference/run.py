@@ -33,18 +33,10 @@ Bound = Callable[[Tensor, Any], tuple[float, float, float, float]]
 
 @dataclass(frozen=True)
 class StepSizes:
-    """γ_t = γ0 (1 + t/τ)^-0.6 for t = 0, 1, ...; constant without τ.
+    """γ_t = γ0 (1 + t/τ)^-0.6 for t = 0, 1, ...; constant without τ."""
 
-    Attributes
-    ----------
-    first : float
-        γ0.
-    decay : float or None
-        τ, in steps.
-    """
-
-    first: float
-    decay: float | None
+    first: float  # γ0
+    decay: float | None  # τ, in steps
 
     def at(self, step: int) -> float:
         """γ after `step` steps."""
@@ -65,27 +57,12 @@ class StepSizes:
 
 
 class Run:
-    """Variational inference under way.
+    """Variational inference under way: so many steps in all, of N examples, or of their weights' sum.
 
-    Parameters
-    ----------
-    iteration : Iteration
-    step_sizes : StepSizes
-    steps : int
-        In all.
-    num_examples : float
-        N, or the sum of the example weights.
-    tolerance : float, optional
-        The run ends when half the squared norm of the natural gradient, over N and averaged over the last five steps,
-        is at most this, in nats per example.
-    average : bool
-        Whether the result has the average of μ over the second half of the steps.
-    bound : callable
-        Estimates the ELBO of μ and H.
-    every : int
-        Steps between two estimates; 0 for none.
-    signature : mapping of str to str
-        What a run that resumes must share with the interrupted one.
+    The run ends when half the squared norm of the natural gradient, over N and averaged over the last five steps, is
+    within the tolerance, in nats per example. With `average`, the result has the average of μ over the second half of
+    the steps. `bound` estimates the ELBO of μ and H, after `every` so many steps; 0 for none. A run that resumes must
+    share the signature of the interrupted one.
     """
 
     def __init__(
@@ -104,15 +81,7 @@ class Run:
         return self.iteration.mean if self._sum is None or not self._summed else self._sum / self._summed
 
     def go(self, settings: Settings, callbacks: Sequence[Callback]) -> None:
-        """Take all steps.
-
-        Raises
-        ------
-        VariationalInterrupted
-            On Ctrl-C.
-        NumericalError
-            If the run diverges.
-        """
+        """Take all steps. VariationalInterrupted is raised on Ctrl-C, and a NumericalError if the run diverges."""
         if settings.resume is not None:
             self._restore(_FORMAT.state(settings.resume, self.iteration.mean.device, _RUN))
         snapshots = Snapshots(self._snapshot, settings.checkpoint)

@@ -32,16 +32,10 @@ from ntk_laplace.variational_inference.states import DataTerms, DenseState
 
 
 class _Anchored(Iteration):
-    """The network linearized once, with its training data.
+    """The network linearized once, with its training data: of a Laplace posterior at θ*, which keeps them or its rows.
 
-    Parameters
-    ----------
-    fitted : FittedModel
-        A Laplace posterior at θ*, which keeps its data or its rows.
-    start : float, optional
-        H at the start is this number times the identity; by default that of the Laplace posterior.
-    samples : int
-        Points of f in the expectations of each training point, where they are needed.
+    H at the start is the number `start` times the identity; by default it is that of the Laplace posterior. The
+    expectations of each training point take so many samples of f, where they are needed.
     """
 
     def __init__(self, fitted: FittedModel, start: float | None = None, samples: int = 256) -> None:

@@ -25,10 +25,7 @@ _AIM = 0.1 * MOST_DECREMENT
 def checked_start(start: object) -> float | Posterior | None:
     """The precision or the posterior of a start; None for the optimum of the log joint.
 
-    Raises
-    ------
-    HyperparameterError, UnsupportedError
-        If it is none of these.
+    HyperparameterError or UnsupportedError if it is none of these.
     """
     if isinstance(start, Posterior):
         return start
@@ -55,10 +52,7 @@ def require_same_network(posterior: Posterior, model: LinearizedModel) -> None:
 def optimum(model: LinearizedModel, batches: Batches, spec: StructureSpec) -> FittedModel:
     """The Laplace posterior at an optimum of the log joint, by L-BFGS from the network's weights.
 
-    Raises
-    ------
-    UnsupportedError
-        If the likelihood has noise per point.
+    UnsupportedError if the likelihood has noise per point.
     """
     if model.likelihood.at(slice(0, 1)) is not model.likelihood:
         raise UnsupportedError('a likelihood that is the same for every example, for start="map"', "noise per point",

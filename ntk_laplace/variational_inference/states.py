@@ -21,21 +21,11 @@ from ntk_laplace.runtime.linalg import add_outer_lower_
 
 @dataclass(frozen=True)
 class DataTerms:
-    """Share of some examples in the two expectations of a step, ĝ = Σ Jᵀr and Ĝ = Σ JᵀΛJ = RᵀR.
-
-    Attributes
-    ----------
-    gradient : Tensor, (P,)
-        Share of ĝ.
-    rows : Jacobian
-        Share of R: rows of SᵀJ, scaled so that the sum of their outer products is the share of Ĝ.
-    counts : Tensor, (n,), optional
-        How often each example counts; equally often by default.
-    """
+    """Share of some examples in the two expectations of a step, ĝ = Σ Jᵀr (P,) and Ĝ = Σ JᵀΛJ = RᵀR."""
 
     gradient: Tensor
-    rows: Jacobian
-    counts: Tensor | None = None
+    rows: Jacobian  # rows of SᵀJ, scaled so that the sum of their outer products is the share of Ĝ
+    counts: Tensor | None = None  # how often each example counts, (n,); equally often by default
 
 
 class VariationalState(ABC):
@@ -45,22 +35,10 @@ class VariationalState(ABC):
 
         H ← (1-γ) H + γ (P0 + Ĝ),    μ ← μ + γ H⁻¹ [ĝ - P0 (μ - μ0)],    with the new H in the second.
 
-    Parameters
-    ----------
-    mean : Tensor, (P,)
-        μ, in the dtype of the algebra.
-    prior : GaussianPrior
-        Bound to the parameters.
-
-    Attributes
-    ----------
-    mean : Tensor, (P,)
-        μ.
-    dropped : float
-        Bound of what H lacks because rows of old steps were dropped; 0 if there are none.
+    μ (P,) is in the dtype of the algebra.
     """
 
-    dropped: float = 0.0
+    dropped: float = 0.0  # bound of what H lacks because rows of old steps were dropped
 
     def __init__(self, mean: Tensor, prior: GaussianPrior) -> None:
         self.mean, self._prior, self._shapes = mean, prior, prior.shapes
@@ -75,15 +53,8 @@ class VariationalState(ABC):
     def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
         """Take one step. The terms are read once, and may be computed from this state while they are read.
 
-        Returns
-        -------
-        float
-            Norm of the natural gradient in q's own metric, sqrt(gᵀH⁻¹g) for g = ĝ - P0 (μ - μ0).
-
-        Raises
-        ------
-        NumericalError
-            If the new H is not positive definite; the state is then undefined.
+        Return the norm of the natural gradient in q's own metric, sqrt(gᵀH⁻¹g) for g = ĝ - P0 (μ - μ0).
+        NumericalError if the new H is not positive definite; the state is then undefined.
         """
 
     @abstractmethod
@@ -120,15 +91,7 @@ class VariationalState(ABC):
 
 
 class DenseState(VariationalState):
-    """H - P0 as a matrix over the parameters, (P, P).
-
-    Parameters
-    ----------
-    mean, prior
-        As of `VariationalState`.
-    excess : Tensor, (P, P)
-        H - P0, of which only the lower triangle is read; it is changed in place.
-    """
+    """H - P0 as a matrix over the parameters, (P, P): only the lower triangle is read, and changed in place."""
 
     def __init__(self, mean: Tensor, excess: Tensor, prior: GaussianPrior) -> None:
         super().__init__(mean, prior)
@@ -176,23 +139,10 @@ class FunctionSpaceState(VariationalState):
     One step scales the rows by √(1-γ) and appends those of the step. Draws and solves take a matrix B = I + R d⁻¹ Rᵀ
     over the rows. Products of old rows with each other are scaled, those with new rows are computed.
 
-    Parameters
-    ----------
-    mean, prior
-        As of `VariationalState`.
-    rows : Jacobian
-        R at the start; it may have no examples.
-    ratio : Tensor, (G,)
-        d / P0 of each prior group.
-    tolerance : float
-        Rows are dropped when what is left of their weight, Π(1-γ) over the steps since, is at most this. Rows of
-        weight 0 are always dropped.
-
-    Attributes
-    ----------
-    dropped : float
-        Bound of the spectral norm of P0^-½ D P0^-½ for the sum D of all that is missing in H because rows were dropped,
-        if the other rows are given. It is at most the tolerance times the largest norm of Ĝ in the same units.
+    At the start R may have no examples, and the ratio is d / P0 of each prior group, (G,). Rows are dropped when what
+    is left of their weight, Π(1-γ) over the steps since, is within the tolerance; rows of weight 0 always. `dropped`
+    bounds the spectral norm of P0^-½ D P0^-½ for the sum D of all that is missing in H, if the other rows are given. It
+    is at most the tolerance times the largest norm of Ĝ in the same units.
     """
 
     def __init__(

@@ -252,10 +252,7 @@ def _anchored(
 ) -> tuple[LinearizedModel, Iteration]:
     """LGVA of the network linearized once, with the model at that point.
 
-    Raises
-    ------
-    UnsupportedError
-        If another algorithm, minibatches or weight samples are asked for, or H is in blocks.
+    UnsupportedError if another algorithm, minibatches or weight samples are asked for, or H is in blocks.
     """
     if not isinstance(method, LGVA) or examples.batch_size is not None or not form.spec.exact:
         raise UnsupportedError('algorithm="lgva" over outputs of all examples, structure "full", "gp" or "auto", for '
