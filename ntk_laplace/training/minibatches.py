@@ -30,17 +30,9 @@ class Minibatches:
     """Minibatches of one epoch per iteration.
 
     Tensors and datasets are split into minibatches of nearly equal size. Their order is drawn from torch's global
-    random state, so ``torch.manual_seed`` determines it. A loader keeps its batches and its order.
-
-    Parameters
-    ----------
-    data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
-    batch_size : int, optional
-        Maximum size of a minibatch of a dataset or of tensors; None means one batch of all examples, in their order.
-    device, dtype
-        Device of the minibatches, and dtype of floating inputs.
-    targets : str, optional
-        The key of the targets in batches that are mappings.
+    random state, so ``torch.manual_seed`` determines it; without a batch size there is one batch of all examples, in
+    their order. A loader keeps its batches and its order. `targets` is the key of the targets in batches that are
+    mappings.
     """
 
     def __init__(
@@ -110,10 +102,7 @@ class Minibatches:
 def count_examples(data: Any, batches: Batches) -> int:
     """N, the number of examples in one pass over the data of the evidence.
 
-    Raises
-    ------
-    DataError
-        If a loader omits some examples.
+    DataError if a loader omits some examples.
     """
     if not isinstance(data, DataLoader):
         return batches.length or _counted(batches)
@@ -132,10 +121,7 @@ def count_examples(data: Any, batches: Batches) -> int:
 def sum_of_weights(batches: Batches) -> float | None:
     """Σ w_n, from a pass over data whose first batch has been read; None if they have no example weights.
 
-    Raises
-    ------
-    DataError
-        If all of them are 0.
+    DataError if all of them are 0.
     """
     if batches.weights is None:
         return None

@@ -23,18 +23,7 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 
 @dataclass(frozen=True)
 class Model:
-    """The network in training, and the arguments that define its posterior.
-
-    Attributes
-    ----------
-    network : nn.Module
-        The caller's network.
-    likelihood, prior
-    data : object
-        Data of the evidence.
-    structure, curvature, dtype, settings, output, targets
-        As in `laplace`.
-    """
+    """The caller's network in training, and the arguments of `laplace` that define its posterior, with its data."""
 
     network: nn.Module
     likelihood: Likelihood

@@ -44,21 +44,9 @@ _STEPS = 160  # iterations of L-BFGS after the epochs, at most: networks with ki
 class Run:
     """A running training.
 
-    Parameters
-    ----------
-    model : Model
-    objective : Objective
-    minibatches : Minibatches
-    optimizer : torch.optim.Optimizer
-    scheduler : object or None
-        Stepped after every epoch or every minibatch.
-    by_batch : bool
-        Whether the scheduler is stepped after every minibatch.
-    schedule : EvidenceSchedule
-    step_evidence : StepEvidence
-        What the hyperparameter steps maximize.
-    horizon : int, optional
-        Epochs over which the default learning rate falls to 0; None for one of the caller.
+    The scheduler is stepped after every epoch, or `by_batch` after every minibatch. The hyperparameter steps maximize
+    the step evidence. `horizon` are the epochs over which the default learning rate falls to 0; None for one of the
+    caller.
     """
 
     def __init__(
@@ -84,13 +72,7 @@ class Run:
         return len(self.history.loss)
 
     def train_epoch(self) -> None:
-        """One pass over the minibatches ([I21] Algorithm 1, line 4).
-
-        Raises
-        ------
-        NonFiniteError
-            If the loss is not finite.
-        """
+        """One pass over the minibatches ([I21] Algorithm 1, line 4). NonFiniteError if the loss is not finite."""
         self.objective.settle()
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for x, y, weights in self.minibatches:
@@ -235,13 +217,7 @@ class Run:
         } | ({} if self.horizon is None else {"learning rate": f"to 0 over {self.horizon} epochs"})
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from a snapshot.
-
-        Raises
-        ------
-        UnsupportedError
-            If it belongs to another training.
-        """
+        """Continue from a snapshot. UnsupportedError if it belongs to another training."""
         # files of before there was a choice have no such entry
         require_same({"evidence": StepEvidence.words} | saved["signature"], self.signature(), "training")
         require_same(saved["schedule"], _schedule_record(self.schedule), "training")

@@ -25,23 +25,12 @@ from ntk_laplace.training.model import Model
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evidence as a function of the hyperparameters.
-
-    Attributes
-    ----------
-    evidence : Evidence
-    theta : Tensor, (P,)
-        The weights.
-    posterior : Posterior or None
-        That of all examples with the training's structure, if it was fitted.
-    examples : int or None
-        M, the number of examples in the log determinant; None for all, at every evaluation.
-    """
+    """An evidence as a function of the hyperparameters, at weights θ (P,)."""
 
     evidence: Evidence
     theta: Tensor
-    posterior: Posterior | None
-    examples: int | None
+    posterior: Posterior | None  # that of all examples with the training's structure, if it was fitted
+    examples: int | None  # M, the number of examples in the log determinant; None for all, at every evaluation
 
     @classmethod
     def of(cls, posterior: Posterior, examples: int | None = None) -> Evaluation:
@@ -50,18 +39,10 @@ class Evaluation:
 
 
 class StepEvidence:
-    """The evidence of the posterior itself, with its structure, from all examples, at fixed weights.
+    """The evidence of the posterior itself, with its structure, from all examples, at fixed weights."""
 
-    Attributes
-    ----------
-    words : str
-        What a resumed training must share with the interrupted one.
-    most : int
-        The most examples that an evaluation may read; 0 if every evaluation reads all.
-    """
-
-    words: str = "posterior"
-    most: int = 0
+    words: str = "posterior"  # what a resumed training must share with the interrupted one
+    most: int = 0  # the most examples that an evaluation may read; 0 if every evaluation reads all
 
     def require_memory(self, model: LinearizedModel, x: Inputs) -> None:
         """Refuse, before the training, an evaluation that would not fit in memory beside the posterior (of few `x`)."""
@@ -77,18 +58,7 @@ class SubsetEvidence(StepEvidence):
     log joint - ½ (N/M) log det B_M: the log joint is that of all examples, and B_M that of the exact posterior of M
     of them. The last tenth of the evaluations, and at least two, read all N examples: their evidence is exact. In those
     before, M is halved from one to the one before it, down to `examples`. A grown M that does not fit in memory is
-    halved until it does.
-
-    Parameters
-    ----------
-    examples : int
-        M of the first evaluations.
-    total : int
-        N.
-    epochs, evaluations : int
-        Of the training; M depends on them.
-    batches : callable
-        Returns the data of the evidence, for one pass.
+    halved until it does. N is `total`, and `batches` returns the data of the evidence, for one pass.
     """
 
     def __init__(
@@ -110,10 +80,7 @@ class SubsetEvidence(StepEvidence):
     def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
         """Fit the cheaper exact structure to M examples, and read the outputs at all of them.
 
-        Raises
-        ------
-        MemoryBudgetError
-            If the first M does not fit in memory.
+        MemoryBudgetError if the first M does not fit in memory.
         """
         while True:
             m = min(self.most, max(self.examples, self.total >> max(0, left + 1 - self.whole)))
@@ -149,14 +116,7 @@ def _too_many(examples: int, error: MemoryBudgetError) -> MemoryBudgetError:
 class _Bound:
     """The bound as a function of the hyperparameters, with the interface of a posterior that `Ascent` uses.
 
-    Parameters
-    ----------
-    part : Posterior
-        Of M examples.
-    points : TrainingPoints
-        Of all examples.
-    factor : float
-        N/M.
+    The part is the posterior of M examples, the points are those of all, and the factor is N/M.
     """
 
     def __init__(self, part: Posterior, points: TrainingPoints, factor: float) -> None:
@@ -185,10 +145,7 @@ class _Bound:
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
         """Log joint - ½ (N/M) log det B_M, differentiable in the hyperparameters.
 
-        Raises
-        ------
-        UnsupportedError
-            With a correction.
+        UnsupportedError with a correction.
         """
         if correction:
             raise UnsupportedError("a bound without correction", "correction=True", "Leave it out.")
@@ -212,12 +169,8 @@ def step_evidence(
 ) -> StepEvidence:
     """The strategy that the arguments of `train_with_evidence` name.
 
-    Raises
-    ------
-    UnsupportedError
-        If there is none of this name.
-    HyperparameterError
-        If `examples` is missing, is not a whole number, or has no use.
+    UnsupportedError if there is none of this name. HyperparameterError if `examples` is missing, is not a whole number,
+    or has no use.
     """
     require_choice(evidence, ("posterior", "subset"), 'evidence="posterior" or "subset"')
     remedy = 'Pass for example evidence="subset", examples=500.'

@@ -232,10 +232,7 @@ def _call(run: Run, epochs: int, callbacks: Sequence[Callback], evaluated: bool)
 def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) -> tuple[Inputs, Tensor] | None:
     """Check that outputs, targets and the likelihood fit together before the first epoch.
 
-    Returns
-    -------
-    tuple, or None
-        The first two examples with a target; None if the first batch has no target.
+    Return the first two examples with a target; None if the first batch has no target.
     """
     frozen.module.eval()
     x, y = next(iter(batches))
@@ -252,13 +249,7 @@ def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) ->
 def _rehearse(
     model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: Sequence[str] | None, strategy: StepEvidence
 ) -> None:
-    """Fit a posterior to two examples, to raise errors of an evidence (also of its memory) before the first epoch.
-
-    Raises
-    ------
-    NTKLaplaceError
-        As the first evaluation would.
-    """
+    """Fit a posterior to two examples, to raise errors of an evidence (also of its memory) before the first epoch."""
     if few is None:
         return
     try:
