@@ -138,18 +138,9 @@ def response_scale(likelihood: Likelihood, f: Tensor, variance: Tensor) -> Tenso
 def ends(mean: Tensor, scale: Tensor, scores: Tensor, kept: Tensor, level: float) -> tuple[Tensor, Tensor]:
     """Ends of jackknife+ intervals: the ⌈level (m + 1)⌉-th smallest mean_i + score_i scale_i, and its mirror image.
 
-    Parameters
-    ----------
-    mean, scale : Tensor, (n, N, D)
-        Of each response without each point; (n, 1, D) if they are the same for all points.
-    scores : Tensor, (N, D)
-        |y_i - mean_i| / scale_i at the points.
-    kept : Tensor of bool, (N, D)
-        The m points of each response that have a score.
-
-    Returns
-    -------
-    lower, upper : Tensor, (n, D)
+    The ends are (n, D). Mean and scale (n, N, D) are those of each response without each point; (n, 1, D) if they
+    are the same for all points. The scores (N, D) are |y_i - mean_i| / scale_i at the points; of these, m are `kept`
+    for each response.
     """
     lower, upper = [], []
     for one in range(scores.shape[1]):

@@ -143,13 +143,7 @@ def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
 
 
 def hard_labels(likelihood: Likelihood, targets: Tensor) -> Tensor:
-    """Labels (N,) of canonical targets, -100 where missing.
-
-    Raises
-    ------
-    UnsupportedError
-        If a target is a soft label.
-    """
+    """Labels (N,) of canonical targets, -100 where missing. UnsupportedError if a target is a soft label."""
     there = likelihood.observed(targets)
     soft = targets.flatten(1) if targets.ndim > 1 else targets.unsqueeze(1)
     if targets.is_floating_point():
@@ -181,12 +175,8 @@ def label_scores(p: Tensor, score: str, u: Tensor) -> Tensor:
 def members(scores: Tensor, own: Tensor, level: float) -> Tensor:
     """Labels y with #{i: s_i < s_-i(x, y)} < level (m + 1), bool, (n, C).
 
-    Parameters
-    ----------
-    scores : Tensor, (n, m, C)
-        s_-i(x, y), each label's score without each point; (n, 1, C) if it is the same for all points.
-    own : Tensor, (m,)
-        s_i, each point's score of its own label, without the point.
+    s_-i(x, y) are the `scores` of each label without each point, (n, m, C), or (n, 1, C) if they are the same for all
+    points; s_i (m,) is each point's score of its own label, without the point.
     """
     worse = (own.view(1, -1, 1) < scores).sum(1)
     return worse < rank_of(level, len(own))

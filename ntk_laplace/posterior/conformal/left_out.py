@@ -20,14 +20,8 @@ from ntk_laplace.structures import FittedModel
 class WithoutEach:
     """Moments of f at new inputs without each training point: one Newton step of the linearized model.
 
-    f_-i(x) = f(x) - V_xi (I - Λ_iV_ii)⁻¹ r_i, and V_-i(x) = V_xx + V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix.
-
-    Parameters
-    ----------
-    fitted : FittedModel
-        With an exact curvature.
-    variances : bool
-        Whether V_-i is needed.
+    f_-i(x) = f(x) - V_xi (I - Λ_iV_ii)⁻¹ r_i, and, if `variances` are needed,
+    V_-i(x) = V_xx + V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix. The curvature is exact.
     """
 
     def __init__(self, fitted: FittedModel, variances: bool) -> None:

@@ -23,13 +23,7 @@ _SPLIT = (
 
 
 def checked_level(level: object) -> float:
-    """A level strictly between 0 and 1.
-
-    Raises
-    ------
-    HyperparameterError
-        If it is something else.
-    """
+    """A level strictly between 0 and 1. HyperparameterError if it is something else."""
     return require_number("a level between 0 and 1, without these", level, "Pass for instance level=0.9.", above=0,
                           below=1)
 

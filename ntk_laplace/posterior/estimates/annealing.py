@@ -26,10 +26,7 @@ _EFFECTIVE = 0.5  # share of effective chains above which few chains are trusted
 class Chains:
     """How the chains run; as the arguments of the verb `annealed_evidence`.
 
-    Raises
-    ------
-    HyperparameterError, UnsupportedError
-        If a number is not positive, or the start is unknown.
+    HyperparameterError or UnsupportedError if a number is not positive, or the start is unknown.
     """
 
     temperatures: int
@@ -50,10 +47,7 @@ def annealed_evidence(
 ) -> AnnealedEvidence:
     """The evidence by chains from the prior, or from the posterior's Gaussian; arguments as those of the verb.
 
-    Raises
-    ------
-    UnsupportedError
-        If bounds need exact draws of the posterior, and there are none.
+    UnsupportedError if bounds need exact draws of the posterior, and there are none.
     """
     if bounds and exact_draws is None and not _conjugate(fitted, model):
         raise UnsupportedError("exact draws of the posterior, for an upper bound",

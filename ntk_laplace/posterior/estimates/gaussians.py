@@ -19,21 +19,9 @@ _LOG_2PI = math.log(2 * math.pi)
 
 
 class WeightGaussian(ABC):
-    """N(m, Q⁻¹) over weights (P,).
+    """N(m, Q⁻¹) over weights (P,), with log det Q."""
 
-    Parameters
-    ----------
-    mean : Tensor, (P,)
-    log_det : float
-        log det Q.
-
-    Attributes
-    ----------
-    log_det_error : float
-        Standard error of `log_det`, if it is an estimate.
-    """
-
-    log_det_error: float = 0.0
+    log_det_error: float = 0.0  # standard error of `log_det`, if it is an estimate
 
     def __init__(self, mean: Tensor, log_det: float) -> None:
         self.mean, self.log_det = mean, log_det

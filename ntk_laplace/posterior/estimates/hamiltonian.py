@@ -28,14 +28,7 @@ _DIVERGED = 1000.0  # growth of the energy beyond which a trajectory has diverge
 class Weights:
     """States of S chains: weights, and the two log densities with their gradients.
 
-    Attributes
-    ----------
-    theta : Tensor, (S, P)
-    base : Tensor, (S,)
-        log q0.
-    gain : Tensor, (S,)
-        Δ = log p(D, θ) - log q0; -inf where it is not finite.
-    base_slope, gain_slope : Tensor, (S, P)
+    `base` is log q0, and `gain` Δ = log p(D, θ) - log q0; -inf where it is not finite.
     """
 
     theta: Tensor
@@ -61,15 +54,8 @@ class Weights:
 class HamiltonianPath(Path[Weights]):
     """Leapfrog trajectories with velocities v ~ N(0, Q⁻¹), whose energy is ½ vᵀQv - log f_β.
 
-    Steps are adapted on a pilot run of other chains, and fixed before the run.
-
-    Parameters
-    ----------
-    likelihood : WeightLikelihood
-    prior, base : WeightGaussian
-        Of the weights, and q0; they may be the same object. Q is that of `base`.
-    leapfrog : int
-        Steps of a trajectory.
+    Q is that of q0, the `base`, which may be the same object as the prior. A trajectory has `leapfrog` steps. Their
+    sizes are adapted on a pilot run of other chains, and fixed before the run.
 
     Attributes
     ----------

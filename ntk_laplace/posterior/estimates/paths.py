@@ -34,18 +34,10 @@ State = TypeVar("State", bound=HasGain)
 
 
 class Path(ABC, Generic[State]):
-    """Distributions f_β with a reversible transition for each.
+    """Distributions f_β with a reversible transition for each."""
 
-    Attributes
-    ----------
-    sampler : str
-        Its name.
-    log_density_error : float
-        Standard error of log q0, if its normalizer is an estimate.
-    """
-
-    sampler: str
-    log_density_error: float = 0.0
+    sampler: str  # its name
+    log_density_error: float = 0.0  # standard error of log q0, if its normalizer is an estimate
 
     def adapt(self, betas: Tensor, chains: int, generator: Generator, shown: bool | None) -> None:
         """Choose what the transitions need to know, before the run."""

@@ -31,28 +31,14 @@ _SHRINKS = 200  # of a bracket: it then has the width of rounding, and the chain
 
 @dataclass(frozen=True)
 class Outputs:
-    """States of S chains.
-
-    Attributes
-    ----------
-    f : Tensor, (S, N, C)
-    gain : Tensor, (S,)
-        Δ.
-    """
+    """States of S chains: f (S, N, C), and Δ (S,) as `gain`."""
 
     f: Tensor
     gain: Tensor
 
 
 class SlicedPath(Path[Outputs]):
-    """Elliptical slices (Murray, Adams and MacKay 2010) of f under f_β.
-
-    Parameters
-    ----------
-    fitted : FittedModel
-    start : str
-        "prior" or "posterior".
-    """
+    """Elliptical slices (Murray, Adams and MacKay 2010) of f under f_β; they start from "prior" or "posterior"."""
 
     sampler = "elliptical slice sampling of f"
 

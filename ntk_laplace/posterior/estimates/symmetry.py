@@ -17,13 +17,9 @@ _ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.ELU, nn.SELU, nn.Softp
 def log_symmetries(network: Network, prior: GaussianPrior) -> float | None:
     """Σ log 2^M M! over the hidden layers of M units of a multilayer perceptron, nats.
 
-    An odd activation lets the signs of a unit's weights change, and any elementwise one lets units change places.
-
-    Returns
-    -------
-    float or None
-        None if the network is not an `nn.Sequential` of linear layers and activations whose parameters are all chosen,
-        or if the prior tells hidden units apart.
+    An odd activation lets the signs of a unit's weights change, and any elementwise one lets units change places. None
+    if the network is not an `nn.Sequential` of linear layers and activations whose parameters are all chosen, or if the
+    prior tells hidden units apart.
     """
     module = network.module
     if not isinstance(module, nn.Sequential):

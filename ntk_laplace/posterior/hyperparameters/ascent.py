@@ -15,16 +15,9 @@ from ntk_laplace.posterior.hyperparameters.variables import Variables
 
 
 class Ascent:
-    """Adam on the logarithms of the hyperparameters; its moments are kept across posteriors.
+    """Adam on the logarithms of the hyperparameters `which`, within bounds; its moments are kept across posteriors.
 
-    Parameters
-    ----------
-    which : sequence of str, optional
-        Hyperparameters to optimize, as in `fit_hyperparameters`.
-    learning_rate : float
-        γ, in log units; constant, with Adam's default decay rates, as in [I21] section 4.
-    bounds : tuple of float
-        Lower and upper bound of every hyperparameter.
+    The learning rate γ, in log units, is constant, with Adam's default decay rates, as in [I21] section 4.
     """
 
     def __init__(self, which: Sequence[str] | None, learning_rate: float, bounds: tuple[float, float]) -> None:
@@ -34,20 +27,8 @@ class Ascent:
     def climb(self, posterior: Evidence, theta: Tensor, steps: int) -> tuple[float, float]:
         """Take K steps on a posterior's evidence and set its hyperparameters to the result ([I21] Eq. 7).
 
-        The steps are on the evidence with the prior's `log_hyperprior`.
-
-        Parameters
-        ----------
-        posterior : Evidence
-        theta : Tensor, (P,)
-            The weights.
-        steps : int
-            K; with 0 the evidence is evaluated and nothing changes.
-
-        Returns
-        -------
-        tuple of float
-            Evidence before and after, nats.
+        The steps are on the evidence with the prior's `log_hyperprior`, at weights θ (P,); with K = 0 nothing changes.
+        Return the evidence before and after, nats.
         """
         variables = Variables(posterior, self.which)
         with variables.alone():

@@ -47,20 +47,8 @@ def maximize(
     """Maximize a posterior's evidence over its hyperparameters, and set them to the best values.
 
     Where the prior has a hyperprior (`GaussianPrior.log_hyperprior`), it is added to the evidence, also in the history.
-
-    Parameters
-    ----------
-    posterior : Evidence
-    theta : Tensor, (P,)
-        The weights.
-    method, parameters, steps, tolerance, bounds, options
-        As of `fit_hyperparameters`.
-    estimated : bool
-        Whether log det B is a stochastic estimate, whose gradient is another one: "lbfgs" needs a local model of it.
-
-    Returns
-    -------
-    HyperparameterHistory
+    The weights are θ (P,), and the arguments those of `fit_hyperparameters`. If log det B is `estimated`, its gradient
+    is another estimate: "lbfgs" needs a local model of it.
     """
     correction, progress = options.pop("correction", False), options.pop("progress", None)
     require_flags(correction=correction, progress=progress is not None and progress)

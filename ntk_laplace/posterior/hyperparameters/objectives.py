@@ -73,10 +73,7 @@ class SearchObjective(ABC):
     def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
         """The value, and its gradient in each of these, which `Variables` names.
 
-        Raises
-        ------
-        UnsupportedError
-            If the value does not depend on one of them.
+        UnsupportedError if the value does not depend on one of them.
         """
 
 
@@ -93,13 +90,7 @@ def _gradients(value: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[Te
 
 
 class Differentiable(SearchObjective):
-    """An objective that autograd differentiates.
-
-    Parameters
-    ----------
-    evidence : callable
-        Returns the value with its graph.
-    """
+    """An objective that autograd differentiates; the callable returns its value with the graph."""
 
     def __init__(self, evidence: Callable[[], Tensor]) -> None:
         self._evidence = evidence
@@ -122,17 +113,8 @@ class SpectralEvidence(SearchObjective):
     This holds for one precision for all parameters, and for Kronecker factors and diagonals in weight space. The
     likelihood may be optimized too if it only multiplies Λ by a scalar (a Gaussian's single noise variance); a fixed
     likelihood is evaluated once. A step costs O(P), or O(N R), and one eigendecomposition of the first layer's inputs
-    if each has a precision of its own. Autograd differentiates the log likelihood alone: a graph of the other few
-    numbers would take longer than they do.
-
-    Parameters
-    ----------
-    posterior : Evidence
-    theta : Tensor, (P,)
-        The weights.
-    terms : sequence of LogDetTerm
-    moving : bool
-        Whether the likelihood is optimized.
+    if each has a precision of its own. Autograd differentiates the log likelihood alone, if it is `moving`: a graph of
+    the other few numbers would take longer than they do.
     """
 
     def __init__(self, posterior: Evidence, theta: Tensor, terms: Sequence[LogDetTerm], moving: bool) -> None:

@@ -16,12 +16,8 @@ from ntk_laplace.posterior.hyperparameters.objectives import Evidence, SearchObj
 class Variables:
     """The log precisions and the likelihood's log hyperparameters to optimize.
 
-    Parameters
-    ----------
-    posterior : Evidence
-    which : sequence of str
-        "precision", "noise", "temperature", or names of the likelihood's parameters; "likelihood" is all of those.
-        None: all but a temperature, which must be named.
+    `which` are "precision", "noise", "temperature", or names of the likelihood's parameters; "likelihood" is all of
+    those, and None all but a temperature, which must be named.
     """
 
     def __init__(self, posterior: Evidence, which: Sequence[str] | None) -> None:

@@ -67,13 +67,7 @@ class LearningCurve:
 
 
 def require_beginning(m: int, num_examples: int, least: int) -> int:
-    """Validate m: at least `least`, and fewer than all points.
-
-    Raises
-    ------
-    DataError
-        Otherwise.
-    """
+    """Validate m: at least `least`, and fewer than all points. DataError otherwise."""
     if num_examples <= least:
         raise DataError(f"at least {least + 1} training points, to condition on {least} and predict one",
                         f"{num_examples}", 'Fit structure="gp", whose closed form conditions on any number.')

@@ -12,14 +12,8 @@ from ntk_laplace.runtime.resources import require_memory
 def orders(num_examples: int, permutations: int, seed: int) -> list[Tensor]:
     """Random orders of N examples, reproducible from the seed on every machine; the identity if ``permutations=0``.
 
-    Raises
-    ------
-    DataError
-        If the number of permutations is not an integer of at least 0.
-    HyperparameterError
-        If the seed is not an integer of at least 0.
-    MemoryBudgetError
-        If the orders do not fit in memory.
+    DataError if the number of permutations is not an integer of at least 0. HyperparameterError if the seed is not an
+    integer of at least 0. MemoryBudgetError if the orders do not fit in memory.
     """
     if not is_whole(permutations, 0):
         raise DataError("a number of permutations, 0 or more", repr(permutations), "0 keeps the data's own order.")

@@ -23,30 +23,14 @@ from ntk_laplace.structures import FittedModel
 
 @dataclass(frozen=True)
 class PrequentialEvidence:
-    """Terms of the evidence of points in any order; a new order only selects rows and columns.
+    """Terms of the evidence of points in any order; a new order only selects rows and columns."""
 
-    Attributes
-    ----------
-    log_prob : Tensor, (N,)
-        log p(y_i | f_i).
-    whitened : Tensor, (N, R, N, R)
-        SᵀKS.
-    pull : Tensor, (N, R, N)
-        Terms of SᵀK r, one for each point of r.
-    energy : Tensor, (N, N)
-        Terms of rᵀK r, one for each pair of points.
-    back : Tensor, (N, R)
-        Sᵀd.
-    work : Tensor, (N,)
-        dᵀr.
-    """
-
-    log_prob: Tensor
-    whitened: Tensor
-    pull: Tensor
-    energy: Tensor
-    back: Tensor
-    work: Tensor
+    log_prob: Tensor  # log p(y_i | f_i), (N,)
+    whitened: Tensor  # SᵀKS, (N, R, N, R)
+    pull: Tensor  # terms of SᵀK r, one for each point of r, (N, R, N)
+    energy: Tensor  # terms of rᵀK r, one for each pair of points, (N, N)
+    back: Tensor  # Sᵀd, (N, R)
+    work: Tensor  # terms of dᵀr, (N,)
 
     @classmethod
     def of(cls, fitted: FittedModel) -> PrequentialEvidence:
