@@ -21,14 +21,10 @@ def diagonal_blocks(matrices: Tensor, size: int) -> Tensor:
 def covariance_root(covariance: Tensor) -> Tensor:
     """Symmetric W with ``W W`` equal to positive semidefinite `covariance` (n, C, C), which may be singular.
 
-    Unlike other square roots it is unique and continuous. Covariances that agree up to rounding therefore give
-    samples that agree up to rounding if they are regular, and up to its square root if they are singular. Eigenvalues
-    that are negative by rounding count as zero; for larger ones a warning reports the size.
-
-    Raises
-    ------
-    NumericalError
-        If a covariance is not finite, or has a negative eigenvalue larger than rounding errors.
+    Unlike other square roots it is unique and continuous. Covariances that agree up to rounding therefore give samples
+    that agree up to rounding if they are regular, and up to its square root if they are singular. Eigenvalues that are
+    negative by rounding count as zero; for larger ones a warning reports the size. NumericalError if a covariance is
+    not finite, or has a negative eigenvalue larger than rounding errors.
     """
     if not covariance.isfinite().all():
         raise NumericalError("finite covariances", f"NaN or infinity at input {first_bad(~covariance.isfinite())}",

@@ -45,12 +45,8 @@ def negative_hessian(log_density: Callable[[Tensor], Tensor], f: Tensor) -> Tens
 def root_of_hessian(hessian: Tensor) -> Tensor:
     """S (N, C, C) with ``S Sᵀ`` equal to positive semidefinite `curvature`, which may be singular.
 
-    Raises
-    ------
-    NonFiniteError
-        If a hessian contains NaN or infinity.
-    UnsupportedError
-        If a hessian has a negative eigenvalue beyond rounding: the log density is not concave there.
+    NonFiniteError if a hessian contains NaN or infinity. UnsupportedError if a hessian has a negative eigenvalue beyond
+    rounding: the log density is not concave there.
     """
     if not hessian.isfinite().all():
         index = first_bad(~hessian.isfinite())

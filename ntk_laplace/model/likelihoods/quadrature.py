@@ -20,24 +20,11 @@ def expectation_by_output(
     likelihood: ObservationModel, function: Callable[[ObservationModel, Tensor, Tensor], Tensor],
     mean: Tensor, covariance: Tensor, y: Tensor,
 ) -> Tensor:
-    """E of a function of f ~ N(mean, covariance) that is a sum over outputs, or an array over them.
+    """E of a function of f ~ N(mean, covariance) that is a sum over outputs, or an array over them, (n, ...).
 
-    All outputs share a node of the rule, because the expectation of each needs its own variance alone.
-
-    Parameters
-    ----------
-    likelihood : Likelihood
-    function : callable
-        Of a likelihood, f (m, C) and targets (m, ...), returns (m, ...).
-    mean : Tensor, (n, C)
-    covariance : Tensor, (n, C, C)
-        Its diagonal is read.
-    y : Tensor, (n, ...)
-        Canonical targets.
-
-    Returns
-    -------
-    Tensor, (n, ...)
+    The function takes a likelihood, f (m, C) and canonical targets (m, ...), and returns (m, ...). All outputs share a
+    node of the rule, because the expectation of each needs its own variance alone: of the covariance (n, C, C) the
+    diagonal is read.
     """
     z = torch.arange(-_REACH, _REACH + _STEP / 2, _STEP, dtype=torch.float64, device=mean.device)
     weights = torch.softmax(-0.5 * z.square(), 0).to(mean)

@@ -80,10 +80,7 @@ def command_name(cls: type[Likelihood]) -> str:
 def likelihood_record(likelihood: Likelihood) -> dict[str, Any]:
     """A likelihood as plain containers of tensors: class name, `Likelihood.record` and hyperparameters.
 
-    Raises
-    ------
-    UnsupportedError
-        If `Likelihood.record` contains other objects, which a checkpoint cannot hold.
+    UnsupportedError if `Likelihood.record` contains other objects, which a checkpoint cannot hold.
     """
     return {**record_to_build(likelihood), "state": dict(likelihood.state_dict())}
 
@@ -106,19 +103,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def likelihood_from_record(record: Mapping[str, Any], given: Likelihood | None = None) -> Likelihood:
-    """The likelihood of a record, with its hyperparameters.
+    """The likelihood of a `likelihood_record`, with its hyperparameters; the given one takes them, if there is one.
 
-    Parameters
-    ----------
-    record : mapping
-        From `likelihood_record`.
-    given : Likelihood, optional
-        Takes the hyperparameters; needed where the class is not registered.
-
-    Raises
-    ------
-    UnsupportedError
-        If the class is not registered and none is given, or the given one has another class.
+    UnsupportedError if the class is not registered and none is given, or the given one has another class.
     """
     name = record["name"]
     if given is not None and type(given).__name__ != name:
@@ -132,10 +119,7 @@ def likelihood_from_record(record: Mapping[str, Any], given: Likelihood | None =
 def built(name: str, options: Mapping[str, Any]) -> Likelihood:
     """A likelihood of a registered class, from what its `Likelihood.record` returned.
 
-    Raises
-    ------
-    UnsupportedError
-        If the class is not registered.
+    UnsupportedError if the class is not registered.
     """
     if name not in _REGISTERED:
         raise UnsupportedError(

@@ -18,21 +18,10 @@ _SHOWN = 8  # targets of an example in a message, at most
 
 
 def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY) -> Tensor:
-    """Targets as a tensor with one row per example, finite.
+    """Targets as a tensor with one row per example, finite; NaN is allowed as a missing target if `missing`.
 
-    Parameters
-    ----------
-    missing : bool
-        Whether NaN is allowed as a missing target.
-    remedy : str
-        Advice in the error for entries that are not finite.
-
-    Raises
-    ------
-    TargetError
-        If `y` is not an array of numbers, is empty, or has another number of rows.
-    NonFiniteError
-        If an entry is infinite, or NaN and `missing` is false.
+    TargetError if `y` is not an array of numbers, is empty, or has another number of rows. NonFiniteError, with this
+    remedy, if an entry is infinite, or NaN and not allowed.
     """
     try:
         y = as_tensor(y)

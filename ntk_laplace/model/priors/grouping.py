@@ -17,23 +17,13 @@ from ntk_laplace.runtime.parameter_layout import ParameterLayout
 class Grouping:
     """Groups of the parameters of one network.
 
-    Attributes
-    ----------
-    by_parameter : bool
-        Every scalar parameter is a group; otherwise every tensor belongs to one group, or is `by_input`.
-    shapes : ParameterLayout
-        The network's parameters in the order that flattens θ; empty before a network is known.
-    group_of : dict of str to int
-        Group of each tensor; of the one that is `by_input` its first.
-    names : list of str
-        Names of the groups.
-    by_input : str or None
-        The tensor with a group for each index of its second axis, the inputs of its layer.
+    If `by_parameter`, every scalar parameter is a group. Otherwise every tensor belongs to one group, but for the one
+    that is `by_input`, if any: it has a group for each index of its second axis, the inputs of its layer.
     """
 
     by_parameter: bool = False
-    shapes: ParameterLayout = field(default_factory=lambda: ParameterLayout({}))
-    group_of: dict[str, int] = field(default_factory=dict)
+    shapes: ParameterLayout = field(default_factory=lambda: ParameterLayout({}))  # empty before a network is known
+    group_of: dict[str, int] = field(default_factory=dict)  # of each tensor; of the one that is `by_input` its first
     names: list[str] = field(default_factory=list)
     by_input: str | None = None
 
@@ -41,10 +31,7 @@ class Grouping:
     def of(cls, groups: str | Mapping[str, Sequence[str]], shapes: ParameterLayout) -> Grouping:
         """Determine the groups of a network.
 
-        Raises
-        ------
-        HyperparameterError
-            If a mapping does not contain every parameter once, or if no weight has inputs.
+        HyperparameterError if a mapping does not contain every parameter once, or if no weight has inputs.
         """
         if groups == "input":
             return cls._of_inputs(shapes)
@@ -130,10 +117,7 @@ class Grouping:
     def values(self, given: Value | Mapping[str, Value]) -> Tensor:
         """Precisions of the groups, (G,), from any accepted input.
 
-        Raises
-        ------
-        HyperparameterError
-            If number, shape or names do not match.
+        HyperparameterError if number, shape or names do not match.
         """
         size = self.shapes.num_parameters if self.by_parameter else len(self.names)
         if isinstance(given, Mapping):
