@@ -21,16 +21,9 @@ _FIXED = ("fix inducing points, learn_inducing_locations=False or inducing_point
 
 
 class CachedRows:
-    """Jacobian J_nc of one frozen network at flat inputs.
+    """Jacobian J_nc of one frozen network at flat inputs, in a dtype.
 
     Its results never change, so copies of a kernel share it. A pickle contains the network but no inputs.
-
-    Parameters
-    ----------
-    network : Network
-    form : InputFormat
-    dtype : torch.dtype
-        Dtype of the Jacobians.
     """
 
     def __init__(self, network: Network, form: InputFormat, dtype: torch.dtype) -> None:

@@ -31,10 +31,7 @@ class InputFormat:
     def of(cls, shape: tuple[int, ...] | torch.Size | None, dtype: torch.dtype | None) -> InputFormat:
         """Check the arguments ``input_shape`` and ``input_dtype``.
 
-        Raises
-        ------
-        UnsupportedError
-            If they are not a shape and a dtype.
+        UnsupportedError if they are not a shape and a dtype.
         """
         if shape is not None and not (isinstance(shape, (tuple, list)) and all(is_whole(size, 1) for size in shape)):
             raise UnsupportedError("input_shape as a tuple of whole numbers", repr(shape),
@@ -51,10 +48,8 @@ class InputFormat:
     def restore(self, x: Tensor, network: Network) -> Tensor:
         """Inputs of the network from rows of features (n, d).
 
-        Raises
-        ------
-        DataError
-            If there are none, they do not have this shape, or `dtype` is an integer type and they are not integers.
+        DataError if there are none, they do not have this shape, or `dtype` is an integer type and they are not
+        integers.
         """
         if not len(x):
             raise DataError("at least one input", "none", "Pass one or more inputs.")

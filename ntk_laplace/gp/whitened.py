@@ -24,16 +24,8 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle
 class WhitenedGram(LinearOperator):
     """SᵀKS over the training rows in the order n*R + r, or B = I + SᵀKS, at the posterior's current hyperparameters.
 
-    Parameters
-    ----------
-    anchor : Tensor
-        A hyperparameter; GPyTorch reads from it whether gradients are required.
-    posterior : Posterior
-        Its precision stores SᵀJ and the Cholesky factor of B.
-    size : int
-        N*R.
-    noise : bool
-        Whether the identity is added.
+    The posterior's precision stores SᵀJ and the Cholesky factor of B. From the `anchor`, a hyperparameter, GPyTorch
+    reads whether gradients are required. The size is N*R, and `noise` adds the identity.
     """
 
     def __init__(self, anchor: Tensor, *, posterior: Posterior, size: int, noise: bool = False) -> None:

@@ -22,34 +22,19 @@ _FIXED = "Clip or rescale it, and pass loss= as a function of f and y with bound
 
 @dataclass(frozen=True)
 class BoundedLoss:
-    """A loss of one example with values in [low, high].
-
-    Attributes
-    ----------
-    name : str
-    low, high : float
-    function : callable
-        Maps outputs (n, C) and canonical targets to losses (n,).
-    by_probability : bool
-        Whether it depends on hyperparameters of the likelihood.
-    chance : float, optional
-        Loss of a guess with equal probabilities; None where there is none, as for counts and for a custom loss.
-    """
+    """A loss of one example with values in [low, high]."""
 
     name: str
     low: float
     high: float
     function: CustomLoss
-    by_probability: bool = False
-    chance: float | None = None
+    by_probability: bool = False  # whether it depends on hyperparameters of the likelihood
+    chance: float | None = None  # of a guess with equal probabilities; None for counts and for a custom loss
 
     def of(self, f: Tensor, y: Tensor) -> Tensor:
         """Losses (S, n) of outputs (S, n, C); the largest where an output is not finite.
 
-        Raises
-        ------
-        DataError
-            If a loss is outside its bounds, or the function returns another shape.
+        DataError if a loss is outside its bounds, or the function returns another shape.
         """
         good = torch.isfinite(f).all(-1)
         given = (f if bool(good.all()) else torch.where(good.unsqueeze(-1), f, 0.0)).flatten(0, 1)
@@ -72,12 +57,8 @@ def bounded_loss(
 ) -> BoundedLoss:
     """The loss of `risk_bound`; its arguments.
 
-    Raises
-    ------
-    UnsupportedError
-        If the name is unknown, or a loss is not bounded for this likelihood.
-    HyperparameterError
-        If bounds or `p_min` are no numbers in order.
+    UnsupportedError if the name is unknown, or a loss is not bounded for this likelihood. HyperparameterError if bounds
+    or `p_min` are no numbers in order.
     """
     plain = likelihood.counted_once()
     if callable(loss):

@@ -24,10 +24,7 @@ def require_valid(
 ) -> tuple[float, int]:
     """Refuse what is no bound; return the divergence from the prior, and how many points repeat one of the prior's.
 
-    Raises
-    ------
-    UnsupportedError, DataError
-        As `risk_bound`.
+    The errors are those of `risk_bound`.
     """
     posterior.fitted.settings.reducer.require_one("a bound of the risk", "Save the fit, and load it on one process.")
     if prior_posterior is None:

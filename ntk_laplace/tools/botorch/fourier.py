@@ -21,23 +21,11 @@ _MOST_LOG = 30.0  # of a hyperparameter in the kernel: steps of the search may b
 class FourierFeatures(nn.Module):
     """Random features of norm 1, φ(x) = K^-½ (sin W s x, cos W s x) with W_kj ~ N(0, 1).
 
-    φ(x)ᵀφ(x') is an estimate, from K frequencies, of exp(-½ Σ_j s_j² (x_j - x'_j)²).
-
-    Parameters
-    ----------
-    inputs : int
-        d.
-
-    Attributes
-    ----------
-    frequencies : Tensor, (K, d)
-        W, the same for the same sizes.
-    scale : Tensor, (d,)
-        s, the reciprocal length scale of each input.
+    φ(x)ᵀφ(x') is an estimate, from K frequencies, of exp(-½ Σ_j s_j² (x_j - x'_j)²), for d inputs.
     """
 
-    frequencies: Tensor
-    scale: Tensor
+    frequencies: Tensor  # W, (K, d), the same for the same sizes
+    scale: Tensor  # s, (d,), the reciprocal length scale of each input
 
     def __init__(self, inputs: int) -> None:
         super().__init__()

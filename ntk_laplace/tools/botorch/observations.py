@@ -19,23 +19,14 @@ ROUNDING = 256  # units of rounding of the prior variance that are added to vari
 class Observations:
     """Observations y = f(x) + ε in batches, with rows of J at their inputs; numbers are (..., n m), interleaved.
 
-    Attributes
-    ----------
-    model : DifferentiableModel
-    f : Tensor, (..., n m)
-        Outputs at the inputs.
-    jac : Tensor, (..., n m, P)
-    y : Tensor, (..., n m)
-        May have more batch dimensions than `f`.
-    noise : Tensor, (..., n m, n m)
-        Covariance of ε; may have more batch dimensions than `f`.
+    y and the noise may have more batch dimensions than f.
     """
 
     model: DifferentiableModel
     f: Tensor
-    jac: Tensor
+    jac: Tensor  # (..., n m, P)
     y: Tensor
-    noise: Tensor
+    noise: Tensor  # covariance of ε, (..., n m, n m)
 
     @property
     def batch_shape(self) -> torch.Size:

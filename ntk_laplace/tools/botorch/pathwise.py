@@ -15,14 +15,7 @@ from ntk_laplace.tools.botorch.gaussian_model import GaussianModel
 
 
 class LaplacePath(SamplePath):
-    """Draws from a model's posterior, its `thompson_path`, in the shapes of BoTorch's paths.
-
-    Parameters
-    ----------
-    model : LaplaceModel or LaplaceEnsemble
-    sample_shape : Size
-        Of the draws.
-    """
+    """Draws from a model's posterior, its `thompson_path`, in the shapes of BoTorch's paths."""
 
     def __init__(self, model: GaussianModel, sample_shape: Size) -> None:
         super().__init__()
@@ -30,22 +23,10 @@ class LaplacePath(SamplePath):
         self.num_outputs = model.num_outputs
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        """Values at inputs that broadcast with the draws.
+        """Values (..., n) at inputs (..., n, d) that broadcast with the draws.
 
-        Parameters
-        ----------
-        x : Tensor, (..., n, d)
-            Of m > 1 outputs (..., 1, n, d) or (n, d).
-
-        Returns
-        -------
-        Tensor, (..., n)
-            Of m > 1 outputs (..., m, n).
-
-        Raises
-        ------
-        DataError
-            If the inputs of several outputs have no axis for them.
+        Values of m > 1 outputs are (..., m, n), at inputs (..., 1, n, d) or (n, d). DataError if these have no axis for
+        the outputs.
         """
         if self.num_outputs == 1:
             return self.draws(x).squeeze(-1)

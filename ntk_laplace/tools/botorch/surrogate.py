@@ -51,12 +51,7 @@ def transformed(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs (n, d), targets (n, m) and variances in units of the transforms, which are fitted to them.
 
-    Raises
-    ------
-    DataError
-        If the shapes do not fit each other, or a number is not finite.
-    UnsupportedError
-        If a transform is none.
+    DataError if the shapes do not fit each other, or a number is not finite. UnsupportedError if a transform is none.
     """
     require_transforms(input_transform, outcome_transform)
     for name, values in (("train_X", train_X), ("train_Y", train_Y), ("train_Yvar", train_Yvar)):
@@ -87,33 +82,15 @@ def transformed(
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The data of a surrogate, and how its weights and hyperparameters are trained.
+    """The data of a surrogate, and how its weights and hyperparameters are trained, as in `LaplaceModel.fit`."""
 
-    Attributes
-    ----------
-    inputs : Tensor, (n, d)
-    targets : Tensor, (n, m)
-    form : InputFormat
-        Of the network's inputs.
-    groups : str, mapping or None
-        Which weights share a prior precision; None: all, or as in the start.
-    noise : float or None
-        Fixed variance; None: one for each output is learned, unless `variances` are given.
-    variances : Tensor, (n, m), optional
-        Known variances of the noise of each point.
-    prior_mean : {"zero", "initial", None}
-        Of the weights: "initial" are those before the training; None: these, or the mean of the start.
-    rounds, steps, trainer
-        As in `LaplaceModel.fit`.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    form: InputFormat
-    groups: Any
-    noise: float | None
-    variances: Tensor | None
-    prior_mean: str | None
+    inputs: Tensor  # (n, d)
+    targets: Tensor  # (n, m)
+    form: InputFormat  # of the network's inputs
+    groups: Any  # None: all weights share a precision, or as in the start
+    noise: float | None  # None: one for each output is learned, unless `variances` are given
+    variances: Tensor | None  # of the noise of each point, (n, m)
+    prior_mean: str | None  # None: the weights before the training, or the mean of the start
     rounds: int
     steps: int
     trainer: Callable[..., Any] | str | None
@@ -193,12 +170,7 @@ class Surrogate:
         return copy.deepcopy(start.likelihood)
 
     def _prior(self, start: Posterior | None, fresh: Network) -> GaussianPrior:
-        """A new prior of the new network; under a warm start its prior, if the caller asks for no other.
-
-        Raises
-        ------
-        UnsupportedError
-        """
+        """A new prior of the new network; under a warm start its prior, of which the caller may ask for no other."""
         mean = 0.0 if self.prior_mean == "zero" else fresh.theta
         prior = GaussianPrior(mean=mean, groups="all" if self.groups is None else self.groups).bind(fresh.shapes)
         if start is None:

@@ -210,12 +210,7 @@ def _row(
 
 @dataclass(frozen=True)
 class _Points:
-    """Log densities of points, of which a score is the weighted sum or mean.
-
-    Attributes
-    ----------
-    densities, weights : Tensor, (N,)
-    """
+    """Log densities (N,) of points, of which a score is the weighted sum or mean."""
 
     densities: Tensor
     weights: Tensor

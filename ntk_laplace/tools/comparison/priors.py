@@ -15,22 +15,12 @@ _RATIO, _NATS, _SHARE = 2.0, 3.0, 0.1  # variance ratio; gap in nats beyond chan
 
 @dataclass(frozen=True)
 class PriorCheck:
-    """The possible increase of the evidence by better precisions, estimated at fixed weights.
+    """The possible increase of the evidence by better precisions, estimated at fixed weights."""
 
-    Attributes
-    ----------
-    gap : float
-        Increase in nats.
-    vague, narrow : bool
-        Whether the prior is much wider, or much tighter, than the weights.
-    words : str
-        A description of the finding; empty if neither.
-    """
-
-    gap: float
-    vague: bool
-    narrow: bool
-    words: str
+    gap: float  # the increase, in nats
+    vague: bool  # whether the prior is much wider than the weights
+    narrow: bool  # whether it is much tighter
+    words: str  # a description of the finding; empty if it is neither
 
 
 def check_prior(posterior: Posterior, used: Tensor, evidence: Evidence) -> PriorCheck:

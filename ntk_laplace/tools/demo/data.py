@@ -13,40 +13,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """Training data, and held-out data that are never used for fitting.
-
-    Attributes
-    ----------
-    x_train, y_train : Tensor
-        Inputs (N, ...) and targets, float64; class labels are integers from 0.
-    x_test, y_test : Tensor
-        Held-out inputs and targets.
-    classes : tuple of str
-        Names of the classes; empty for regression.
-    x_unseen : Tensor, optional
-        Out-of-distribution inputs, such as other digits.
-    """
+    """Training data, and held-out data that are never used for fitting: float64, and labels of classes from 0."""
 
     x_train: Tensor
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
-    classes: tuple[str, ...] = ()
-    x_unseen: Tensor | None = None
+    classes: tuple[str, ...] = ()  # names; none for regression
+    x_unseen: Tensor | None = None  # out-of-distribution inputs, such as other digits
 
 
 def digits(seed: int, train: int, held_out: int, pair: tuple[int, int] | None = None) -> Split:
-    """Handwritten digits, 8 x 8 pixels with gray values in [0, 1], as images (N, 1, 8, 8).
+    """Handwritten digits, 8 x 8 pixels with gray values in [0, 1], as images (N, 1, 8, 8): some of 1,797, stratified.
 
-    Parameters
-    ----------
-    seed : int
-        Random seed of the stratified choice of images.
-    train, held_out : int
-        Numbers of images; there are 1,797 in all, about 180 of each digit.
-    pair : (int, int), optional
-        Keep only these two digits, labeled 0 and 1 in this order. Three hundred images of the other digits then
-        become `x_unseen`.
+    With a pair of digits there are only these, labeled 0 and 1 in this order. Three hundred images of the other digits
+    then become `x_unseen`.
     """
     bunch = load_digits()
     images, labels = bunch.images[:, None] / 16.0, bunch.target

@@ -45,20 +45,10 @@ def train_map(
     network: nn.Module, data: tuple[Tensor, Tensor], likelihood: Likelihood, prior: GaussianPrior,
     tolerance: float = 1e-5, steps: int = 1000,
 ) -> None:
-    """Train a network in place to the optimum of the log joint, from its present weights.
+    """Train a network, in eval mode and in place, to the optimum of the log joint, from its present weights.
 
-    Parameters
-    ----------
-    network : nn.Module
-        In eval mode.
-    data : (Tensor, Tensor)
-        All inputs and targets.
-    likelihood, prior
-        With fixed hyperparameters.
-    tolerance : float
-        Stop where the bound of the Newton decrement is below it, nats per example.
-    steps : int
-        Iterations of L-BFGS at most.
+    The data are all inputs and targets; hyperparameters are fixed. The training ends where the bound of the Newton
+    decrement is below the tolerance, in nats per example, or after so many steps of L-BFGS.
     """
     with torch.no_grad():
         outputs = network(data[0])

@@ -36,15 +36,7 @@ def score_rows(studies: Sequence[Study]) -> list[tuple[str, ...]]:
 
 
 def build(studies: Sequence[Study], pictures: dict[str, Picture], summary: dict[str, Any]) -> Page:
-    """Assemble the report.
-
-    Parameters
-    ----------
-    studies : sequence of Study
-    pictures : mapping of name to Picture
-    summary : dict
-        The content of ``summary.json``.
-    """
+    """Assemble the report from studies, pictures by name, and the content of ``summary.json``."""
     worst = max(run["relative_difference"] for run in summary["runs"].values())
     page = Page(
         "A trained network as a Gaussian process",

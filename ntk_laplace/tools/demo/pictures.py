@@ -22,24 +22,12 @@ from ntk_laplace.tools.demo.study import BINS, LEVELS, Choice, Study, confidence
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its texts.
+    """A figure with its texts."""
 
-    Attributes
-    ----------
-    name : str
-        File name without extension.
-    image : bytes
-        PNG data.
-    alt : str
-        Alternative text.
-    caption : str
-        Caption: what to notice.
-    """
-
-    name: str
-    image: bytes
-    alt: str
-    caption: str
+    name: str  # of its file, without extension
+    image: bytes  # PNG data
+    alt: str  # alternative text
+    caption: str  # what to notice
 
 
 def uncertainty_1d(problem: Problem, choice: Choice) -> Picture:

@@ -16,40 +16,18 @@ DIGITS_PAIR, DIGITS, DIABETES = "digits_4_vs_9", "digits_ten_classes", "diabetes
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of the demo.
+    """One problem of the demo."""
 
-    Attributes
-    ----------
-    name : str
-        Key in ``summary.json``.
-    title : str
-        Displayed title.
-    network : str
-        Description of the architecture.
-    split : Split
-        Training and held-out data.
-    build : callable
-        Builds the untrained network.
-    likelihood : callable
-        Builds the likelihood from a noise variance, which only the Gaussian uses.
-    precisions, noises : tuple of float
-        Candidates for the figure of the scores that choose a prior.
-    compares : bool
-        Whether to compute the evidence of all structures.
-    epochs : int
-        Of the training with evidence.
-    """
-
-    name: str
+    name: str  # key in ``summary.json``
     title: str
-    network: str
+    network: str  # description of the architecture
     split: data.Split
-    build: Callable[[], nn.Module]
-    likelihood: Callable[[float], ntkl.Likelihood]
-    precisions: tuple[float, ...]
-    noises: tuple[float, ...] = ()
-    compares: bool = False
-    epochs: int = 300
+    build: Callable[[], nn.Module]  # makes the untrained network
+    likelihood: Callable[[float], ntkl.Likelihood]  # of a noise variance, which only the Gaussian uses
+    precisions: tuple[float, ...]  # candidates for the figure of the scores that choose a prior
+    noises: tuple[float, ...] = ()  # the same
+    compares: bool = False  # whether to compute the evidence of all structures
+    epochs: int = 300  # of the training with evidence
 
     @property
     def classifies(self) -> bool:

@@ -14,14 +14,7 @@ from rich.table import Table
 
 
 class Screen:
-    """Shows progress: a bar on a terminal, one line per step if the output is a file.
-
-    Parameters
-    ----------
-    console : Console
-    steps : int
-        Expected number of steps.
-    """
+    """Shows progress in so many steps: a bar on a terminal, one line per step if the output is a file."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console = console

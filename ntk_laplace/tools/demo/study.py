@@ -32,27 +32,13 @@ _QUIET = ntkl.Settings(progress=False)  # the demo has its own progress display
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting of the hyperparameters with its scores, in nats per example.
+    """One setting of the hyperparameters with its scores, in nats per example."""
 
-    Attributes
-    ----------
-    precision : float
-        Prior precision.
-    noise : float or None
-        Noise variance of a Gaussian likelihood.
-    evidence : float
-        Log marginal likelihood of the training data.
-    leave_one_out : float
-        Mean log predictive density of each training point given the others, in closed form.
-    held_out_log_likelihood : float
-        Score of the posterior predictive; only for the figure, never used for selection.
-    """
-
-    precision: float
-    noise: float | None
-    evidence: float
-    leave_one_out: float
-    held_out_log_likelihood: float
+    precision: float  # of the prior
+    noise: float | None  # variance of a Gaussian likelihood
+    evidence: float  # log marginal likelihood of the training data
+    leave_one_out: float  # mean log predictive density of each training point given the others, in closed form
+    held_out_log_likelihood: float  # only for the figure, never used for selection
 
 
 @dataclass(frozen=True)
@@ -154,16 +140,7 @@ def _usual(problem: Problem, seed: int) -> tuple[ntkl.Posterior, ntkl.Predictive
 
 
 def study(problem: Problem, seed: int, report: Report) -> Study:
-    """Run a whole study.
-
-    Parameters
-    ----------
-    problem : Problem
-    seed : int
-        Random seed of initial weights and of the integration points of the predictive.
-    report : callable
-        Called with progress messages.
-    """
+    """Run a whole study; the seed is that of initial weights and of the integration points of the predictive."""
     begin, split = time.perf_counter(), problem.split
     data = split.x_train, split.y_train
     candidates = score_candidates(problem, seed, report)
