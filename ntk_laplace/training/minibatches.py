@@ -44,30 +44,28 @@ class Minibatches:
         if not isinstance(data, DataLoader):  # a loader may resample, if the evidence has other data
             Batches(data, batch_size, device, dtype, targets)  # raises an error for invalid data
         self._device, self.dtype, self._batch_size, self._targets = device, dtype, batch_size, targets
-        self._tensors: tuple[Inputs, Tensor] | None = None
-        self._loader: DataLoader | None = None
-        self._weights: Tensor | None = None
+        self._source: DataLoader | tuple[Inputs, Tensor, Tensor | None]
         if isinstance(data, DataLoader):
-            self._loader = data
+            self._source = data
         elif isinstance(data, Dataset):
             stream = isinstance(data, IterableDataset)
             if stream and batch_size is None:
                 raise DataError("a batch size for an IterableDataset, whose length is not known", "batch_size=None",
                                 "Pass a number, or leave it out for the default.")
-            self._loader = DataLoader(data, batch_size or len(cast(Sized, data)), shuffle=not stream)
+            self._source = DataLoader(data, batch_size or len(cast(Sized, data)), shuffle=not stream)
         else:
-            pair, self._weights = example_weights(data)
+            pair, weights = example_weights(data)
             x, y = as_pair(pair, targets) if isinstance(pair, Mapping) else pair
-            self._tensors = to_device(as_tensors(x), device, dtype), as_tensor(y).to(device)
+            self._source = to_device(as_tensors(x), device, dtype), as_tensor(y).to(device), weights
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
-        if self._tensors is None:
-            for batch in () if self._loader is None else self._loader:  # bool() asks for its length
+        if isinstance(self._source, DataLoader):
+            for batch in self._source:
                 pair, weights = example_weights(batch)
                 x, y = as_pair(pair, self._targets)
                 yield to_device(x, self._device, self.dtype), y.to(self._device), weights
             return
-        (x, y), weights = self._tensors, self._weights
+        x, y, weights = self._source
         if self._batch_size is None or self._batch_size >= len(y):
             yield x, y, weights
             return
@@ -80,23 +78,23 @@ class Minibatches:
     @property
     def count(self) -> int | None:
         """Number of minibatches per epoch, if it is known."""
-        if self._tensors is not None:
-            n = len(self._tensors[1])
+        if not isinstance(self._source, DataLoader):
+            n = len(self._source[1])
             return -(-n // min(n, self._batch_size or n))
         try:
-            return None if self._loader is None else len(self._loader)
+            return len(self._source)
         except TypeError:
             return None
 
     def __str__(self) -> str:
-        if self._loader is None:
-            return "all examples at once" if self._batch_size is None else f"{self._batch_size}"
-        return f"{self._loader.batch_size or 'its own'} by a loader"
+        if isinstance(self._source, DataLoader):
+            return f"{self._source.batch_size or 'its own'} by a loader"
+        return "all examples at once" if self._batch_size is None else f"{self._batch_size}"
 
     @property
     def generators(self) -> list[torch.Generator]:
         """Random generators of the loader and of its samplers, whose states a checkpoint must contain."""
-        return [] if self._loader is None else generators_of(self._loader)
+        return generators_of(self._source) if isinstance(self._source, DataLoader) else []
 
 
 def count_examples(data: Any, batches: Batches) -> int:
