@@ -114,12 +114,21 @@ class DenseState(VariationalState):
 
     def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
         """H - P0 ← (1-γ)(H - P0) + γ Ĝ by few large products, one factorization, and one solve."""
-        gradient = self._pull()
-        sums = _OuterSums(self._excess, step_size)
+        gradient, keep = self._pull(), 1.0 - step_size
+        waiting = [self._excess[:0]]  # until one product over them is efficient
+
+        def add() -> None:
+            nonlocal keep, waiting
+            add_outer_lower_(self._excess, torch.cat(waiting), scale=step_size, keep=keep)
+            waiting, keep = [], 1.0
+
         for part in terms:
             gradient += part.gradient
-            sums.add(part.rows.dense(self._shapes).flatten(0, 1))
-        sums.finish()
+            waiting.append(part.rows.dense(self._shapes).flatten(0, 1))
+            if sum(rows.nbytes for rows in waiting) >= tuning.FULL_ROWS_BYTES:
+                add()
+        if waiting:
+            add()
         self._precision = None  # the new factor takes its memory
         return self._move(step_size, gradient, self.precision)
 
@@ -288,25 +297,3 @@ def _bordered(matrix: Tensor, below: Tensor, corner: Tensor) -> Tensor:
     out = matrix.new_zeros(m + n, m + n)
     out[:k, :k], out[k:, :k], out[k:, k:] = matrix, below, corner
     return out
-
-
-class _OuterSums:
-    """matrix ← (1-γ) matrix + γ Σ rowsᵀrows; rows wait until one product over them is efficient."""
-
-    def __init__(self, matrix: Tensor, step_size: float) -> None:
-        self._matrix, self._step_size, self._keep = matrix, step_size, 1.0 - step_size
-        self._waiting: list[Tensor] = []
-
-    def add(self, rows: Tensor) -> None:
-        self._waiting.append(rows)
-        if sum(part.nbytes for part in self._waiting) >= tuning.FULL_ROWS_BYTES:
-            self._flush()
-
-    def finish(self) -> None:
-        if self._waiting or self._keep != 1.0:
-            self._flush()
-
-    def _flush(self) -> None:
-        rows = torch.cat(self._waiting) if self._waiting else self._matrix[:0]
-        add_outer_lower_(self._matrix, rows, scale=self._step_size, keep=self._keep)
-        self._waiting, self._keep = [], 1.0
