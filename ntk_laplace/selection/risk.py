@@ -204,12 +204,18 @@ def risk_bound(
     >>> bound.risk < bound.sampled_risk < bound.value
     True
     """
-    _require_options(posterior, prior_posterior, kind, model, delta, generator)
-    delta, draws = float(delta), require_whole("draws", draws, 1, "Leave it out for 2,000.")
+    own = posterior if prior_posterior is None else prior_posterior
+    for what, given in (("posterior", posterior), ("prior_posterior", own)):
+        if not isinstance(given, Posterior):
+            raise UnsupportedError(f"a Posterior as {what}", f"a {type(given).__name__}", "Fit it with laplace(...).")
+    for what, option, known in (("kind", kind, _KINDS), ("model", model, ("nn", "glm"))):
+        require_choice(option, known, f"{what} among {', '.join(map(repr, known))}")
+    require_generator(generator)
+    delta = require_number("a probability delta between 0 and 1", delta, "Leave it out for 0.05.", above=0, below=1)
+    draws = require_whole("draws", draws, 1, "Leave it out for 2,000.")
     models = require_whole("models", models, 1, "Pass how many models you choose among.")
     betas = _betas(beta, kind)
     with torch.inference_mode(False), torch.no_grad(), outside_autocast():
-        own = posterior if prior_posterior is None else prior_posterior
         likelihood = own.likelihood.for_new_points()
         bounded = bounded_loss(loss, bounds, p_min, likelihood, posterior.num_outputs)
         if kind == "germain" and bounded.name != "log":
@@ -296,16 +302,3 @@ def _betas(beta: object, kind: str) -> tuple[float, ...]:
     if not found or not all(is_number(one, above=0) for one in found):
         raise HyperparameterError("a positive finite beta, or several", f"{beta!r}"[:80], "Leave it out for a grid.")
     return tuple(float(one) for one in found)
-
-
-def _require_options(
-    posterior: object, prior_posterior: object, kind: object, model: object, delta: object, generator: object
-) -> None:
-    """Refuse what has no meaning."""
-    for what, given in (("posterior", posterior), ("prior_posterior", prior_posterior)):
-        if not isinstance(given, Posterior) and not (what == "prior_posterior" and given is None):
-            raise UnsupportedError(f"a Posterior as {what}", f"a {type(given).__name__}", "Fit it with laplace(...).")
-    for what, option, known in (("kind", kind, _KINDS), ("model", model, ("nn", "glm"))):
-        require_choice(option, known, f"{what} among {', '.join(map(repr, known))}")
-    require_generator(generator)
-    require_number("a probability delta between 0 and 1", delta, "Leave it out for 0.05.", above=0, below=1)
