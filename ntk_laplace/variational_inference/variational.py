@@ -173,7 +173,17 @@ def variational(
     method = _algorithm(algorithm, samples, expectations)
     if decay is None and not average:
         _tell_noise(method, step_sizes.first)
-    every, seed = _require_numbers(steps, seed, batch_size, tolerance, row_tolerance, elbo_every, elbo_samples)
+    steps = require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
+    seed = require_whole("seed", seed, 0, "Pass seed=0.")
+    if batch_size is not None:
+        require_whole("batch_size", batch_size, 1, "Leave it out to read all examples in every step.")
+    if tolerance is not None:
+        _positive("tolerance", tolerance, "tolerance=1e-6")
+    if not is_number(row_tolerance) or not 0 <= row_tolerance < 1:
+        raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep the rows.")
+    require_whole("elbo_samples", elbo_samples, 4, "Leave it out for 50.")
+    every = max(1, steps // _EVALUATIONS) if elbo_every is None else require_whole(
+        "elbo_every", elbo_every, 0, "Leave it out, or pass 0 for no estimates.")
     given = checked_start(start)
     called = require_callables(callbacks, "VariationalStep")
     if settings.checkpoint is not None:
@@ -226,7 +236,13 @@ def variational(
         run.go(settings, called)
         fitted, reason = posterior(run.mean, iteration.precision), f"{algorithm}, {len(run.history):,} steps"
         if isinstance(method, OGGN):
-            fitted, reason = _laplace(model, batches, run.mean, form.spec, fitted, reason)
+            laplace = FittedModel.of(model.at_weights(run.mean), form.spec, batches)
+            decrement = newton_decrement(laplace)
+            if decrement <= MOST_DECREMENT:
+                fitted, reason = laplace, f"{reason}, at an optimum of the log joint: the Laplace posterior"
+            else:
+                warn(f"OGGN is not at its fixed point: the Newton decrement is {decrement:.2g} nats a point, above "
+                     f"{MOST_DECREMENT}; take more steps, or smaller ones. The posterior is that of the last step")
         if inplace:
             _write(network, model, run.mean)
         fitted = replace(fitted, model=replace(fitted.model, settings=settings))
@@ -269,25 +285,6 @@ def _anchored(
         fitted = FittedModel.of(model.at_weights(theta), form.spec, batches)
     kind = AnchoredSites if form.spec.keeps_jacobian else AnchoredWeights
     return fitted.model, kind(fitted, start if isinstance(start, float) else None, method.points)
-
-
-def _require_numbers(
-    steps: object, seed: object, batch_size: object, tolerance: object, row_tolerance: object, elbo_every: object,
-    elbo_samples: object,
-) -> tuple[int, int]:
-    """Refuse numbers out of range; return the steps between two estimates of the ELBO, and the seed."""
-    count = require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
-    checked = require_whole("seed", seed, 0, "Pass seed=0.")
-    if batch_size is not None:
-        require_whole("batch_size", batch_size, 1, "Leave it out to read all examples in every step.")
-    if tolerance is not None:
-        _positive("tolerance", tolerance, "tolerance=1e-6")
-    if not is_number(row_tolerance) or not 0 <= row_tolerance < 1:
-        raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep the rows.")
-    require_whole("elbo_samples", elbo_samples, 4, "Leave it out for 50.")
-    if elbo_every is None:
-        return max(1, count // _EVALUATIONS), checked
-    return require_whole("elbo_every", elbo_every, 0, "Leave it out, or pass 0 for no estimates."), checked
 
 
 def _algorithm(name: object, samples: int | None, expectations: object) -> Algorithm:
@@ -341,19 +338,6 @@ def _signature(model: LinearizedModel, examples: Examples) -> dict[str, str]:
         "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
         "batch size": f"{examples.per_step:,}",
     }
-
-
-def _laplace(
-    model: LinearizedModel, batches: Batches, mean: Tensor, spec: StructureSpec, given: FittedModel, reason: str
-) -> tuple[FittedModel, str]:
-    """The Laplace posterior at μ, if that is an optimum of the log joint; else q with a warning."""
-    fitted = FittedModel.of(model.at_weights(mean), spec, batches)
-    decrement = newton_decrement(fitted)
-    if decrement <= MOST_DECREMENT:
-        return fitted, f"{reason}, at an optimum of the log joint: the Laplace posterior"
-    warn(f"OGGN is not at its fixed point: the Newton decrement is {decrement:.2g} nats a point, above "
-         f"{MOST_DECREMENT}; take more steps, or smaller ones. The posterior is that of the last step")
-    return given, reason
 
 
 def _write(network: nn.Module, model: LinearizedModel, mean: Tensor) -> None:
