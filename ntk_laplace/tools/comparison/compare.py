@@ -28,7 +28,6 @@ from ntk_laplace.errors import (
     is_choice,
     require_flags,
 )
-from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood, positions_of
 from ntk_laplace.model.network import Network, probe
 from ntk_laplace.model.priors import GaussianPrior
@@ -112,8 +111,14 @@ def compare_evidence(
     parameters, output, targets = (options.get(name) for name in ("parameters", "output", "targets"))
     likelihood = copy.deepcopy(Likelihood.of(likelihood))
     frozen = Network(network, parameters, output, targets)
-    found, batches = _examine(frozen, data, likelihood, prior, curvature_type, settings)
-    device = batches.device
+    words = in_words(likelihood, copy.deepcopy(prior).bind(frozen.shapes), curvature_type)
+    batches, device = frozen.batches(data, settings.batch_size), frozen.device
+    frozen.caller.positions = positions_of(likelihood, batches)
+    with torch.inference_mode(False):
+        probe(frozen, batches.first()[0])
+        # a stream of unknown length is counted, to make sure that all structures read the same examples
+        count = batches.length if batches.length is not None else sum(len(y) for _, y in batches)
+    found = EvidenceComparison((), None, count, frozen.num_outputs, frozen.num_parameters, words)
     outcomes: list[_Outcome] = []
     try:
         for number, (label, structure) in enumerate(zip(labels, structures, strict=True), 1):
@@ -165,24 +170,6 @@ def _label(structure: str | StructureSpec) -> str:
             text = str(value)
             options.append(f"{entry.name}={text if len(text) < 20 else '...'}")
     return f"{structure.name}({', '.join(options)})" if options else structure.name
-
-
-def _examine(
-    frozen: Network, data: Any, likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType,
-    settings: Settings
-) -> tuple[EvidenceComparison, Batches]:
-    """Check network, prior and data before any fit; return a comparison without rows.
-
-    A stream of unknown length is counted, to make sure that all structures read the same examples.
-    """
-    bound = copy.deepcopy(prior).bind(frozen.shapes)
-    batches = frozen.batches(data, settings.batch_size)
-    frozen.caller.positions = positions_of(likelihood, batches)
-    with torch.inference_mode(False):
-        probe(frozen, batches.first()[0])
-        count = batches.length if batches.length is not None else sum(len(y) for _, y in batches)
-    words = in_words(likelihood, bound, curvature_type)
-    return EvidenceComparison((), None, count, frozen.num_outputs, frozen.num_parameters, words), batches
 
 
 def in_words(likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType) -> str:
