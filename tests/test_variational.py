@@ -49,7 +49,8 @@ def iteration(
     """An algorithm on data, from a precision or from the fit's own."""
     model = fit.model
     examples = Examples(model, Batches(data, None, model.network.device, model.network.input_dtype), batch_size)
-    state = form.of(model, fit) if start is None else form.isotropic(model, examples, start)
+    few = model.jacobian_pass.rows(data[0][:2])
+    state = form.of(model, fit) if start is None else form.isotropic(model, few, start)
     return SampledIteration(model, examples, algorithm, state, seed)
 
 

@@ -64,7 +64,8 @@ def running(fitted: FittedModel, data: tuple[Tensor, Tensor], form: representati
     """VOGGN with a pair of samples, from H = 10 I."""
     model = fitted.model
     examples = Examples(model, Batches(data, None, model.network.device, model.network.input_dtype), None)
-    return SampledIteration(model, examples, VOGGN(2), form.isotropic(model, examples, 10.0), seed=0)
+    state = form.isotropic(model, model.jacobian_pass.rows(data[0][:2]), 10.0)
+    return SampledIteration(model, examples, VOGGN(2), state, seed=0)
 
 
 def once(task: Callable[[], Any]) -> float:

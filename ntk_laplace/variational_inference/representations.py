@@ -18,30 +18,28 @@ from ntk_laplace.curvature import (
 )
 from ntk_laplace.errors import UnsupportedError, untold
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.model.data import take
 from ntk_laplace.structures import KFAC, Diagonal, FittedModel, FullWeightSpace, FunctionSpace, LinearizedModel
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.structure import StructureSpec
 from ntk_laplace.structures.structured import StructuredStructure
 from ntk_laplace.variational_inference.block_state import BlockState
-from ntk_laplace.variational_inference.examples import Examples
 from ntk_laplace.variational_inference.states import DenseState, FunctionSpaceState, VariationalState
 
 _NAMES = ("full", "gp", "auto", "kfac", "diag")
 
 
 class Representation(ABC):
-    """How H is stored."""
+    """How H is stored; `few` are rows of J of some examples."""
 
     spec: StructureSpec  # the Laplace posterior's structure that stores its H in the same way
     most_rows: int | None = None  # rows beyond which function space becomes weight space; None for no limit
 
     @abstractmethod
-    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
+    def require_memory(self, model: LinearizedModel, few: Jacobian, rows: int, total: int) -> None:
         """Refuse what would not fit (MemoryBudgetError), for so many rows of a step, and so many that are kept."""
 
     @abstractmethod
-    def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> VariationalState:
+    def isotropic(self, model: LinearizedModel, few: Jacobian, precision: float) -> VariationalState:
         """The network's weights with H = λ I."""
 
     @abstractmethod
@@ -72,14 +70,14 @@ class Matrix(Representation):
 
     spec = FullWeightSpace()
 
-    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
+    def require_memory(self, model: LinearizedModel, few: Jacobian, rows: int, total: int) -> None:
         """H, its factor, and a copy to resume from: 3 P² numbers."""
         p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
         model.require_memory(3 * p * p * element,
                              f"three {p:,} x {p:,} matrices (H, its factor, and a copy to resume from)",
                              'Use structure="kfac", structure="gp", parameters="last_layer", or dtype=torch.float32.')
 
-    def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> DenseState:
+    def isotropic(self, model: LinearizedModel, few: Jacobian, precision: float) -> DenseState:
         """H - P0 is diagonal."""
         return DenseState.isotropic(model.theta, precision, model.prior)
 
@@ -106,9 +104,9 @@ class Rows(Representation):
     most_rows: int | None = None
     spec = FunctionSpace()
 
-    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
+    def require_memory(self, model: LinearizedModel, few: Jacobian, rows: int, total: int) -> None:
         """Rows with two copies of them in a step, and three matrices over them."""
-        few = self._few(model, examples)
+        few = self._weighted(model, few)
         total = total if self.most_rows is None else min(total, self.most_rows)
         each = few.nbytes // (few.num_examples * few.num_cotangents)
         model.require_memory(3 * total * (total * model.jacobian_pass.dtype.itemsize + each),
@@ -116,9 +114,9 @@ class Rows(Representation):
                              "Pass fewer samples or steps, row_tolerance=1e-3, which drops old rows and says so, or "
                              'structure="full".')
 
-    def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> FunctionSpaceState:
+    def isotropic(self, model: LinearizedModel, few: Jacobian, precision: float) -> FunctionSpaceState:
         """H is diagonal, without rows."""
-        rows = self._few(model, examples).subset(slice(0, 0))
+        rows = self._weighted(model, few).subset(slice(0, 0))
         return self._state(model, model.theta, rows, precision / model.prior.precision.detach())
 
     def of(self, model: LinearizedModel, fitted: FittedModel) -> FunctionSpaceState:
@@ -134,10 +132,9 @@ class Rows(Representation):
         with torch.no_grad():
             return FunctionSpaceState(theta, rows, ratio, model.prior, self.tolerance)
 
-    def _few(self, model: LinearizedModel, examples: Examples) -> Jacobian:
-        """Rows of SᵀJ of two examples."""
-        rows = model.jacobian_pass.rows(take(next(examples.all()).x, slice(0, 2)))
-        return rows.weighted(rows.f.new_zeros(*rows.f.shape, model.likelihood.rank(model.network.num_outputs)))
+    def _weighted(self, model: LinearizedModel, few: Jacobian) -> Jacobian:
+        """Rows in the form of SᵀJ."""
+        return few.weighted(few.f.new_zeros(*few.f.shape, model.likelihood.rank(model.network.num_outputs)))
 
 
 @dataclass(frozen=True)
@@ -146,9 +143,8 @@ class Blocks(Representation):
 
     spec: BlockSpec
 
-    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, total: int) -> None:
+    def require_memory(self, model: LinearizedModel, few: Jacobian, rows: int, total: int) -> None:
         """The averages, those of the last eigendecomposition, those of a step, and a copy to resume from."""
-        few = model.jacobian_pass.rows(take(next(examples.all()).x, slice(0, 2)))
         with untold():  # the first step warns of it
             blocks = find_parameter_blocks(few, model.prior, self.spec.kind, self.spec.squares)
         needed = self.spec.memory(blocks, model)
@@ -156,7 +152,7 @@ class Blocks(Representation):
             model, f"the averages of structure={self.spec.name!r}",
             'Use structure="diag", parameters="last_layer", or dtype=torch.float32.')
 
-    def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> BlockState:
+    def isotropic(self, model: LinearizedModel, few: Jacobian, precision: float) -> BlockState:
         """H is diagonal, without sums."""
         ratio = (precision / model.prior.precision.detach()).to(model.theta)
         return BlockState(model.theta, self.spec, [], ratio, model.prior)

@@ -24,7 +24,7 @@ from ntk_laplace.errors import (
     require_whole,
     warn,
 )
-from ntk_laplace.model.data import Batches
+from ntk_laplace.model.data import Batches, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
@@ -210,10 +210,14 @@ def variational(
         if relinearize:
             kept, with_start = step_sizes.kept(steps, forgotten)
             first = 0 if isinstance(given, float) else examples.num_examples * model.likelihood.rank(c)
-            form.require_memory(model, examples, rows, rows * kept + with_start * first)
-            # a state to resume from takes the place of any start
-            resumed = 1.0 if given is None and settings.resume is not None else given
-            model, iteration = _relinearized(model, batches, examples, form, method, resumed, seed)
+            few = model.jacobian_pass.rows(take(next(examples.all()).x, slice(0, 2)))
+            form.require_memory(model, few, rows, rows * kept + with_start * first)
+            if isinstance(given, float) or (given is None and settings.resume is not None):
+                state = form.isotropic(model, few, given or 1.0)  # a state to resume from takes the place of any
+            else:
+                state = form.of(model, optimum(model, batches, form.spec) if given is None else given.fitted)
+                model = model.at_weights(state.mean)
+            iteration = SampledIteration(model, examples, method, state, seed, form.most_rows)
         else:
             model, iteration = _anchored(model, batches, examples, form, method, given)
 
@@ -247,19 +251,6 @@ def variational(
             _write(network, model, run.mean)
         fitted = replace(fitted, model=replace(fitted.model, settings=settings))
         return VariationalFit(Posterior(fitted, reason), run.history, run.stopped, iteration.dropped)
-
-
-def _relinearized(
-    model: LinearizedModel, batches: Batches, examples: Examples, form: Representation, method: Algorithm,
-    start: float | Posterior | None, seed: int,
-) -> tuple[LinearizedModel, SampledIteration]:
-    """An algorithm that linearizes the network in every step, with the model at the start."""
-    if isinstance(start, float):
-        state = form.isotropic(model, examples, start)
-    else:
-        state = form.of(model, optimum(model, batches, form.spec) if start is None else start.fitted)
-        model = model.at_weights(state.mean)
-    return model, SampledIteration(model, examples, method, state, seed, form.most_rows)
 
 
 def _anchored(
