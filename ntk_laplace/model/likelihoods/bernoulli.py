@@ -88,7 +88,7 @@ class Bernoulli(PerOutput):
 
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
         """Independent Bernoulli responses given f."""
-        return BernoulliResponse(self, f, torch.zeros_like(f), self.response_variance(f), scalar)
+        return BernoulliResponse.of(self, f, torch.zeros_like(f), self.response_variance(f), scalar)
 
     def average(self, f: Tensor, scalar: bool = False) -> Response:
         """Average over samples of f (S, n, C): a Bernoulli for one output, a joint mixture for several."""
@@ -96,7 +96,7 @@ class Bernoulli(PerOutput):
             return MixtureResponse(self, f, scalar)
         log_yes, log_no = (logsigmoid(s * f).logsumexp(0) - math.log(f.shape[0]) for s in (1, -1))
         epistemic = self.mean(f).var(0, correction=0)
-        return BernoulliResponse(self, log_yes - log_no, epistemic, self.response_variance(f).mean(0), scalar)
+        return BernoulliResponse.of(self, log_yes - log_no, epistemic, self.response_variance(f).mean(0), scalar)
 
     def keeps_samples(self, num_outputs: int) -> bool:
         """Of several outputs."""
@@ -126,4 +126,4 @@ class Bernoulli(PerOutput):
         logits = kappa * mean
         # E[σ'(f)] = d E[σ(f)]/d mean = κ σ'(κ f), which is the aleatoric part
         total = self.response_variance(logits)
-        return BernoulliResponse(self, logits, (1 - kappa) * total, kappa * total, scalar)
+        return BernoulliResponse.of(self, logits, (1 - kappa) * total, kappa * total, scalar)

@@ -232,32 +232,35 @@ class FactorizedResponse(Response, td.Independent):
 
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
-        bases, scalar = [part.base_dist for part in parts], parts[0].event_shape == ()
+        bases = [part.base_dist for part in parts]
         names = [name for name in type(bases[0]).arg_constraints if name != "probs"]  # logits are equivalent
         values = {name: torch.cat([getattr(base, name) for base in bases]) for name in names}
-        epistemic, aleatoric = (row.unsqueeze(-1) if scalar else row
-                                for row in _concatenated(parts, "epistemic", "aleatoric"))
-        base, first = type(bases[0])(**values, validate_args=False), parts[0]
-        return cls(first.likelihood, base, epistemic, aleatoric, scalar, first.num_outputs)
+        base = type(bases[0])(**values, validate_args=False)
+        return parts[0]._with(base, *_concatenated(parts, "epistemic", "aleatoric"))
+
+    def _with(self, base: td.Distribution, epistemic: Tensor, aleatoric: Tensor) -> Self:
+        """Responses in the form of these, with another base and parts of the variance."""
+        scalar = self.event_shape == ()
+        epistemic, aleatoric = (part.unsqueeze(-1) if scalar else part for part in (epistemic, aleatoric))
+        return type(self)(self.likelihood, base, epistemic, aleatoric, scalar, self.num_outputs)
 
 
 class BernoulliResponse(FactorizedResponse):
-    """Independent binary responses, one per output, from the log odds (n, C)."""
+    """Independent binary responses, one per output."""
 
-    def __init__(
-        self, likelihood: ObservationModel, logits: Tensor, epistemic: Tensor, aleatoric: Tensor, scalar: bool = False
-    ) -> None:
+    @classmethod
+    def of(
+        cls, likelihood: ObservationModel, logits: Tensor, epistemic: Tensor, aleatoric: Tensor, scalar: bool = False
+    ) -> BernoulliResponse:
+        """From the log odds (n, C)."""
         base = td.Bernoulli(logits=logits.squeeze(-1) if scalar else logits, validate_args=False)
-        super().__init__(likelihood, base, epistemic, aleatoric, scalar)
+        return cls(likelihood, base, epistemic, aleatoric, scalar)
 
     def tempered(self, temperature: float | Tensor) -> BernoulliResponse:
         """Log odds divided by T; the parts of the variance keep their ratio."""
-        scalar = self.event_shape == ()
         logits, share = self.logits / temperature, self._epistemic_share()
         variance = torch.sigmoid(logits) * torch.sigmoid(-logits)
-        parts = (logits, share * variance, (1 - share) * variance)
-        logits, epistemic, aleatoric = (part.unsqueeze(-1) if scalar else part for part in parts)
-        return BernoulliResponse(self.likelihood, logits, epistemic, aleatoric, scalar)
+        return self._with(td.Bernoulli(logits=logits, validate_args=False), share * variance, (1 - share) * variance)
 
     @property
     def probs(self) -> Tensor:
@@ -268,13 +271,6 @@ class BernoulliResponse(FactorizedResponse):
     def logits(self) -> Tensor:
         """Log odds of 1, for each output, (n, C) or (n,)."""
         return self.base_dist.logits
-
-    @classmethod
-    def _join(cls, parts: Sequence[Self]) -> Self:
-        scalar = parts[0].event_shape == ()
-        logits, epistemic, aleatoric = (row.unsqueeze(-1) if scalar else row
-                                        for row in _concatenated(parts, "logits", "epistemic", "aleatoric"))
-        return cls(parts[0].likelihood, logits, epistemic, aleatoric, scalar)
 
 
 class CategoricalResponse(Response, td.Categorical):
