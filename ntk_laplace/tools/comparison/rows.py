@@ -31,14 +31,10 @@ class Rows(Generic[Row]):
 
     def __getitem__(self, label: str) -> Row:
         """The row with this label."""
-        rows = dict(zip(self._labels, self.rows, strict=True))
+        rows = {getattr(row, fields(self._row)[0].name): row for row in self.rows}
         if label not in rows:
             raise KeyError(f"no {self._what} {label!r} among {', '.join(rows)}")
         return rows[label]
-
-    @property
-    def _labels(self) -> list[str]:
-        return [getattr(row, fields(self._row)[0].name) for row in self.rows]
 
     def to_dataframe(self) -> pandas.DataFrame:
         """One line and one column per row and attribute of a row."""
