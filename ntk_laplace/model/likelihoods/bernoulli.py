@@ -43,7 +43,7 @@ class Bernoulli(PerOutput):
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check targets in [0, 1], (N, C), or (N,) for one output."""
-        y = self._columns(y, num_examples, num_outputs)
+        y = super().targets(y, num_examples, num_outputs)
         remedy = "Map labels of -1 and 1 by (y + 1) / 2; use Categorical() for more classes."
         good = ((y >= 0) & (y <= 1)) | y.isnan()
         require(good, y, "targets that are 0 or 1, or a probability of 1", remedy)

@@ -139,12 +139,6 @@ class Gaussian(PerOutput):
             scaled.log_noise.add_(math.log(factor))  # Σ = U diag(D) Uᵀ scales with D
         return scaled
 
-    # --- validation ---------------------------------------------------------------------------------------
-
-    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check real targets, (N, C), or (N,) for one output."""
-        return self._columns(y, num_examples, num_outputs)
-
     def log_curvature_scale(self) -> Tensor | None:
         """Return -log σ² for a scalar variance, where Λ = I/σ²."""
         return -self.log_noise if self.kind == "scalar" else None

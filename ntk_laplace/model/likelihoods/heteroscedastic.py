@@ -105,10 +105,6 @@ class HeteroscedasticGaussian(PerOutput):
                                "Let the last layer return the first parameters of all responses, then the second ones.")
         return num_outputs // 2
 
-    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check real targets, (N, D), or (N,) for one response."""
-        return self._columns(y, num_examples, num_outputs)
-
     # --- the density and its derivatives in f
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:

@@ -35,6 +35,12 @@ class PerOutput(Likelihood):
                        "Leave it out, or write NaN where a target is missing.", error=HyperparameterError)
         self.missing = missing
 
+    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """Check real targets, (N, D), or (N,) for one response; NaN is allowed if it marks a missing one."""
+        remedy = ("Remove or impute examples with missing targets, or say that NaN marks a missing one, "
+                  f'{type(self).__name__}(missing="nan").')
+        return read_columns(y, num_examples, self.num_responses(num_outputs), self.missing is not None, remedy)
+
     def observed(self, y: Tensor) -> Tensor | None:
         """Mask of observed targets, (N, D); None if all are observed."""
         if self.missing is None:
@@ -57,12 +63,6 @@ class PerOutput(Likelihood):
     def record(self) -> dict[str, Any]:
         """The mark of missing targets."""
         return {"missing": self.missing}
-
-    def _columns(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Read targets (N, D); NaN is allowed if it marks a missing target."""
-        remedy = ("Remove or impute examples with missing targets, or say that NaN marks a missing one, "
-                  f'{type(self).__name__}(missing="nan").')
-        return read_columns(y, num_examples, self.num_responses(num_outputs), self.missing is not None, remedy)
 
     def _filled(self, f: Tensor, y: Tensor) -> Tensor:
         """Targets in the dtype of f, zero where missing."""

@@ -38,7 +38,7 @@ class Poisson(PerOutput):
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check counts, (N, C), or (N,) for one output."""
-        y = self._columns(y, num_examples, num_outputs)
+        y = super().targets(y, num_examples, num_outputs)
         remedy = "Poisson() is for counts; continuous targets want another likelihood, such as Gaussian()."
         good = ((y >= 0) & (y == y.floor())) | y.isnan()
         require(good, y, "targets that are whole numbers from 0", remedy)
