@@ -40,7 +40,7 @@ class Hill:
         """The history, and what was warned of."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            history = maximize(self, torch.zeros(1), **options)
+            history = maximize(self, **options)
         return history, "; ".join(str(one.message) for one in caught)
 
     @property

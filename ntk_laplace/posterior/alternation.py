@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from ntk_laplace.errors import untold
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.optimum import Annealing, Held
@@ -21,8 +19,7 @@ _FIRST = 10  # times as many steps of L-BFGS at the first weights
 
 
 def alternate(
-    fit: Callable[[], Evidence], theta: Callable[[], Tensor], objective: Objective, data: Held, rounds: int, steps: int,
-    progress: bool | None,
+    fit: Callable[[], Evidence], objective: Objective, data: Held, rounds: int, steps: int, progress: bool | None
 ) -> None:
     """Train a network together with its hyperparameters, from the weights that it has: [I21] Algorithm 1.
 
@@ -33,8 +30,6 @@ def alternate(
     ----------
     fit : callable
         Fits a posterior at the network's present weights; its prior and likelihood are those of the objective.
-    theta : callable
-        Returns the weights, (P,).
     objective : Objective
     data : Held
     rounds : int
@@ -47,11 +42,11 @@ def alternate(
     ascent = Ascent(None, _LOG_RATE, _BOUNDS)
     with untold():  # of hyperparameters and weights that go on
         # not by Adam: its later steps would be too short, after the slopes of hyperparameters that are far off
-        first = maximize(fit(), theta(), steps=_FIRST * steps, bounds=_BOUNDS, progress=False)
+        first = maximize(fit(), steps=_FIRST * steps, bounds=_BOUNDS, progress=False)
         found = [first.evidence[-1]]
         for _ in track(range(rounds), lambda: f"ntk_laplace: retraining, evidence {found[-1]:.6g} nats", rounds,
                        progress):
             objective.settle()
             annealing.advance()
-            found.append(ascent.climb(fit(), theta(), steps)[1])
+            found.append(ascent.climb(fit(), steps)[1])
     objective.settle()

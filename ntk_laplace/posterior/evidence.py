@@ -215,7 +215,7 @@ class EvidenceVerbs(Fitted):
                                    f"that of structure={self.structure!r}, which is an estimate",
                                    'Leave correction= out, or fit with structure="gp" or "full".')
         with torch.inference_mode(False):  # it needs gradients
-            return maximize(self, self._fitted.theta, method, parameters, steps, tolerance, bounds,
+            return maximize(self, method, parameters, steps, tolerance, bounds,
                             estimated=estimated, **options)
 
     def effective_parameters(self) -> Tensor:

@@ -133,8 +133,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         try:
             if evidence_steps:
                 own = _of_the_evidence(spec, objective)
-                alternate(lambda: self._derived(fit(own, batches)), lambda: network.theta.to(self.dtype), objective,
-                          held, rounds, evidence_steps, shown)
+                alternate(lambda: self._derived(fit(own, batches)), objective, held, rounds, evidence_steps, shown)
             watched = WatchedFit(partial(fit, spec, batches))
             fitted = converged(objective, held, watched, steps, tolerance, _AIM * tolerance, shown,
                                f"pass more than steps={steps}")

@@ -119,7 +119,7 @@ class Run:
         self.posterior = None  # release the old factors before new ones are allocated
         found = self.step_evidence.at(self.model, left, quietly=bool(self.history.evidence))
         before = present_values(self.model.likelihood)
-        first, last = self.ascent.climb(found.evidence, found.theta, self.schedule.steps)
+        first, last = self.ascent.climb(found.evidence, self.schedule.steps)
         history, variables = self.history, Variables(found.evidence, self.ascent.which)
         history.names = variables.names
         history.epochs.append(epoch)

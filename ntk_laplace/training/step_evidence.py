@@ -25,17 +25,11 @@ from ntk_laplace.training.model import Model
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evidence as a function of the hyperparameters, at weights θ (P,)."""
+    """An evidence as a function of the hyperparameters, at the present weights."""
 
     evidence: Evidence
-    theta: Tensor
     posterior: Posterior | None  # that of all examples with the training's structure, if it was fitted
     examples: int | None  # M, the number of examples in the log determinant; None for all, at every evaluation
-
-    @classmethod
-    def of(cls, posterior: Posterior, examples: int | None = None) -> Evaluation:
-        """The evidence of a posterior of all examples."""
-        return cls(posterior, posterior.network.theta.to(posterior.dtype), posterior, examples)
 
 
 class StepEvidence:
@@ -49,7 +43,8 @@ class StepEvidence:
 
     def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
         """The evidence at the present weights, as a function of the hyperparameters; `left` evaluations follow."""
-        return Evaluation.of(model.posterior(quietly))
+        posterior = model.posterior(quietly)
+        return Evaluation(posterior, posterior, None)
 
 
 class SubsetEvidence(StepEvidence):
@@ -86,7 +81,7 @@ class SubsetEvidence(StepEvidence):
             m = min(self.most, max(self.examples, self.total >> max(0, left + 1 - self.whole)))
             try:
                 if m == self.total and model.exact() is model:
-                    return Evaluation.of(model.posterior(quietly), m)
+                    return replace(super().at(model, left, quietly), examples=m)
                 part = replace(model, data=self._drawn(m), structure="auto").posterior(quietly)
             except MemoryBudgetError as error:
                 if m == self.examples:
@@ -94,7 +89,7 @@ class SubsetEvidence(StepEvidence):
                 self.most = max(self.examples, m // 2)
             else:
                 bound = _Bound(part, read_points(part.fitted.model, self.batches()), self.total / m)
-                return Evaluation(bound, part.network.theta.to(part.dtype), None, m)
+                return Evaluation(bound, None, m)
 
     def _drawn(self, m: int) -> DataLoader:
         """M examples by torch's global random state, in batches as they are read."""
@@ -121,7 +116,7 @@ class _Bound:
 
     def __init__(self, part: Posterior, points: TrainingPoints, factor: float) -> None:
         self.part, self.points, self.factor = part, points, factor
-        self.prior, self.likelihood, self.dtype = part.prior, part.likelihood, part.dtype
+        self.prior, self.likelihood, self.fitted, self.dtype = part.prior, part.likelihood, part.fitted, part.dtype
         self.f, self.targets, self.weights = points.f, points.targets, points.counts
 
     def log_likelihood(self) -> Tensor:
@@ -150,7 +145,7 @@ class _Bound:
         if correction:
             raise UnsupportedError("a bound without correction", "correction=True", "Leave it out.")
         fit = self.log_likelihood()
-        log_prior = -self.prior.energy(self.part.fitted.theta)
+        log_prior = -self.prior.energy(self.fitted.theta)
         return fit + log_prior.to(fit) - 0.5 * self.factor * self.part.log_det().to(fit)
 
 

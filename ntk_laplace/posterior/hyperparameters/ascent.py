@@ -24,15 +24,15 @@ class Ascent:
         self.which, self.learning_rate, self.bounds = which, learning_rate, bounds
         self._moving: tuple[Tensor, torch.optim.Optimizer] | None = None
 
-    def climb(self, posterior: Evidence, theta: Tensor, steps: int) -> tuple[float, float]:
+    def climb(self, posterior: Evidence, steps: int) -> tuple[float, float]:
         """Take K steps on a posterior's evidence and set its hyperparameters to the result ([I21] Eq. 7).
 
-        The steps are on the evidence with the prior's `log_hyperprior`, at weights θ (P,); with K = 0 nothing changes.
-        Return the evidence before and after, nats.
+        The steps are on the evidence with the prior's `log_hyperprior`; with K = 0 nothing changes. Return the evidence
+        before and after, nats.
         """
         variables = Variables(posterior, self.which)
         with variables.alone():
-            spectral = SpectralEvidence.of(posterior, theta, list(variables.parameters)) if steps > 1 else None
+            spectral = SpectralEvidence.of(posterior, list(variables.parameters)) if steps > 1 else None
             evidence: SearchObjective = spectral or Differentiable(posterior.log_marginal_likelihood)
             logs, optimizer = self._bound(variables)
             low, high = variables.box(self.bounds)

@@ -29,6 +29,7 @@ from ntk_laplace.posterior.hyperparameters.objectives import (
     Evidence,
     SearchObjective,
     SpectralEvidence,
+    distances_of,
     local_evidence,
 )
 from ntk_laplace.posterior.hyperparameters.variables import Variables
@@ -40,15 +41,14 @@ _CERTAIN = -1e-2  # nats; a larger evidence of labels means certainty
 
 
 def maximize(
-    posterior: Evidence, theta: Tensor, method: str = "lbfgs", parameters: Sequence[str] | None = None,
-    steps: int = 200, tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), *, estimated: bool = False,
-    **options: Any,
+    posterior: Evidence, method: str = "lbfgs", parameters: Sequence[str] | None = None, steps: int = 200,
+    tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), *, estimated: bool = False, **options: Any,
 ) -> HyperparameterHistory:
     """Maximize a posterior's evidence over its hyperparameters, and set them to the best values.
 
     Where the prior has a hyperprior (`GaussianPrior.log_hyperprior`), it is added to the evidence, also in the history.
-    The weights are θ (P,), and the arguments those of `fit_hyperparameters`. If log det B is `estimated`, its gradient
-    is another estimate: "lbfgs" needs a local model of it.
+    The arguments are those of `fit_hyperparameters`. If log det B is `estimated`, its gradient is another estimate:
+    "lbfgs" needs a local model of it.
     """
     correction, progress = options.pop("correction", False), options.pop("progress", None)
     require_flags(correction=correction, progress=progress is not None and progress)
@@ -64,15 +64,15 @@ def maximize(
     if method == "mackay":
         _require_fixed_point(posterior, set(variables.parameters), correction)
     which = list(variables.parameters)
-    evidence: SearchObjective | None = None if correction else SpectralEvidence.of(posterior, theta, which)
+    evidence: SearchObjective | None = None if correction else SpectralEvidence.of(posterior, which)
     # the gradient of an estimate is another estimate: a search needs a function and its own gradient
     searched = evidence is None and not correction and method != "mackay"
-    local = local_evidence(posterior, theta, which) if searched else None
+    local = local_evidence(posterior, which) if searched else None
     if estimated and searched and local is None:
         _follow_an_estimate(method, which)
     if evidence is None:
         evidence = Differentiable(partial(posterior.log_marginal_likelihood, correction=correction))
-    search = _Search(variables, evidence, theta, method, bounds, steps, tolerance, rate, progress)
+    search = _Search(variables, evidence, method, bounds, steps, tolerance, rate, progress)
     history = search.history
     try:
         with variables.alone():
@@ -102,12 +102,11 @@ class _Step:
 class _Search:
     """An evidence over a box of logarithms, with the prior's hyperprior, and the history of evaluations.
 
-    `theta` are the weights, and `rate` is Adam's; the other fields are the arguments of `maximize`.
+    The rate is Adam's; the fields after the evidence are arguments of `maximize`.
     """
 
     variables: Variables
     evidence: SearchObjective
-    theta: Tensor
     method: str
     bounds: tuple[float, float]
     steps: int
@@ -237,7 +236,7 @@ def _by_local_models(search: _Search, local: SearchObjective) -> None:
             return search.stop(True, f"a local model moves its hyperparameters by {move:.1g} in logarithms")
         before = move
         variables.set(end.logs)
-        found = local_evidence(variables.posterior, search.theta, list(variables.parameters))
+        found = local_evidence(variables.posterior, list(variables.parameters))
         assert found is not None
         local = found
     return search.stop(False, f"{tuning.ANCHORS} local models were not enough")
@@ -297,8 +296,7 @@ def _adam(search: _Search) -> None:
 def _mackay(search: _Search) -> None:
     """Alternate δ_g = γ_g/‖θ_g - μ0‖² and σ² = Σ‖y - f‖²/(NC - γ) with γ."""
     variables = search.variables
-    distances = variables.posterior.prior.group_distances(search.theta)
-    distances = distances.clamp_min(torch.finfo(torch.float64).tiny).cpu()
+    distances = distances_of(variables.posterior).clamp_min(torch.finfo(torch.float64).tiny).cpu()
     variables.set(search.inside(search.start))
     for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, search.progress):
         step = search.at(variables.get())

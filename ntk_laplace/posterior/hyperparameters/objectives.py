@@ -14,6 +14,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.scalars import plain
+from ntk_laplace.structures import FittedModel
 
 
 class Evidence(Protocol):
@@ -26,6 +27,10 @@ class Evidence(Protocol):
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood."""
+
+    @property
+    def fitted(self) -> FittedModel:
+        """What was fitted, at the weights of the evidence."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,6 +65,11 @@ class Evidence(Protocol):
 
     def effective_parameters(self) -> Tensor:
         """γ_g, (G,)."""
+
+
+def distances_of(posterior: Evidence) -> Tensor:
+    """‖θ_g - μ0_g‖² of each prior group, (G,)."""
+    return posterior.prior.group_distances(posterior.fitted.theta)
 
 
 class SearchObjective(ABC):
@@ -117,22 +127,22 @@ class SpectralEvidence(SearchObjective):
     the other few numbers would take longer than they do.
     """
 
-    def __init__(self, posterior: Evidence, theta: Tensor, terms: Sequence[LogDetTerm], moving: bool) -> None:
+    def __init__(self, posterior: Evidence, terms: Sequence[LogDetTerm], moving: bool) -> None:
         self._posterior, self._terms, self._moving = posterior, terms, moving
         prior, scale = posterior.prior, posterior.log_scale() if moving else None
         with torch.no_grad():
-            self._log_precision, self._distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
+            self._log_precision, self._distances = prior.log_precision.detach().clone(), distances_of(posterior)
             self._log_scale = None if scale is None else scale.detach().clone()
             self._log_likelihood = plain(posterior.log_likelihood())
 
     @classmethod
-    def of(cls, posterior: Evidence, theta: Tensor, which: Sequence[str]) -> SpectralEvidence | None:
+    def of(cls, posterior: Evidence, which: Sequence[str]) -> SpectralEvidence | None:
         """Over the hyperparameters of these names; None where the terms do not tell it."""
         moving = bool(set(which) - {"precision"})
         if moving and posterior.log_scale() is None:
             return None
         terms = posterior.log_det_terms()
-        return None if terms is None else cls(posterior, theta, terms, moving)
+        return None if terms is None else cls(posterior, terms, moving)
 
     def value(self) -> Tensor:
         """One pass over the terms."""
@@ -168,7 +178,7 @@ class SpectralEvidence(SearchObjective):
         return -0.5 * value, -0.5 * (energies + slope), 0.5 * slope.sum()
 
 
-def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> SearchObjective | None:
+def local_evidence(posterior: Evidence, which: Sequence[str]) -> SearchObjective | None:
     """The evidence near the present hyperparameters, for an estimated log det B; None where it is not estimated.
 
     The likelihood may be optimized too if it only multiplies Λ by a scalar.
@@ -179,7 +189,7 @@ def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> 
     if log_det is None:
         return None
     with torch.no_grad():
-        log_precision, distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
+        log_precision, distances = prior.log_precision.detach().clone(), distances_of(posterior)
         log_scale = None if scale is None else scale.detach().clone()
 
     def evidence() -> Tensor:
