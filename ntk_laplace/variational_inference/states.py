@@ -47,7 +47,7 @@ class VariationalState(ABC):
     @property
     @abstractmethod
     def precision(self) -> PosteriorPrecision:
-        """H, factorized. Its `log_det` may be relative to another diagonal than P0; see `posterior_precision`."""
+        """H, factorized. Its `log_det` may be relative to another diagonal than P0."""
 
     @abstractmethod
     def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
