@@ -318,8 +318,9 @@ class Estimator:
 
 def _named(number: NDArray[np.intp], classes: NDArray[Any]) -> NDArray[Any]:
     """Labels by number; None for -1."""
-    found = classes if (number >= 0).all() else classes.astype(object)
-    found = found[number]
+    if (number >= 0).all():
+        return classes[number]
+    found = classes.astype(object)[number]
     found[number < 0] = None
     return found
 
