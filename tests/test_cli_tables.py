@@ -71,6 +71,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def read(path: str) -> pandas.DataFrame:
+    """A table with all digits, which pandas reads by itself from version 3 on."""
+    older = int(pandas.__version__.partition(".")[0]) < 3
+    return pandas.read_csv(path, **({"float_precision": "round_trip"} if older else {}))
+
+
 def table(x: np.ndarray, price: np.ndarray) -> pandas.DataFrame:
     rows = np.arange(len(x))
     return pandas.DataFrame(
@@ -98,7 +104,7 @@ def evidence(data: str, target: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", list(MODELS))
 def test_a_csv_gives_the_evidence_of_the_npz_to_all_digits(target: str, folder: Path) -> None:
-    pandas.read_csv(f"{target}.csv").to_csv("packed.csv.gz", index=False)
+    read(f"{target}.csv").to_csv("packed.csv.gz", index=False)
     expected = evidence(f"{target}.npz", target)
     assert evidence(f"{target}.csv", target) == expected and evidence("packed.csv.gz", target) == expected
 
@@ -106,7 +112,7 @@ def test_a_csv_gives_the_evidence_of_the_npz_to_all_digits(target: str, folder: 
 @pytest.mark.parametrize("target", list(MODELS))
 def test_parquet_gives_the_evidence_of_the_npz_to_all_digits(target: str, folder: Path) -> None:
     pytest.importorskip("pyarrow")
-    frame = pandas.read_csv(f"{target}.csv")
+    frame = read(f"{target}.csv")
     frame.set_axis(np.arange(len(frame)) * 2).to_parquet("t.parquet")  # an index that is no column
     assert evidence("t.parquet", target) == evidence(f"{target}.npz", target)
 
@@ -122,7 +128,7 @@ def test_decimal_columns_are_numbers(folder: Path) -> None:
 
 def test_a_named_index_is_a_column(folder: Path) -> None:
     pytest.importorskip("pyarrow")
-    frame = pandas.read_csv("all.csv")
+    frame = read("all.csv")
     frame.set_index("height").to_parquet("named.parquet")
     frame.set_index(pandas.Index(np.arange(20)[::-1])).to_parquet("unnamed.parquet")
     for name in ("named", "unnamed"):
@@ -155,7 +161,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def predicted(data: str, inputs: str, target: str, *more: str) -> pandas.DataFrame:
     assert cli.main([*line("predict", data, target), "--inputs", inputs, *more]) == 0
-    return pandas.read_csv("predictions.csv")
+    return read("predictions.csv")
 
 
 @pytest.mark.slow
@@ -164,7 +170,7 @@ def test_predictions_of_tables_are_those_of_the_npz(
     target: str, folder: Path, quick: None, capsys: pytest.CaptureFixture
 ) -> None:
     """Columns of the inputs in another order, with the targets and without; the names of the classes are used."""
-    frame = pandas.read_csv(f"{target}.csv")
+    frame = read(f"{target}.csv")
     new = frame.iloc[5:10]
     new[["width", "height", target]].to_csv("new.csv", index=False)
     new[["width", "height"]].to_csv("unknown.csv", index=False)
@@ -186,7 +192,7 @@ def test_predictions_of_tables_are_those_of_the_npz(
 @pytest.mark.parametrize("target", ["price", "kind"])
 def test_targets_in_some_rows(target: str, folder: Path, quick: None, capsys: pytest.CaptureFixture) -> None:
     """Predictions need none: a row without a target, or with one that is unknown, has no score."""
-    new = pandas.read_csv(f"{target}.csv").iloc[5:10].astype(object)
+    new = read(f"{target}.csv").iloc[5:10].astype(object)
     new.to_csv("new.csv", index=False)
     whole = predicted(f"{target}.csv", "new.csv", target)
     rest = ["target", "covered"]
@@ -220,7 +226,7 @@ def test_the_page_of_explanations_has_the_names_of_the_table(folder: Path) -> No
 
 
 def test_names_of_two_classes_for_one_output(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    frame = pandas.read_csv("price.csv")
+    frame = read("price.csv")
     above = frame["price"] > 0
     values = []
     for column in (above.map({True: "yes", False: "no"}), above, above.astype(int)):
@@ -231,7 +237,7 @@ def test_names_of_two_classes_for_one_output(folder: Path, capsys: pytest.Captur
 
 
 def test_missing_targets_are_allowed_where_the_likelihood_has_them(folder: Path) -> None:
-    frame = pandas.read_csv("price.csv")
+    frame = read("price.csv")
     frame.loc[3, "price"] = np.nan
     frame.to_csv("gaps.csv", index=False)
     np.savez("gaps.npz", X=frame[["height", "width"]], y=frame["price"])
@@ -301,7 +307,7 @@ def test_the_error_for_another_encoding_shows_the_line_that_converts_it(
     encoding: str, name: str, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """The remedy is run as it is printed."""
-    table = pandas.read_csv("kind.csv").rename(columns={"height": "h\u00f6he"})
+    table = read("kind.csv").rename(columns={"height": "h\u00f6he"})
     table.to_csv(name, index=False, encoding=encoding)
     assert cli.main(line("evidence", name, "kind")) == 1
     message = capsys.readouterr().err
@@ -353,7 +359,7 @@ def test_targets_that_are_no_numbers_and_no_classes_are_one_line(
 ) -> None:
     """As Parquet and CSV have them."""
     values, task, words = VALUES[name]
-    found = pandas.read_csv("price.csv").assign(price=pandas.Series(values))
+    found = read("price.csv").assign(price=pandas.Series(values))
     monkeypatch.setattr("ntk_laplace.tools.cli.examples.read_table", lambda *_: found)
     refused(["fit", "t.csv", "--target", "price", *(["--task", task] if task else [])], words, capsys)
 
@@ -393,7 +399,7 @@ def test_wide_numbers_can_be_names() -> None:
 def test_tables_that_do_not_fit_are_one_line(
     arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    frame = pandas.read_csv("kind.csv")
+    frame = read("kind.csv")
     frame[["height", "kind"]].to_csv("less.csv", index=False)
     frame[["height", "width"]].to_csv("unknown.csv", index=False)
     frame.iloc[:2].assign(kind=["ant", "dog"]).to_csv("other.csv", index=False)
@@ -430,7 +436,7 @@ def fitted(target: str, capsys: pytest.CaptureFixture) -> tuple[pandas.DataFrame
     assert cli.main(["fit", f"{target}.csv", "--target", target, "--seed", "3", *QUICK]) == 0
     out = capsys.readouterr().out
     assert re.search(r"from 2 inputs: 16 rows to train, 4 held out$", out, re.MULTILINE), out
-    frame, found = pandas.read_csv(f"{target}.csv"), pandas.read_csv("out/predictions.csv")
+    frame, found = read(f"{target}.csv"), read("out/predictions.csv")
     assert len(found) == 4 and list(found["target"]) == list(frame[target].iloc[found["row"]])
     return frame, found, out
 
@@ -467,20 +473,20 @@ def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
 def test_each_class_is_held_out_in_its_share(rare: int, folder: Path) -> None:
     """The only row of a class is in the training."""
     kinds = ["rare"] * rare + ["common"] * (20 - rare)
-    pandas.read_csv("price.csv").assign(price=kinds).to_csv("t.csv", index=False)
+    read("price.csv").assign(price=kinds).to_csv("t.csv", index=False)
     for seed in ("0", "1"):
         assert cli.main(["fit", "t.csv", "--target", "price", "--seed", seed, *QUICK]) == 0
-        held_out = pandas.read_csv("out/predictions.csv")["target"].tolist()
+        held_out = read("out/predictions.csv")["target"].tolist()
         assert held_out.count("rare") == rare // 5 and len(held_out) == 4
-    few = pandas.read_csv("price.csv").iloc[:10].assign(price=[*"aabccccdee"])  # the shares are rounded to b and d
+    few = read("price.csv").iloc[:10].assign(price=[*"aabccccdee"])  # the shares are rounded to b and d
     few.to_csv("t.csv", index=False)
     assert cli.main(["fit", "t.csv", "--target", "price", *QUICK]) == 0
-    assert pandas.read_csv("out/predictions.csv")["target"].tolist() == ["c"]
+    assert read("out/predictions.csv")["target"].tolist() == ["c"]
 
 
 @pytest.mark.slow
 def test_constant_columns_are_named_and_not_ranked(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    pandas.read_csv("price.csv").assign(year=2024).to_csv("t.csv", index=False)
+    read("price.csv").assign(year=2024).to_csv("t.csv", index=False)
     drop = ["--drop", "height", "--drop", "width"]
     assert cli.main(["fit", "t.csv", "--target", "price", *drop, *QUICK]) == 0
     assert "Relevance" not in (out := capsys.readouterr().out) and "\nConstant in the training rows: year" in out
@@ -543,7 +549,7 @@ def test_what_a_target_is_taken_as(
 
     for name in ("Regressor", "Classifier"):
         monkeypatch.setattr(ntkl, f"Laplace{name}", taken(name))
-    pandas.read_csv("price.csv").assign(price=values).to_csv("t.csv", index=False)
+    read("price.csv").assign(price=values).to_csv("t.csv", index=False)
     assert cli.main(["fit", "t.csv", "--target", "price", *QUICK, *(["--task", task] if task else [])]) == 1
     printed = capsys.readouterr()
     assert kind in printed.err and not Path("out/predictions.csv").exists()
@@ -576,7 +582,7 @@ def test_what_a_target_is_taken_as(
 def test_what_cannot_be_fitted_is_one_line(
     arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    frame = pandas.read_csv("price.csv")
+    frame = read("price.csv")
     frame.iloc[:9].to_csv("few.csv", index=False)
     frame.to_csv("price.tsv", index=False, sep="\t")
     frame.to_csv("predictions.csv", index=False)
@@ -599,7 +605,7 @@ def test_sources_that_tell_nothing_are_refused_before_the_work(
 ) -> None:
     monkeypatch.setattr(ntkl, "LaplaceRegressor", lambda **_: pytest.fail("work began"))
     monkeypatch.setattr(ntkl, "laplace", lambda *_, **__: pytest.fail("work began"))
-    pandas.read_csv("price.csv").assign(month=months).to_csv("t.csv", index=False)
+    read("price.csv").assign(month=months).to_csv("t.csv", index=False)
     refused(["fit", "t.csv", "--target", "price", "--group", "month", *QUICK], words.format(16), capsys)
     explain = line("explain", "t.csv", "price", None, "--group", "month", "--inputs", "t.csv")
     refused(explain, words.format(20), capsys)
@@ -609,7 +615,7 @@ def test_sources_that_tell_nothing_are_refused_before_the_work(
 @pytest.mark.slow
 def test_columns_that_are_no_inputs(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """Numbers and names of rows, of the estimator and of a Python file; later tables may be with or without them."""
-    frame = pandas.read_csv("price.csv")
+    frame = read("price.csv")
     frame.assign(row=range(7, 27)).to_csv("t.csv", index=False)
     assert cli.main(["fit", "t.csv", "--target", "price", *QUICK]) == 0
     words = "\nAnother whole number in each row, an input too: row. Leave out what only numbers the rows: --drop row.\n"
@@ -622,9 +628,9 @@ def test_columns_that_are_no_inputs(folder: Path, capsys: pytest.CaptureFixture)
     found = []
     for table in ("t.csv", "price.csv"):
         assert cli.main(["predict", "out/model.joblib", "--inputs", table, "--out", "p.csv"]) == 0
-        found.append(pandas.read_csv("p.csv"))
+        found.append(read("p.csv"))
         assert cli.main(line("predict", "t.csv", "price", None, *drop, "--inputs", table, "--out", "p.csv")) == 0
-        found.append(pandas.read_csv("p.csv"))
+        found.append(read("p.csv"))
     assert found[0].equals(found[2]) and found[1].equals(found[3])
     capsys.readouterr()
     refused(["fit", "t.csv", "--target", "price", "--drop", "rows", *QUICK],
@@ -654,7 +660,7 @@ def test_a_page_that_fails_leaves_the_model(
 def test_whole_numbers_are_classes_by_all_their_digits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers that are one in double precision."""
     labels = np.array([10**17, 10**17 + 1])[np.arange(20) % 2]
-    pandas.read_csv("price.csv").assign(price=labels).to_csv("t.csv", index=False)
+    read("price.csv").assign(price=labels).to_csv("t.csv", index=False)
     options = argparse.Namespace(data=Path("t.csv"), target=["price"], task=None, source=None, drop=None,
                                  category=None, fill_missing=False)
     assert np.array_equal(read_examples(options).y, labels)
@@ -692,7 +698,7 @@ def test_commands_on_the_docs_page_run(folder: Path, quick: None, capsys: pytest
     page = (Path(__file__).resolve().parents[1] / "docs" / "tables.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(code, {})
-    frame = pandas.read_csv("price.csv")
+    frame = read("price.csv")
     frame.to_csv("train.csv", index=False)
     frame[["width", "height"]].to_csv("new.csv", index=False)
     Path("single.pt").rename("weights.pt")
@@ -704,4 +710,4 @@ def test_commands_on_the_docs_page_run(folder: Path, quick: None, capsys: pytest
         assert cli.main([*command[1:], *(["--epochs", "2"] if command[1] == "fit" else [])]) == 0
         if command[1] == "fit":
             assert capsys.readouterr().out.splitlines()[0] in page.splitlines()
-    assert len(pandas.read_csv("predictions.csv")) == 20
+    assert len(read("predictions.csv")) == 20
