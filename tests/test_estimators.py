@@ -35,9 +35,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:noise.* is not at the optimum of
 QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "random_state": 0}
 
 
+CHECKS = parametrize_with_checks([ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(8,), precision=1.0),
+                                  ntkl.LaplaceClassifier(epochs=1, hidden_layer_sizes=(8,))]).mark
+
+
 @pytest.mark.slow
-@parametrize_with_checks([ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(8,), precision=1.0),
-                          ntkl.LaplaceClassifier(epochs=1, hidden_layer_sizes=(8,))])
+@pytest.mark.parametrize(CHECKS.args[0], list(CHECKS.args[1]), **CHECKS.kwargs)  # once made, by scikit-learn 1.7
 def test_conformance(estimator: Any, check: Any) -> None:
     check(estimator)
 
