@@ -98,6 +98,7 @@ def test_random_folds_are_scored_by_networks_that_have_not_seen_them() -> None:
     ({"folds": 1}, ntkl.DataError, ("2 to 14 folds", "^1$", "Pass a number from 2 to 14")),
     ({"data": (torch.zeros(5, 2), torch.zeros(5))}, ntkl.DataError, ("the 14 training examples", "^5$", "of the fit")),
     ({"data": DataLoader(TensorDataset(*data_of(True)))}, ntkl.DataError, ("be split", "a DataLoader", "Pass the ten")),
+    ({"data": (torch.zeros(14, 2), torch.zeros(13))}, ntkl.DataError, ("one target for", "14 ex.* 13 tar", "Look at")),
     ({"data": {"x": 1}}, ntkl.DataError, ("data that can be split: ", "^a dict$", "Pass the tensors")),
 ])
 def test_bad_input(options: dict[str, Any], error: type[Exception], words: tuple[str, str, str]) -> None:
@@ -107,3 +108,10 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], words: tuple
     with refused(error, *words):
         posterior.cross_calibrate(**{"train": train, "data": data} | options)
     assert posterior.predictive is None
+
+
+def test_one_point_has_no_folds() -> None:
+    x, y = data_of(classes=False)
+    train = trained(lambda n: ntkl.Gaussian(0.2), 1)
+    with refused(ntkl.DataError, "two or more training points", "^1$", "Fit more"):
+        train((x[:1], y[:1])).cross_calibrate(train, (x[:1], y[:1]))

@@ -132,7 +132,7 @@ class CalibrationVerbs(PredictionVerbs):
             ``train((X, y))``, ``train((X, y, w))``, or ``train(dataset)``, as `data` are given. Let it take the
             hyperparameters of this posterior, or fit them again.
         data : (X, y), (X, y, w), or a Dataset
-            The training data, as for `laplace`.
+            The training data, as for `laplace`, in the order of the fit where the noise is per point.
         folds : int or array of int, (N,)
             Number of folds, drawn at random and of about equal size; or the fold of each point.
         seed : int

@@ -21,6 +21,8 @@ def fold_of_each(folds: Any, count: int, seed: int) -> Tensor:
     DataError
         If there are less than two folds or more than points, or they are not one whole number for each point.
     """
+    if count < 2:
+        raise DataError("two or more training points, for folds", f"{count}", "Fit more points.")
     remedy = f"Pass a number from 2 to {count}, or {count} integers."
     if is_whole(folds, 2) and folds <= count:
         require_whole("seed", seed, 0, "Pass for example seed=0.")
@@ -54,5 +56,8 @@ def parts_of(data: Any) -> tuple[int, Callable[[Tensor], Any]]:
         raise DataError("data that can be split: (X, y), (X, y, w), or a Dataset", whose,
                         "Pass the tensors, or the dataset of the loader.")
     x, y = as_tensors(pair[0]), as_tensor(pair[1])
+    if len(y) != num_examples(x):
+        raise DataError("one target for each example", f"{num_examples(x):,} examples and {len(y):,} targets",
+                        "Look at how the two were made.")
     columns = (x, y) if weights is None else (x, y, weights)
     return num_examples(x), lambda index: tuple(take(column, index) for column in columns)
