@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ntk_laplace.jacobian.fallback import NOT_VECTORIZED, vectorized_rows
 from ntk_laplace.jacobian.gradient_check import agree
 from ntk_laplace.jacobian.passes import passing
 from ntk_laplace.model.data import Inputs, leaves, map_tensors, num_examples, take
-from ntk_laplace.model.network import Network
+from ntk_laplace.model.network import Network, twice_differentiable
 
 
 class DifferentiableRows:
@@ -45,7 +44,7 @@ class DifferentiableRows:
         network = self.network
         fixed = {name: parameter.detach() for name, parameter in network.parameters.items()}
         # the fused kernels of attention have no second derivative
-        with passing(network), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        with passing(network), twice_differentiable(network.module), torch.enable_grad():
             f = network.evaluate_at(fixed, x)
             if self.vectorized is None:
                 self.vectorized = self._is_right(take(x, slice(0, 1)))

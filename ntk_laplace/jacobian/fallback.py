@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ntk_laplace.jacobian.blocks import Dense
 from ntk_laplace.jacobian.graph import rows_dtype
 from ntk_laplace.model.data import Inputs, map_tensors, num_examples, take
 from ntk_laplace.model.network import Network
+from ntk_laplace.runtime.threads import ProcessWide
 
 # of vmap: no batching rule, data-dependent control flow, or a custom function without `setup_context`
 NOT_VECTORIZED = (RuntimeError, NotImplementedError, ValueError, TypeError)
@@ -72,7 +74,9 @@ def vectorized_rows(network: Network, names: Sequence[str], x: Inputs, cotangent
 
     def outputs(values: dict[str, Tensor], example: Inputs) -> Tensor:
         single = map_tensors(lambda tensor: tensor.unsqueeze(0), example)
-        return functional_call(network.caller, {f"module.{n}": v for n, v in values.items()}, (single,)).reshape(-1)
+        named = {f"module.{name}": value for name, value in values.items()}
+        with network.threads.writing():
+            return functional_call(network.caller, named, (single,)).reshape(-1)
 
     def one(example: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
         pull = vjp(lambda values: outputs(values, example), chosen)[1]
@@ -80,7 +84,16 @@ def vectorized_rows(network: Network, names: Sequence[str], x: Inputs, cotangent
         found = [pull(cotangent)[0] for cotangent in cotangents]
         return {name: torch.stack([rows[name] for rows in found]) for name in names}
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")  # exact; the caller warned
+    with _WITHOUT_WARNINGS.entered():
         found = vmap(one, in_dims=(map_tensors(lambda tensor: 0, x), 1))(x, cotangents)
     return [found[name].transpose(0, 1).reshape(*cotangents.shape[:2], -1) for name in names]
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")  # exact; the caller warned
+        yield
+
+
+_WITHOUT_WARNINGS = ProcessWide(_without_warnings)

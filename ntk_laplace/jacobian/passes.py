@@ -148,6 +148,12 @@ class JacobianPass:
         """
         if self.sizes.edges is not None:
             return self.sizes
+        with self.network.threads.writing():
+            return self._prepared(x)
+
+    def _prepared(self, x: Inputs) -> BatchSizes:
+        if self.sizes.edges is not None:  # by another thread
+            return self.sizes
         with passing(self.network):
             out = probe(self.network, differentiable(x))
         with passing(self.network):  # the probe has set the network's precision
@@ -214,5 +220,6 @@ def _columns(root: Tensor | RootFunction | None) -> int | None:
 @contextlib.contextmanager
 def passing(network: Network) -> Iterator[None]:
     """Context of the forward and backward passes."""
-    with torch.inference_mode(False), preserved_rng(network.device), outside_autocast(), network.arithmetic():
+    with (torch.inference_mode(False), preserved_rng(network.device), outside_autocast(), network.arithmetic(),
+          network.threads.reading()):
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
@@ -15,6 +14,7 @@ from torch import Size, Tensor, nn
 from ntk_laplace.errors import NetworkError, is_whole
 from ntk_laplace.model.data import Inputs, map_tensors
 from ntk_laplace.model.network.precision import Autocast
+from ntk_laplace.runtime.threads import ProcessWide
 
 
 class Caller(nn.Module):
@@ -69,7 +69,7 @@ class Caller(nn.Module):
     def forward(self, x: Inputs) -> Tensor:
         """The module's output tensor; one row per example if it has positions."""
         x = map_tensors(torch.clone, x) if self.copies_inputs else x
-        with self.autocast.entered(), _FAST_PATH.off() if self._attends else nullcontext():
+        with self.autocast.entered(), _PLAIN_ATTENTION.entered() if self._attends else nullcontext():
             found = self._tensor(self._returned(x))
         return found if self.positions is None else _rows(found, self.positions)
 
@@ -115,29 +115,17 @@ class Caller(nn.Module):
         return "Its forward() names none of these keys and was given the dict: rename them, or wrap the network."
 
 
-class _FastPath:
-    """torch's fast path of attention, switched off while any thread is inside: the switch is the whole process's."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, True
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        with self._lock:
-            if self._inside == 0:
-                self._before = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
-                    torch.backends.mha.set_fastpath_enabled(self._before)
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
-_FAST_PATH = _FastPath()
+_PLAIN_ATTENTION = ProcessWide(_without_fast_path)
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 

@@ -21,6 +21,7 @@ from ntk_laplace.model.network.precision import Products, whole_convolutions
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
+from ntk_laplace.runtime.threads import ReadersAndWriters
 
 
 class Network(CheckedOutputs):
@@ -61,6 +62,8 @@ class Network(CheckedOutputs):
         Rows of embeddings that `substituted` leaves alone, found by `probe`.
     follows_values : bool
         Whether outputs follow values that replace the parameters where these are registered, known after `probe`.
+    threads : ReadersAndWriters
+        A block that puts other values in place of the parameters, or watches the module, is alone (`writing`).
 
     Raises
     ------
@@ -90,6 +93,7 @@ class Network(CheckedOutputs):
         self.input_dtype = InputDtype(first.dtype, frozenset(own))
         self._channels_last = False
         self.constant_rows: dict[str, Tensor] = {}
+        self.threads = ReadersAndWriters()
         # of the caller's network; without them when it is pickled
         self._given = {id(p): (name, weakref.ref(p)) for name, p in module.named_parameters()}
 
@@ -97,7 +101,8 @@ class Network(CheckedOutputs):
         return vars(self) | {"_given": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        earlier = {"constant_rows": {}, "_given": {}, "input_format": state.pop("_input_format", None)}
+        earlier = {"constant_rows": {}, "_given": {}, "input_format": state.pop("_input_format", None),
+                   "threads": ReadersAndWriters()}
         vars(self).update(earlier | state)
 
     @property
@@ -196,15 +201,16 @@ class Network(CheckedOutputs):
         if theta is None:
             yield
             return
-        own, form = {name: parameter.data for name, parameter in self._parameters.items()}, self._channels_last
-        try:
-            self.move_to(theta)
-            yield
-        finally:
-            for name, parameter in self._parameters.items():
-                parameter.data = own[name]
-            if self._channels_last != form:  # a call failed with weights in channels last, and changed the format
-                self.channels_last = self._channels_last
+        with self.threads.writing():
+            own, form = {name: parameter.data for name, parameter in self._parameters.items()}, self._channels_last
+            try:
+                self.move_to(theta)
+                yield
+            finally:
+                for name, parameter in self._parameters.items():
+                    parameter.data = own[name]
+                if self._channels_last != form:  # a call failed with weights in channels last, and changed the format
+                    self.channels_last = self._channels_last
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Split a flat vector (..., P) into tensors by name."""
@@ -257,7 +263,8 @@ class Network(CheckedOutputs):
         """
         self.require_values_followed()
         named = {f"module.{name}": value for name, value in self.substituted(values).items()}
-        found: Tensor = torch.func.functional_call(self.caller, named, (x,), tie_weights=tied)
+        with self.threads.writing():
+            found: Tensor = torch.func.functional_call(self.caller, named, (x,), tie_weights=tied)
         return found
 
     def substituted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -287,10 +294,12 @@ class Network(CheckedOutputs):
     def call(self, x: Inputs) -> Tensor:
         """What the private copy returns; its weights become contiguous if it needs them so."""
         try:
-            return self.caller(x)
+            with self.threads.reading():
+                return self.caller(x)
         except RuntimeError:
             if not self._channels_last:
                 raise
+        with self.threads.writing():
             self.channels_last = False
             try:
                 return self.caller(x)

@@ -19,13 +19,17 @@ from ntk_laplace.model.network.precision import Watched
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
+from ntk_laplace.runtime.threads import ProcessWide
 
 
 @contextmanager
 def twice_differentiable(module: nn.Module) -> Iterator[None]:
     """Run a block with kernels that have second derivatives: fused attention and recurrent layers do not."""
-    with sdpa_kernel(SDPBackend.MATH), unrolled(module):
+    with _UNFUSED_ATTENTION.entered(), unrolled(module):
         yield
+
+
+_UNFUSED_ATTENTION = ProcessWide(lambda: sdpa_kernel(SDPBackend.MATH))
 
 
 class ManyWeights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ntk_laplace.model.network.readings import autograd_nodes
+from ntk_laplace.runtime.threads import ProcessWide
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 _PRODUCTS = {
@@ -123,12 +124,16 @@ class Products(_Mode):
         return tuple(value if value is None else value.to(dtype) for value in found)
 
 
-@contextmanager
-def whole_convolutions() -> Iterator[None]:
+def whole_convolutions() -> AbstractContextManager[None]:
     """Run a block in which cuDNN convolves float32 numbers with all their digits; torch rounds them to TF32 by default.
 
     Three digits differ between algorithms, and so between batches: rows would not be those that are checked.
     """
+    return _WHOLE_CONVOLUTIONS.entered()
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     parts = cudnn.conv, cudnn.rnn
     before = [part.fp32_precision for part in parts]
@@ -146,6 +151,9 @@ def whole_convolutions() -> Iterator[None]:
         for part, own in zip(parts, before, strict=True):
             if part.fp32_precision != own:
                 part.fp32_precision = own
+
+
+_WHOLE_CONVOLUTIONS = ProcessWide(_without_tf32)
 
 
 def computation_dtype(module: nn.Module, out: Tensor, seen: Iterable[torch.dtype]) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch._decomp import get_decompositions
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
+
+from ntk_laplace.runtime.threads import ProcessWide
 
 _LAYERS = {getattr(torch, kind): getattr(torch.ops.aten, kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _STEPS = get_decompositions(list(_LAYERS.values()))
@@ -57,7 +59,7 @@ class _Unrolled(TorchFunctionMode):
         if func in _LAYERS:
             # weights are the fourth argument of packed sequences, and the third of others
             kind = "data" if isinstance(args[3], (list, tuple)) else "input"
-            with _without(torch.backends.mkldnn):  # which would run torch's fused kernel in float32
+            with _WITHOUT_MKLDNN.entered():  # which would run torch's fused kernel in float32
                 return _STEPS[getattr(_LAYERS[func], kind)](*args, **(kwargs or {}))
         return _CELLS.get(func, func)(*args, **(kwargs or {}))
 
@@ -84,5 +86,9 @@ def unrolled(module: nn.Module) -> Iterator[None]:
     if not scripted and not any(isinstance(layer, (nn.RNNBase, nn.RNNCellBase)) for layer in layers):
         yield
         return
-    with _Unrolled(), _without(*[torch.backends.cudnn, torch.backends.mkldnn] if scripted else []):
+    with _Unrolled(), _WITHOUT_KERNELS.entered() if scripted else nullcontext():
         yield
+
+
+_WITHOUT_MKLDNN = ProcessWide(lambda: _without(torch.backends.mkldnn))
+_WITHOUT_KERNELS = ProcessWide(lambda: _without(torch.backends.cudnn, torch.backends.mkldnn))

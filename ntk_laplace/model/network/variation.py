@@ -21,7 +21,7 @@ def varying(network: Network, x: Inputs, offset: int = 0) -> Callable[[Tensor], 
     are evaluated once. The first values are also evaluated with the whole network. If the two disagree, because
     the network uses a parameter elsewhere for example, the whole network is evaluated every time.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), network.threads.writing():
         head = head_of(network.module, network.names, lambda: network.outputs(network.call, x, offset))
     tried = False
 
@@ -31,7 +31,8 @@ def varying(network: Network, x: Inputs, offset: int = 0) -> Callable[[Tensor], 
             return network.with_parameters(theta, x)
         with torch.inference_mode(False), torch.no_grad(), network.caller.autocast.entered(), network.arithmetic():
             values = network.values(theta)
-            found = network.outputs(lambda _: known(values), x, offset)
+            with network.threads.writing():
+                found = network.outputs(lambda _: known(values), x, offset)
             if tried:
                 return found
             tried, whole = True, network.with_parameters(theta, x)

@@ -1,0 +1,158 @@
+"""One posterior in several threads: each gets the answers that it would get alone, and settings come back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ntk_laplace as ntkl
+from ntk_laplace.jacobian import JacobianPass
+from ntk_laplace.model.network import Network
+
+
+class Pausing(nn.Module):
+    """In another thread than the main one, waits once where other weights stand in place of its own."""
+
+    paused: threading.Event | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        paused = Pausing.paused
+        own = all(isinstance(weight, nn.Parameter) and weight.any() for weight in self.parameters())
+        if not own and paused is not None and threading.current_thread() is not threading.main_thread():
+            already = paused.is_set()
+            paused.set()
+            threading.Event().wait(0 if already else 0.05)
+        found: Tensor = self.last(self.hidden(x).tanh())
+        return found
+
+
+class Scaled(torch.autograd.Function):
+    """A function that no rule covers."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Uncovered(Pausing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Scaled.apply(x, self.scale))
+
+
+def data(n: int = 12) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(n, 3).double()
+    return x, x.sum(1, keepdim=True)
+
+
+def fitted(kind: Callable[[], nn.Module] = Pausing, **options: Any) -> ntkl.Posterior:
+    torch.manual_seed(0)
+    return ntkl.laplace(kind().double().eval(), data(), ntkl.Gaussian(0.1), **options)
+
+
+OTHERS: dict[str, Callable[[ntkl.Posterior, Tensor], object]] = {
+    "weight samples": lambda posterior, x: posterior.predict(x, "nn", samples=2),
+    "rows at other weights": lambda posterior, x: JacobianPass(posterior.network, x.dtype).rows(
+        x, theta=0 * posterior.network.theta),
+    "rows of the fallback": lambda posterior, x: posterior.predict(x[:2]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:no factor rule covers")
+@pytest.mark.parametrize("other", OTHERS)
+def test_weights_of_another_thread_are_not_seen(other: str) -> None:
+    kind = Uncovered if other == "rows of the fallback" else Pausing
+    posterior, (x, _) = fitted(kind, structure="full"), data()
+    expected, Pausing.paused = posterior.predict(x), threading.Event()
+    try:
+        thread = threading.Thread(target=OTHERS[other], args=(posterior, x))
+        thread.start()
+        assert Pausing.paused.wait(10)
+        found = posterior.predict(x)
+        thread.join()
+    finally:
+        Pausing.paused = None
+    assert torch.equal(found.mean, expected.mean) and torch.equal(found.variance, expected.variance)
+
+
+def test_the_first_answers_of_a_loaded_posterior(tmp_path: Path) -> None:
+    """Its network is probed at the first of them."""
+    torch.manual_seed(0)
+    network, (x, y) = Pausing().double().eval(), data()
+    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.1), structure="full")
+    posterior.save(tmp_path / "posterior.pt")
+    expected, loaded = posterior.predict(x), ntkl.load(tmp_path / "posterior.pt", network)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: loaded.predict(x[:n]), range(1, len(x) + 1)))
+    for n, one in enumerate(found, 1):
+        torch.testing.assert_close(one.variance, expected.variance[:n], rtol=1e-10, atol=0)
+
+
+class Watching(TorchDispatchMode):
+    """At a matrix product without oneDNN, says so and waits."""
+
+    def __init__(self, told: threading.Event, wait: threading.Event) -> None:
+        super().__init__()
+        self.told, self.wait = told, wait
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and not torch.backends.mkldnn.enabled:
+            self.told.set()
+            self.wait.wait(10)
+        return func(*args, **(kwargs or {}))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x.unsqueeze(1))[0][:, -1]
+        return found
+
+
+def test_recurrent_layers_in_two_threads_leave_the_kernels_on() -> None:
+    """Each thread restored what it found: the last one found them off."""
+    network, (x, _) = Network(Recurrent().double()), data()
+    one, two, done = threading.Event(), threading.Event(), threading.Event()
+
+    def evaluate(told: threading.Event, wait: threading.Event) -> None:
+        with Watching(told, wait):
+            network.evaluate(x)
+
+    threads = [threading.Thread(target=evaluate, args=events) for events in ((one, two), (two, done))]
+    threads[0].start()
+    assert one.wait(10)
+    threads[1].start()
+    threads[0].join()
+    done.set()
+    threads[1].join()
+    assert two.is_set() and torch.backends.mkldnn.enabled
