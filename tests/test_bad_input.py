@@ -147,10 +147,12 @@ ARRAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_arrays_backwards_or_in_another_byte_order():
+@pytest.mark.filterwarnings("error")
+def test_arrays_backwards_in_another_byte_order_or_read_only():
+    """Of the last, torch warns, once in a process."""
     x = inputs().numpy()
     want = fit(data=(inputs(), labels()), likelihood=CLASS()).predict(inputs()).probs
-    for array in (x[::-1].copy()[::-1], x.astype(">f8")):
+    for array in (x[::-1].copy()[::-1], x.astype(">f8"), np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape)):
         found = fit(data=(array, labels()), likelihood=CLASS())
         assert torch.equal(found.predict(inputs()).probs, want) and torch.equal(found.predict(array).probs, want)
 
@@ -163,6 +165,16 @@ def test_arrays_that_torch_does_not_read(case):
         with refused(errors.DataError, "a tensor", type(x).__name__, r"tensor\(numpy\.array\(X, dtype=float\)\)"):
             verb(x)
         verb(torch.tensor(np.array(x, dtype=float)))
+
+
+def test_masked_entries_are_refused():
+    """torch reads what the mask hides."""
+    x, y = inputs(), labels()
+    hidden, unknown = np.ma.masked_greater(x.numpy(), 1.0), np.ma.masked_equal(y.numpy(), 2)
+    for verb in (lambda: fit(data=(hidden, y), likelihood=CLASS()), lambda: fit(data=(x, unknown), likelihood=CLASS()),
+                 lambda: fit().predict(hidden)):
+        with refused(errors.DataError, "without masked entries", r"\d of \d+ masked", 'missing="nan"'):
+            verb()
 
 
 @pytest.mark.slow

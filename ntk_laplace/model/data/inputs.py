@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError
+from ntk_laplace.runtime.threads import ProcessWide
 
 # what a network takes; tensors share their first axis
 Inputs: TypeAlias = Tensor | Mapping[str, "Inputs"] | Sequence["Inputs"]
@@ -198,15 +201,33 @@ def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
 
     Raises
     ------
+    DataError
+        If entries are masked.
     TypeError, ValueError, RuntimeError
         If `x` cannot be converted.
     """
+    if np.ma.is_masked(x):
+        raise DataError("arrays without masked entries", f"{np.ma.count_masked(x):,} of {x.size:,} masked",
+                        "Impute inputs; mark missing targets as NaN, y.filled(numpy.nan), for a likelihood with "
+                        'missing="nan".')
     # torch treats a pandas column as a sequence and looks up its row named 0
     foreign = hasattr(x, "__array__") and not isinstance(x, (Tensor, np.ndarray))
     array = np.array(x) if foreign else x
     if isinstance(array, np.ndarray) and (min(array.strides, default=0) < 0 or not array.dtype.isnative):
         array = array.astype(array.dtype.newbyteorder("="), order="C")  # torch takes neither
-    return torch.as_tensor(array, dtype=dtype)
+    read_only = isinstance(array, np.ndarray) and not array.flags.writeable
+    with _READ_ONLY.entered() if read_only else nullcontext():
+        return torch.as_tensor(array, dtype=dtype)
+
+
+@contextmanager
+def _read_only() -> Iterator[None]:
+    with warnings.catch_warnings():  # nothing writes into it: a network that would is given a copy
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        yield
+
+
+_READ_ONLY = ProcessWide(_read_only)
 
 
 def as_tensors(x: Any) -> Inputs:
@@ -215,5 +236,7 @@ def as_tensors(x: Any) -> Inputs:
         return x
     try:
         return as_tensor(x)
+    except DataError:
+        raise
     except (TypeError, ValueError, RuntimeError):
         return x

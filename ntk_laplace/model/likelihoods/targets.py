@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NonFiniteError, TargetError
+from ntk_laplace.errors import DataError, NonFiniteError, TargetError
 from ntk_laplace.model.data import as_tensor
 
 MISSING_LABEL = -100  # the default `ignore_index` of torch.nn.CrossEntropyLoss
@@ -25,6 +25,8 @@ def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY
     """
     try:
         y = as_tensor(y)
+    except DataError:
+        raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise TargetError("targets as a tensor or an array of numbers", type(y).__name__,
                           "Convert the targets to a tensor.") from error
