@@ -156,3 +156,17 @@ def test_recurrent_layers_in_two_threads_leave_the_kernels_on() -> None:
     done.set()
     threads[1].join()
     assert two.is_set() and torch.backends.mkldnn.enabled
+
+
+def test_verbs_do_not_depend_on_the_default_device() -> None:
+    """On "meta" they failed or, as `elbo`, gave another number; with "cuda", random numbers from a seed have none."""
+    posterior, (x, _) = fitted(structure="full"), data()
+
+    def answers() -> list[Tensor]:
+        response, left_out = posterior.predict(x), posterior.remove([0]).predict(x)
+        return [response.mean, response.variance, left_out.mean, posterior.elbo().value]
+
+    expected = answers()
+    with torch.device("meta"):
+        found = answers()
+    assert all(map(torch.equal, found, expected))

@@ -1,4 +1,4 @@
-"""Floating precision: the rounding of a forward pass, and the `torch.autocast` state that it runs under."""
+"""Floating precision: the rounding of a forward pass, and the state of torch that it runs under."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ntk_laplace.model.network.readings import autograd_nodes
 from ntk_laplace.runtime.threads import ProcessWide
 
+_CPU = torch.device("cpu")
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 _PRODUCTS = {
     getattr(torch.ops.aten, name).default
@@ -24,20 +25,23 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class Autocast:
-    """A recorded state of `torch.autocast`, which can be restored.
+    """A recorded state of `torch.autocast`, and of torch's default device, which can be restored.
 
     Attributes
     ----------
     dtypes : tuple of (str, torch.dtype or None)
         For each device type, the dtype of autocast; None where autocast is off.
+    device : torch.device
+        Where torch makes tensors that are given no device.
     """
 
     dtypes: tuple[tuple[str, torch.dtype | None], ...] = tuple((kind, None) for kind in _DEVICE_TYPES)
+    device: torch.device = _CPU
 
     @classmethod
     def present(cls) -> Autocast:
         """The current state."""
-        return cls(tuple((kind, _autocast_dtype(kind)) for kind in _DEVICE_TYPES))
+        return cls(tuple((kind, _autocast_dtype(kind)) for kind in _DEVICE_TYPES), torch.get_default_device())
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -48,6 +52,8 @@ class Autocast:
         """
         cached = torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
+            if self.device != torch.get_default_device():
+                stack.enter_context(self.device)
             for kind, dtype in self.dtypes:
                 if dtype != _autocast_dtype(kind):
                     own = torch.get_autocast_dtype(kind) if dtype is None else dtype
@@ -65,9 +71,10 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Run a block (or, as a decorator, a function) outside of the caller's `torch.autocast`.
+    """Run a block (or, as a decorator, a function) outside of the caller's `torch.autocast` and default device.
 
-    Autocast would round float32 matrix products of the linear algebra. Network calls still use the state of the fit.
+    Autocast would round float32 matrix products of the linear algebra; random numbers from a seed, and indices, are
+    made on the CPU. Network calls still use the state of the fit.
     """
     with Autocast().entered():
         yield
