@@ -88,11 +88,14 @@ def test_later_tables_have_the_columns_as_they_are(frame: pandas.DataFrame, caps
     few = predict(frame.iloc[[3, 6]].drop(columns="price"))
     assert np.allclose(few["mean"], again["mean"][[3, 6]], rtol=1e-9)
     predict(frame.assign(kind="fir"), "expected categories of the training data ('ash', 'elm', 'oak') in column 'kind' "
-            "of new.csv; got 'fir' in row 0, counted from 0 below the names. Correct the name, or")
-    predict(frame.assign(kind="oak "), "got 'oak ' in row 0, counted from 0 below the names. It differs from 'oak' in "
-            "blanks alone. Correct the name, or")
+            "of new.csv; got 'fir' in rows 0, 1, 2 and 17 more, counted from 0 below the names. Correct the names, or "
+            "remove the rows; --skip-unknown predicts the others.")
+    predict(frame.assign(kind=["fir", "ash", "oak "] + ["yew", "box"] + ["elm"] * 15), "got 'fir' in row 0, 'oak ' in "
+            "row 2, 'yew' in row 3 and 1 other name, counted from 0 below the names. One differs from 'oak' in blanks "
+            "alone. Correct")
     predict(frame.assign(height=np.nan), "column 'height' of new.csv; got none in row 0, counted from 0 below the "
-            "names. Fill it in, or remove the row. No row of the training data lacks it.")
+            "names. Fill it in, or remove the row. No row of the training data lacks it; --skip-unknown predicts the "
+            "others.")
     predict(frame.drop(columns="kind"), "the 4 input columns of the training data in new.csv; got no 'kind'")
     assert cli.main(["explain", "own/model.joblib", "--inputs", "new.csv", "--out", "e.html"]) == 1
     frame.to_csv("new.csv", index=False)
@@ -105,6 +108,41 @@ def test_later_tables_have_the_columns_as_they_are(frame: pandas.DataFrame, caps
                        pytest.approx(own[2], rel=1e-3), own[3]]
     known = {tuple(row[1::2]) for row in wanted}
     assert rows["training"] and {tuple(row[1::2]) for row in rows["training"].values()} <= known
+
+
+@pytest.mark.slow
+def test_rows_with_unknown_inputs_can_be_skipped(frame: pandas.DataFrame, capsys: pytest.CaptureFixture) -> None:
+    """Their predictions are empty, those of the others are as they were; columns with gaps may have more of them."""
+    frame.loc[2, "width"] = np.nan
+    frame.to_csv("own.csv", index=False)
+    assert cli.main(["fit", "own.csv", "--target", "code", "--fill-missing", "--out", "own", *QUICK]) == 0
+
+    def predict(table: pandas.DataFrame, *more: str) -> pandas.DataFrame:
+        table.to_csv("new.csv", index=False)
+        capsys.readouterr()
+        assert cli.main(["predict", "own/model.joblib", "--inputs", "new.csv", "--out", "p.csv", *more]) == 0
+        return pandas.read_csv("p.csv", dtype=str)
+
+    frame.loc[4, "width"] = np.nan
+    whole, scores = predict(frame), capsys.readouterr().out.partition("\n\nThe first")[0]
+    assert predict(frame, "--skip-unknown").equals(whole) and capsys.readouterr().out.startswith(scores)
+    new = frame.copy()
+    new.loc[[1, 3], "kind"], new.loc[3, "height"] = "fir", np.nan
+    found, out = predict(new, "--skip-unknown"), capsys.readouterr().out
+    assert ("\nNo predictions of 2 of 20 rows: 'fir' in rows 1, 3 of column 'kind'; none in row 3 of column 'height'\n"
+            in out)
+    assert found["row"].equals(whole["row"]) and found.drop(columns="row").loc[[1, 3]].isna().all(axis=None)
+    rest = [row for row in range(20) if row not in (1, 3)]
+    exact = [name for name in whole if not name.startswith("probability")]  # whole numbers stay whole
+    assert found.loc[rest, exact].equals(whole.loc[rest, exact]) and "Scores of the 18 inputs" in out
+    explain = ["explain", "own/model.joblib", "--inputs", "new.csv", "--skip-unknown", "--out", "e.html"]
+    assert cli.main(explain) == 0 and "No predictions of 2 of 20 rows: " in capsys.readouterr().out
+    names = json.loads(Path("e.html").read_text().partition('id="data">')[2].partition("</script>")[0])["inputNames"]
+    assert names == [f"row {row}" for row in rest]
+    predict(new.assign(kind=["fir"] * 19 + ["oak"]), "--skip-unknown")
+    new.assign(kind="fir").to_csv("new.csv", index=False)
+    assert cli.main(explain) == 1
+    assert "expected a row of new.csv whose inputs the model knows; got 'fir' in rows 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", [".csv", ".parquet"])

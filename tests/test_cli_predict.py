@@ -6,6 +6,7 @@ import re
 import shlex
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -130,6 +131,13 @@ def score_lines(text: str) -> dict[str, list[float]]:
     return {name: [float(number) for number in numbers.split()] for name, numbers in rows}
 
 
+def compare(told: list[float], response: Any, y: torch.Tensor, covered: float) -> None:
+    """A line of the table with the scores of a response."""
+    terms = response.log_prob(y)
+    assert told.pop(1) == pytest.approx(float(terms.std()) / len(terms) ** 0.5, rel=0.05)  # two digits
+    assert told == pytest.approx([*metrics.held_out_scores(response, y).values(), covered], abs=6e-5)
+
+
 @pytest.mark.parametrize("name", ["labels", "real", "single", "both", "counts"])
 @pytest.mark.parametrize("held_out", [False, True], ids=["leave-one-out", "held out"])
 def test_points_of_the_pictures_are_those_of_the_fit(name: str, held_out: bool, folder: Path) -> None:
@@ -177,8 +185,7 @@ def test_classes(held_out: bool, folder: Path, here: Path, capsys: pytest.Captur
     scores = score_lines(printed.out)
     for name, one in (("network alone", posterior.predict(x, "map")), ("posterior as it is", plain),
                       ("calibrated posterior", response)):
-        own = metrics.held_out_scores(one, y)
-        assert scores[name] == pytest.approx([*own.values(), metrics.set_coverage(one.probs, y, [0.8])[0]], abs=6e-5)
+        compare(scores[name], one, y, metrics.set_coverage(one.probs, y, [0.8])[0])
     assert printed.err == "" and "WARNING" not in printed.out
     page = Path("predictions.html").read_text()
     assert page.count("<img ") == 4 and "Nothing speaks against" in page and 'href="predictions.csv"' in page
@@ -200,11 +207,8 @@ def test_responses_of_several_outputs(folder: Path, here: Path, capsys: pytest.C
         assert frame[f"covered_{name}"].tolist() == intervals.contains(y)[:, index].tolist()
     printed = capsys.readouterr().out
     assert f"They contain {intervals.coverage(y):.1%} of the 14 known targets." in printed
-    scores = score_lines(printed)
     own = metrics.interval_coverage(response.mean, response.variance, y, [0.9])[0]
-    assert scores["calibrated posterior"] == pytest.approx(
-        [*metrics.held_out_scores(response, y).values(), own], abs=6e-5
-    )
+    compare(score_lines(printed)["calibrated posterior"], response, y, own)
     assert Path("sub.html").exists() and not Path("predictions.html").exists()
 
 

@@ -417,6 +417,8 @@ def test_what_does_not_fit_a_model_is_one_line(models: Path, capsys: pytest.Capt
         assert words in capsys.readouterr().err
     assert cli.main(["predict", "array.joblib", "--inputs", "d.npz", "--drop", "width", "--out", "p.csv"]) == 1
     assert "a table, for --drop COLUMN; got d.npz. Leave --drop out." in capsys.readouterr().err
+    assert cli.main(["predict", "array.joblib", "--inputs", "d.npz", "--skip-unknown", "--out", "p.csv"]) == 1
+    assert "expected a table, for --skip-unknown; got d.npz. Leave it out." in capsys.readouterr().err
     found = []
     for inputs in (["more.csv", "--drop", "count"], ["new.csv"]):
         assert cli.main(["predict", "table.joblib", "--inputs", *inputs, "--out", "p.csv"]) == 0
@@ -458,6 +460,8 @@ FILE = ["predict", "model.joblib", "--inputs", "new.csv"]
         (["explain", "model.joblib"], "the following arguments are required: --inputs"),
         (["predict", "model.py", "--inputs", "new.csv", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood",
           "gaussian", "--network", "model.py"], "expected --network with a model.joblib alone"),
+        (["predict", "model.py", "--inputs", "new.csv", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood",
+          "gaussian", "--skip-unknown"], "expected --skip-unknown with a model.joblib alone; got it with a Python"),
     ],
 )
 def test_options_that_do_not_fit_leave_with_two(

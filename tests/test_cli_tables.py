@@ -7,6 +7,7 @@ import datetime
 import json
 import re
 import shlex
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
+from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.tools import cli
-from ntk_laplace.tools.cli.described import describe, tell_first
+from ntk_laplace.tools.cli.described import describe, fitted_words, tell_first
 from ntk_laplace.tools.cli.examples import read_examples, table_labels
 from ntk_laplace.tools.cli.predictions import score_table
 from ntk_laplace.tools.cli.tables import read_table, scored_classes, target_classes
@@ -461,10 +463,11 @@ def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
     error = found["target"] - mean
     assert set(scores(out)) == {"network alone", "posterior"}
     for name, own in {"network alone": np.full(4, model.noise_**0.5), "posterior": sd}.items():
-        density = (-0.5 * np.log(2 * np.pi) - np.log(own) - error**2 / own**2 / 2).mean()
+        density = -0.5 * np.log(2 * np.pi) - np.log(own) - error**2 / own**2 / 2
         covered = (np.abs(error) <= 1.6448536269514722 * own).mean()
-        told, rmse, inside = scores(out)[name]
-        assert [told, inside] == pytest.approx([density, covered], abs=5.1e-5)
+        told, spread, rmse, inside = scores(out)[name]
+        assert [told, inside] == pytest.approx([density.mean(), covered], abs=5.1e-5)
+        assert spread == pytest.approx(density.std(ddof=1) / 2, rel=0.05)
         assert rmse == pytest.approx((error**2).mean() ** 0.5, rel=5.1e-4)
 
 
@@ -511,7 +514,7 @@ def test_fit_of_classes(folder: Path, capsys: pytest.CaptureFixture) -> None:
         alone = model.network_(torch.as_tensor(x)).softmax(1).numpy()
     for name, own in {"network alone": alone, "posterior": p}.items():
         density, accuracy = np.log(own[np.arange(4), labels]).mean(), (own.argmax(1) == labels).mean()
-        assert scores(out)[name][:2] == pytest.approx([density, accuracy], abs=5.1e-5)
+        assert scores(out)[name][::2][:2] == pytest.approx([density, accuracy], abs=5.1e-5)
     assert list(found["predicted"]) == [["ant", "bee", "cat"][index] for index in p.argmax(1)]
     assert list(joblib.load("out/model.joblib").classes_) == ["ant", "bee", "cat"]
 
@@ -542,17 +545,18 @@ def test_what_a_target_is_taken_as(
 ) -> None:
     def taken(name: str) -> type:
         class Taken:
-            def __init__(self, **_: object) -> None:
-                raise ntkl.DataError("to stop here", name, "It is a test.")
+            def __init__(self, **options: object) -> None:
+                raise ntkl.DataError("to stop here", f"{name} {options['predictive']}", "It is a test.")
 
         return Taken
 
     for name in ("Regressor", "Classifier"):
         monkeypatch.setattr(ntkl, f"Laplace{name}", taken(name))
     read("price.csv").assign(price=values).to_csv("t.csv", index=False)
-    assert cli.main(["fit", "t.csv", "--target", "price", *QUICK, *(["--task", task] if task else [])]) == 1
+    more = ["--task", task, "--predictive", "folds"] if task else []
+    assert cli.main(["fit", "t.csv", "--target", "price", *QUICK, *more]) == 1
     printed = capsys.readouterr()
-    assert kind in printed.err and not Path("out/predictions.csv").exists()
+    assert f"{kind} {'folds' if task else 'loo'}" in printed.err and not Path("out/predictions.csv").exists()
     assert ("classes" if kind != "Regressor" else "real numbers") in printed.out
     few = kind == "Regressor" and len(np.unique(values)) <= 10
     assert ("(3 whole ones alone, which --task classes takes as classes)" in printed.out) is few
@@ -684,6 +688,14 @@ def test_predictions_that_are_close_to_each_other_differ_in_print(capsys: pytest
     assert lines[3] == ["3", "100000.125", "100000.5", "100000", "99999.5"]
     assert lines[4] == ["4", "100000.25", "100000.5", "99999.5"]
     assert lines[-1] == ["elm"]
+
+
+def test_what_the_uncertainty_is_fitted_to() -> None:
+    found = ntkl.PredictiveFit(Calibration(scale=0.5), "loo", -3.0, -1.0, -1.25, 1200, 0.125, 0.0625)
+    words = "fitted to 1,200 training rows, each predicted from {}: covariance times 0.5; 0.25 ± 0.062 nats a row"
+    assert words.format("all others") in fitted_words(found)
+    folds = words.format("a network that was trained without its fold")
+    assert folds in fitted_words(replace(found, objective="folds"))
 
 
 def test_scores_in_any_unit() -> None:

@@ -27,6 +27,8 @@ from ntk_laplace.tools.cli.tables import (
 )
 
 _MOST = 100  # categories of one column
+_SHOWN = 3  # unknown categories of one column
+_OTHERS = "--skip-unknown predicts the others"
 
 
 @dataclass(frozen=True)
@@ -107,17 +109,34 @@ class InputColumns:
             found[name] = own + ([f"{name} missing"] if name in self.filled else [])
         return found
 
-    def rows(self, frame: pandas.DataFrame, path: Path) -> pandas.DataFrame:
+    def rows(self, frame: pandas.DataFrame, path: Path, skip: bool = False) -> pandas.DataFrame:
         """Inputs of a table as numbers, (n, features).
+
+        Parameters
+        ----------
+        frame : DataFrame
+        path : Path
+            For messages.
+        skip : bool
+            Whether inputs that are `unknown` are NaN, and not an error.
 
         Raises
         ------
         DataError
-            Names the column and the row of the first value that is missing, no number, or no known category.
+            Names the column and the rows of values that are missing, no numbers, or no known categories.
         """
-        for name in self.names:
+        for name in () if skip else self.names:
             if name not in self.filled:
-                require_present(frame[name], path, " No row of the training data lacks it.")
+                require_present(frame[name], path, f" No row of the training data lacks it; {_OTHERS}.")
+        unknown = self.unknown(frame)
+        for name in () if skip else unknown:
+            own, texts = self.categories[name], _texts(frame[name])[unknown[name]]
+            bare = {text.strip(): text for text in own}
+            twin = next((bare[text.strip()] for text in texts if text.strip() in bare), None)
+            remedy = "" if twin is None else f"One differs from {twin!r} in blanks alone. "
+            raise DataError(f"categories of the training data ({first_few(own)}) in column {name!r} of {path}",
+                            f"{_where(texts)}, counted from 0 below the names",
+                            f"{remedy}Correct the names, or remove the rows; {_OTHERS}.")
         counted = [name for name in self.names if name not in self.categories]
         values: NDArray[np.float64] = np.empty((len(frame), 0))
         if counted:  # later tables need each column
@@ -126,10 +145,30 @@ class InputColumns:
         parts = []
         for name in self.names:
             gaps = frame[name].isna().to_numpy(bool)[:, None]
-            part = self._indicators(frame[name], path) if name in self.categories else known[name]
-            parts.append(np.where(gaps, self.filled.get(name, 0.0), part))
+            part = self._indicators(frame[name]) if name in self.categories else known[name]
+            part = np.where(gaps, self.filled.get(name, np.nan), part)
+            parts.append(np.where(unknown[name][:, None], np.nan, part) if name in unknown else part)
             parts += [gaps] if name in self.filled else []
         return pandas.DataFrame(np.hstack(parts).astype(np.float64), columns=self.features)
+
+    def unknown(self, frame: pandas.DataFrame) -> dict[str, NDArray[np.bool_]]:
+        """Rows with another category than the training data, or without a value where these have all; by column.
+
+        Columns without such rows are left out.
+        """
+        found = {}
+        for name in self.names:
+            gaps, known = frame[name].isna(), self.categories.get(name)
+            other = gaps & (name not in self.filled)
+            if known is not None:
+                other |= ~gaps & ~_texts(frame[name]).isin(known)
+            found[name] = other.to_numpy(bool)
+        return {name: other for name, other in found.items() if other.any()}
+
+    def unknown_words(self, frame: pandas.DataFrame) -> str:
+        """The `unknown` inputs of a table, where they are and what they are; empty if there are none."""
+        return "; ".join(f"{_where(_texts(frame[name])[other].where(frame[name].notna(), None))} of column {name!r}"
+                         for name, other in self.unknown(frame).items())
 
     def shown(self, rows: pandas.DataFrame) -> pandas.DataFrame:
         """Inputs as numbers (n, features), as the columns of the table, with the names of categories and with gaps."""
@@ -145,17 +184,10 @@ class InputColumns:
                 found[name] = found[name].where(rows[f"{name} missing"] < 0.5, None)
         return pandas.DataFrame(found)
 
-    def _indicators(self, column: pandas.Series, path: Path) -> np.ndarray:
+    def _indicators(self, column: pandas.Series) -> NDArray[np.bool_]:
         """Whether each row has each category, (n, categories)."""
-        known, texts = self.categories[str(column.name)], _texts(column)
-        number = np.where(column.notna(), pandas.Index(known).get_indexer(texts), len(known))
-        if (number < 0).any():
-            row = int(np.argmax(number < 0))
-            twin = {text.strip(): text for text in known}.get(texts.iloc[row].strip())
-            remedy = "" if twin is None else f"It differs from {twin!r} in blanks alone. "
-            raise DataError(f"categories of the training data ({first_few(known)}) in column {column.name!r} of {path}",
-                            f"{texts.iloc[row]!r}{row_words(row)}", f"{remedy}Correct the name, or remove the row.")
-        return number[:, None] == np.arange(len(known))
+        texts = _texts(column)
+        return np.column_stack([texts == value for value in self.categories[str(column.name)]])
 
     def __str__(self) -> str:
         """What the columns are taken as, beside numbers; empty if all are numbers without gaps."""
@@ -190,6 +222,17 @@ def _has_names(column: pandas.Series, path: Path) -> bool:
 def _texts(column: pandas.Series) -> pandas.Series:
     """Values as names; a whole number has no fraction, also where gaps make the column one of floating numbers."""
     return column.astype(str).str.replace(r"^([+-]?\d+)\.0+$", r"\1", regex=True)
+
+
+def _where(texts: pandas.Series) -> str:
+    """Values, and the rows in which they are."""
+    words = []
+    for value, rows in texts.reset_index().groupby(texts.name, sort=False, dropna=False)["index"]:
+        what = "none" if pandas.isna(value) else repr(value)
+        words.append(f"{what} in row{'s' * (len(rows) > 1)} {first_few(rows.tolist(), quote=False)}")
+    others = len(words) - _SHOWN
+    more = [f"{others} other name{'s' * (others > 1)}"] if others > 0 else []
+    return " and ".join([", ".join(words[:_SHOWN]), *more])
 
 
 def _categories(column: pandas.Series, path: Path) -> list[str]:

@@ -22,6 +22,7 @@ from ntk_laplace.tools.cli.options import (
     DROP,
     FACTORY,
     GROUP,
+    SKIP_UNKNOWN,
     TARGET,
     add_model_options,
     count,
@@ -123,6 +124,10 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--level", type=level, default=0.9, metavar="Q",
                      help="of the intervals or sets: the fraction to be covered (default: %(default)s)")
     fit.add_argument("--epochs", type=count, metavar="N", help="of the training (default: 300, or 100 for classes)")
+    fit.add_argument("--predictive", choices=("loo", "folds"), default="loo",
+                     help="what sets the size of the uncertainty: the training rows, each predicted from all others in "
+                     "closed form; or folds of them, which cost five more trainings and give better densities, "
+                     "those of regressions above all (default: %(default)s)")
     fit.add_argument("--seed", type=seed, default=0, metavar="S",
                      help="decides held-out rows and initial weights (default: %(default)s)")
     fit.add_argument("--out", type=directory, default=Path("ntk-laplace-fit"), metavar="DIR",
@@ -169,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     shown = explain.add_argument_group("the page")
     shown.add_argument("--inputs", type=Path, metavar="FILE",
                        help="inputs to explain, in a file or folder like that of --data; targets may be absent")
+    shown.add_argument("--skip-unknown", **SKIP_UNKNOWN)
     shown.add_argument("--out", type=html_file, default=Path("explanations.html"), metavar="OUT.html",
                        help="the page (default: %(default)s)")
     shown.add_argument("--most", type=count, default=500, metavar="N",
@@ -199,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     told.add_argument("--inputs", type=Path, metavar="FILE",
                       help="inputs to predict, in a file or folder like that of --data; targets, which may be absent, "
                       "are scored")
+    told.add_argument("--skip-unknown", **SKIP_UNKNOWN)
     told.add_argument("--out", type=csv_file, default=Path("predictions.csv"), metavar="OUT.csv",
                       help="the table; the page beside it ends with .html (default: %(default)s)")
     told.add_argument("--level", type=level, default=0.9, metavar="Q",

@@ -18,7 +18,7 @@ from torch import distributions
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.errors import untold
-from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table
+from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table, scores_of
 from ntk_laplace.tools.explorer import rounded, spread_of
 
 _POSTERIOR = "posterior"
@@ -75,7 +75,7 @@ def _numbers(
             center, own, truth = (values[there, index] for values in (mean, deviation, known["target"]))
             response = distributions.Normal(torch.as_tensor(center), torch.as_tensor(own))
             (covered,) = metrics.interval_coverage(center, own**2, truth, [level])
-            scores[name + of] = metrics.held_out_scores(response, torch.as_tensor(truth))
+            scores[name + of] = scores_of(response, torch.as_tensor(truth))
             scores[name + of][f"coverage of {100 * level:g}%"] = covered
     return Described(columns, scores)
 
@@ -96,7 +96,7 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
     alone = model.posterior_.predict(inputs, "map").mean.detach().cpu().double()[there]
     labels = model.network_targets(y[there].astype(model.classes_.dtype))
     scores = {
-        name: metrics.held_out_scores(distributions.Categorical(probs=probs), labels)
+        name: scores_of(distributions.Categorical(probs=probs), labels)
         for name, probs in {NETWORK: alone, _POSTERIOR: torch.as_tensor(p[there])}.items()
     }
     note = ""
@@ -106,6 +106,13 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
         size = float(mask.sum(1).double().mean())
         note = f"Sets of labels of level {100 * level:g}%: {inside:.1%} contain the label; {size:.2f} labels on average"
     return Described({**columns, "target": y}, scores, note)
+
+
+def fitted_words(fit: ntkl.PredictiveFit) -> str:
+    """What the uncertainty was fitted to, and what it gains, in a sentence."""
+    others = "a network that was trained without its fold" if fit.objective == "folds" else "all others"
+    return (f"Uncertainty, fitted to {fit.num_points:,} training rows, each predicted from {others}: "
+            f"{fit.calibration}; {fit.gain:.2g} ± {fit.gain_error:.2g} nats a row better than the network alone")
 
 
 def tell_scores(found: Described, heading: str) -> None:

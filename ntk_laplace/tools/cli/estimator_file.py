@@ -49,12 +49,18 @@ class NewExamples:
         What names an example: its row, or its file.
     others : list of str
         What the file has in place of a known label, or of a number.
+    skipped : list of int
+        Rows of the file that are not among them, since the model does not know their inputs.
+    why : str
+        What these rows have.
     """
 
     x: pandas.DataFrame
     y: NDArray[Any] | None
     named: pandas.DataFrame
     others: list[str] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    why: str = ""
 
     @property
     def known(self) -> NDArray[np.bool_]:
@@ -70,6 +76,19 @@ class NewExamples:
         """The first examples alone."""
         return replace(self, x=self.x.iloc[:most], y=None if self.y is None else self.y[:most],
                        named=self.named.iloc[:most])
+
+    def whole(self, predictions: pandas.DataFrame) -> pandas.DataFrame:
+        """A table of predictions with all rows of the file; those of skipped rows are empty."""
+        if not self.skipped:
+            return predictions
+        rows = pandas.RangeIndex(len(predictions) + len(self.skipped), name="row")
+        return predictions.astype(object).set_index("row").reindex(rows).reset_index()  # objects keep whole numbers
+
+    @property
+    def skipped_words(self) -> str:
+        """How many rows were skipped, and why; empty if none was."""
+        count = len(self.x) + len(self.skipped)
+        return f"No predictions of {len(self.skipped):,} of {count:,} rows: {self.why}" if self.skipped else ""
 
 
 def save_estimator(
@@ -219,7 +238,9 @@ class Estimator:
             relevance = [max(known[feature] for feature in own) for own in columns.features_of.values()]
         return found.iloc[:, np.sort(np.argsort(relevance)[-most:])]
 
-    def read(self, path: Path, what: str, dropped: Sequence[str] | None = None) -> NewExamples:
+    def read(
+        self, path: Path, what: str, dropped: Sequence[str] | None = None, skip: bool = False
+    ) -> NewExamples:
         """The examples of a file or folder like the training data.
 
         Parameters
@@ -229,6 +250,8 @@ class Estimator:
             What they are, for messages.
         dropped : sequence of str, optional
             Columns of a table that are no inputs, beside those that the model knows.
+        skip : bool
+            Whether to skip rows of a table with inputs that the model does not know.
 
         Raises
         ------
@@ -236,8 +259,10 @@ class Estimator:
             If it cannot be read, or its columns, shapes or classes are others than in the training data.
         """
         if is_table(path):
-            return self._table(path, what, [name for name in dropped or () if name not in self._left_out])
+            return self._table(path, what, [name for name in dropped or () if name not in self._left_out], skip)
         require_no_dropped(path, dropped)
+        if skip:
+            raise ntkl.DataError("a table, for --skip-unknown", f"{path}", "Leave it out.")
         if path.is_dir():
             return self._folder(path)
         return self._arrays(path, what)
@@ -248,14 +273,25 @@ class Estimator:
         columns = [name for name in (self.group, *self.dropped) if name is not None]
         return [name for name in columns if self.columns is None or name not in self.columns.names]
 
-    def _table(self, path: Path, what: str, dropped: Sequence[str]) -> NewExamples:
+    def _table(self, path: Path, what: str, dropped: Sequence[str], skip: bool) -> NewExamples:
         if self.columns is None:
             raise self._another("the table", path)
         names = all(isinstance(label, str) for label in getattr(self.model, "classes_", [None]))
         frame = read_table(path, what, [*self.columns.categories, *(self.targets if names else ())])
         frame = without_dropped(frame.drop(columns=self._left_out, errors="ignore"), path, dropped, self.targets)
         input_columns(frame, path, self.targets, self.columns.names, drop=True)
-        x = self.columns.rows(frame, path)
+        x, why = self.columns.rows(frame, path, skip), ""
+        skipped = np.flatnonzero(x.isna().any(axis=1)).tolist()
+        if skipped:
+            why = self.columns.unknown_words(frame)
+            if len(skipped) == len(x):
+                raise ntkl.DataError(f"a row of {path} whose inputs the model knows", why, "Correct the values.")
+            x, frame = x.drop(index=skipped), frame.drop(index=skipped)
+        found = self._with_targets(x, frame)
+        return replace(found, named=found.named.assign(row=x.index), skipped=skipped, why=why)
+
+    def _with_targets(self, x: pandas.DataFrame, frame: pandas.DataFrame) -> NewExamples:
+        """Rows of a table, which may have the targets."""
         if not set(self.targets) <= set(frame.columns):
             return NewExamples(x, None, _counted(len(x)))
         if isinstance(self.model, ntkl.LaplaceClassifier):

@@ -57,7 +57,10 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
 
 def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     estimator = load_estimator(options)
-    new = estimator.read(options.inputs, "inputs to explain", options.drop).first(options.most)
+    whole = estimator.read(options.inputs, "inputs to explain", options.drop, options.skip_unknown)
+    if whole.skipped:
+        print(f"{whole.skipped_words}\n")
+    new = whole.first(options.most)
     model, output = estimator.model, estimator.number(options.output)
     y = new.y if new.known.all() else None
     sources = None if estimator.sources is None else model.source_effects(new.x, estimator.sources, y, output=output)

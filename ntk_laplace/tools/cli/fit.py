@@ -16,7 +16,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import first_line
-from ntk_laplace.tools.cli.described import Model, describe, tell_first, tell_scores
+from ntk_laplace.tools.cli.described import Model, describe, fitted_words, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import NewExamples, save_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
 from ntk_laplace.tools.cli.examples import Examples, read_examples, row_numbers
@@ -27,6 +27,7 @@ from ntk_laplace.tools.cli.tables import require_sources
 
 _HELD_OUT = 0.2
 _COLUMNS = 10  # of the largest relevance, that are printed
+_WIDTH = 100  # of a printed line
 _EXPLAINED = 200  # held-out rows on the page at most
 
 
@@ -109,7 +110,7 @@ def _call(examples: Examples) -> str:
 def _settings(options: argparse.Namespace, examples: Examples) -> dict[str, Any]:
     """Arguments of the estimator; what is not asked for is left to its defaults."""
     shape, hidden = examples.shape, options.hidden
-    found = {"random_state": options.seed, "verbose": sys.stderr.isatty()}
+    found = {"random_state": options.seed, "verbose": sys.stderr.isatty(), "predictive": options.predictive}
     found |= {} if options.epochs is None else {"epochs": options.epochs}
     own = None if options.network is None else load_network(*options.network).double()
     if own is not None:
@@ -143,6 +144,8 @@ def _tell_evidence(model: Model) -> None:
     fit = model.predictive_fit_
     if fit is not None and not fit.trusted:
         print(f"\nWARNING: the posterior is used as it is, without calibration: {'; '.join(fit.reasons)}.")
+    elif fit is not None:
+        print(f"\n{textwrap.fill(fitted_words(fit), _WIDTH)}")
 
 
 def _tell_relevance(model: Model) -> None:
@@ -157,7 +160,7 @@ def _tell_relevance(model: Model) -> None:
     others = len(ranked) - len(order)
     more = f" and {others} more column{'s' * (others > 1)}" if others else ""
     text = f"Relevance, the standard deviation of a column's weights under the prior: {told}{more}"
-    print("\n" + textwrap.fill(text, 100) if len(ranked) else "")
+    print("\n" + textwrap.fill(text, _WIDTH) if len(ranked) else "")
     if len(ranked) < len(relevance):
         print(f"Constant in the training rows: {first_few(names[relevance == 0.0], quote=False)}")
 

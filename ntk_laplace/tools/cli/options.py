@@ -24,7 +24,11 @@ GROUP: dict[str, Any] = {  # of the option --group; dest, because `group` is tha
     "help": "the column, or the array, that names the source of each training example, such as its file, annotator or "
     "month; it is no input; explanations show what changes without each source",
 }
-
+SKIP_UNKNOWN: dict[str, Any] = {  # of the option --skip-unknown
+    "action": "store_true",
+    "help": "with a model.joblib, make no predictions of rows with a category that the training data do not have, or "
+    "without a value in a column where these have all; how many is told (default: refuse the table)",
+}
 
 _NEEDED = ("checkpoint", "data", "likelihood")  # with a Python file
 _OF_A_FILE = (  # what a model.joblib has itself
@@ -103,7 +107,9 @@ def network_fault(options: argparse.Namespace) -> str:
         if missing:
             other = "; a model.joblib that fit wrote has these" * options.estimators
             return f"the following arguments are required: {', '.join(missing)}{other}"
-        return "expected --network with a model.joblib alone; got it with a Python file." if options.classes_of else ""
+        alone = {"--network": options.classes_of, "--skip-unknown": getattr(options, "skip_unknown", None)}
+        wrong = next((option for option, given in alone.items() if given), None)
+        return f"expected {wrong} with a model.joblib alone; got it with a Python file." if wrong else ""
     if not options.estimators:
         return f"expected FILE.py[:FACTORY] for {options.command}; got {path}. Pass the network's Python file."
     others = {"memory": ["evidence"], "output": ["explain"], "drop": ["explain", "predict"]}  # commands with them

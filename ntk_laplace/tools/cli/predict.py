@@ -86,10 +86,12 @@ def _of_estimator(options: argparse.Namespace) -> None:
     """The table of ``ntk-laplace fit`` for other inputs."""
     require_writable(options.out, options)
     estimator = load_estimator(options)
-    new = estimator.read(options.inputs, "inputs to predict", options.drop)
+    new = estimator.read(options.inputs, "inputs to predict", options.drop, options.skip_unknown)
     found = describe(estimator.model, new.x, new.y, estimator.targets, options.level)
     predictions = pandas.concat([new.named, pandas.DataFrame(found.columns)], axis=1)
-    predictions.to_csv(options.out, index=False)
+    new.whole(predictions).to_csv(options.out, index=False)
+    if new.skipped:
+        print(f"\n{new.skipped_words}")
     kind = "number" if isinstance(estimator.model, ntkl.LaplaceRegressor) else "class of the training data"
     heading = scored_words(new.known.reshape(len(new.x), -1), estimator.targets, new.others, kind)
     if found.scores:

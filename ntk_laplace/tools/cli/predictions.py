@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas
+import torch
 from numpy.typing import NDArray
 from torch import Size, Tensor
 
@@ -20,6 +21,7 @@ from ntk_laplace.model.calibration import CalibratedPredictive
 from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import joined
 from ntk_laplace.posterior.conformal.quantiles import fewest_points
+from ntk_laplace.runtime.means import error_of_mean
 from ntk_laplace.tools.explorer import rounded
 
 NETWORK, POSTERIOR, CALIBRATED = "network alone", "posterior as it is", "calibrated posterior"
@@ -29,8 +31,21 @@ Versions = Mapping[str, Response]
 """Responses of the same points by name: the network alone, the posterior as it is, the calibrated posterior."""
 
 
+ERROR = "±"
+"""The score after the log likelihood: its standard error, as a mean over the points."""
+
+
+def scores_of(response: Any, targets: Tensor) -> dict[str, float]:
+    """`metrics.held_out_scores`, with the standard error of the log likelihood."""
+    scores, terms = metrics.held_out_scores(response, targets), metrics.log_likelihoods(response, targets).double()
+    shares = torch.full_like(terms, 1 / max(len(terms), 1))
+    return {"log_likelihood": scores.pop("log_likelihood"), ERROR: error_of_mean(shares * terms, shares), **scores}
+
+
 def score_words(score: str, value: float) -> str:
-    """A score; an RMSE has the unit of the targets, and may be of any size."""
+    """A score; an RMSE has the unit of the targets, and may be of any size; the error of a single point is unknown."""
+    if score == ERROR:
+        return f"{value:.2g}" if np.isfinite(value) else ""
     return f"{value:.4f}" if score != "rmse" or not np.isfinite(value) else f"{rounded(float(value)):.15g}"
 
 
@@ -127,8 +142,8 @@ class Judged:
         return int(self.known.any(1).sum())
 
     def scores(self, level: float) -> dict[str, dict[str, float]]:
-        """`metrics.held_out_scores` of each version, and the coverage of its own regions of this level."""
-        found = {name: metrics.held_out_scores(one, self.targets) for name, one in self.versions.items()}
+        """`scores_of` each version, and the coverage of its own regions of this level."""
+        found = {name: scores_of(one, self.targets) for name, one in self.versions.items()}
         for name, (share,) in (self.coverage([level]) or {}).items():
             found[name][f"coverage of {100 * level:g}%"] = share
         return found
