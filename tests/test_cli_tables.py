@@ -279,8 +279,8 @@ BAD = {
     "tabs": ("height\twidth\tkind\n1\t2\tant\n", r"got bad.csv with '\t' between them. Convert it in Python: "),
     "bytes": (b"height,width,kind\n1,2,\xe9\n", "in UTF-8; got bad.csv ('utf-8' codec can't decode byte 0xe9"),
     "NA": ("height,width,kind\n1,2,ant\n1,3,NA\n", "expected a value in each row of column 'kind' of bad.csv; got "
-           f"'NA', which is read as missing, {ROW.format(1)}. Fill it in, or remove the row. If it is the name of a "
-           "class, write another one."),
+           f"'NA', which is read as missing, {ROW.format(1)}. Fill it in, or remove the row. If it is a name, write "
+           "another one."),
     "null": ("height,width,kind\nnull,2,ant\n", f"of bad.csv; got 'null', which is read as missing, {ROW.format(0)}"),
     "wide": (f"height,width,kind\n2,2,ant\n{10**39},2,bee\n", "expected numbers of at most 64 bits in column 'height' "
              f"of bad.csv; got '{10**39}' {ROW.format(1)}. Write them with a decimal point, or leave the column out, "
@@ -304,13 +304,15 @@ def test_columns_may_have_the_name_of_a_missing_value(name: str, folder: Path) -
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16"])
-@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+@pytest.mark.parametrize(("name", "marks"), [
+    ("t.csv", {}), ("t.csv.gz", {}), ("t.csv", {"sep": ";", "decimal": ","}), ("t.csv", {"sep": "\t"}),
+])
 def test_the_error_for_another_encoding_shows_the_line_that_converts_it(
-    encoding: str, name: str, folder: Path, capsys: pytest.CaptureFixture
+    encoding: str, name: str, marks: dict[str, str], folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The remedy is run as it is printed."""
+    """Also where columns have other separators. The remedy is run as it is printed."""
     table = read("kind.csv").rename(columns={"height": "h\u00f6he"})
-    table.to_csv(name, index=False, encoding=encoding)
+    table.to_csv(name, index=False, encoding=encoding, **marks)
     assert cli.main(line("evidence", name, "kind")) == 1
     message = capsys.readouterr().err
     assert message.startswith(f"ntk-laplace: expected a table in UTF-8; got {name} (") and message.count("\n") == 1

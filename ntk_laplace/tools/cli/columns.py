@@ -27,6 +27,7 @@ from ntk_laplace.tools.cli.tables import (
 )
 
 _MOST = 100  # categories of one column
+_TOLD = 10  # columns that are categories or filled
 _SHOWN = 3  # unknown categories of one column
 _OTHERS = "--skip-unknown predicts the others"
 
@@ -194,7 +195,7 @@ class InputColumns:
         words = [f"{name} as {len(values)} {'category' if len(values) == 1 else 'categories'}"
                  for name, values in self.categories.items()]
         words += [f"{name} filled where it is missing" for name in self.filled]
-        return f"Inputs: {first_few(words, quote=False)}" if words else ""
+        return f"Inputs: {first_few(words, quote=False, most=_TOLD)}" if words else ""
 
 
 def _has_names(column: pandas.Series, path: Path) -> bool:

@@ -112,7 +112,8 @@ def fitted_words(fit: ntkl.PredictiveFit) -> str:
     """What the uncertainty was fitted to, and what it gains, in a sentence."""
     others = "a network that was trained without its fold" if fit.objective == "folds" else "all others"
     return (f"Uncertainty, fitted to {fit.num_points:,} training rows, each predicted from {others}: "
-            f"{fit.calibration}; {fit.gain:.2g} ± {fit.gain_error:.2g} nats a row better than the network alone")
+            f"{fit.calibration}; {fit.gain:.2g} ± {fit.gain_error:.2g} nats a row better than the network as it was "
+            "trained")
 
 
 def tell_scores(found: Described, heading: str) -> None:

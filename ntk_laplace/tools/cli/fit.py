@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         require_sources(training.sources, options.data, options.source)
     print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
     if examples.columns is not None and str(examples.columns):
-        print(examples.columns)
+        print(textwrap.fill(str(examples.columns), _WIDTH))
     numbering = [] if examples.columns is None else row_numbers(examples.x)
     if numbering:
         drop = " ".join(f"--drop {shlex.quote(name)}" for name in numbering[:3])

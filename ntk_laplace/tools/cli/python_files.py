@@ -133,7 +133,7 @@ def require_file(path: Path, what: str) -> None:
         raise DataError(what, f"{path}, where there is no file", "Check the path.")
 
 
-def first_few(names: Sequence[Any], quote: bool = True) -> str:
-    """The first three names and the number of others."""
-    shown = [repr(name) if quote else str(name) for name in names[:3]]
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def first_few(names: Sequence[Any], quote: bool = True, most: int = 3) -> str:
+    """The first names and the number of others."""
+    shown = [repr(name) if quote else str(name) for name in names[:most]]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

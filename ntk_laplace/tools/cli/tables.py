@@ -73,8 +73,10 @@ def _csv(path: Path, text: Sequence[str] = ()) -> pandas.DataFrame:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pandas.errors.ParserWarning)  # columns that it would drop
             warnings.simplefilter("ignore", DeprecationWarning)
-            names = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]
-            _require_commas(names, path, expected)
+            names = _names(path)
+            mark = _separator(names)
+            if mark != ",":
+                raise DataError(expected, f"{path} with {mark!r} between them", f"{_conversion(path, 'commas', mark)}.")
             frame = pandas.read_csv(path, **options)
     except DataError:
         raise
@@ -97,25 +99,37 @@ def _csv(path: Path, text: Sequence[str] = ()) -> pandas.DataFrame:
     return frame
 
 
-def _require_commas(names: pandas.Series, path: Path, expected: str) -> None:
-    """Refuse one name for all columns, in which another character separates them."""
-    mark = next((mark for mark in ";\t|" if mark in str(names[0])), "") if len(names) == 1 else ""
-    if mark:
-        rows = pandas.read_csv(path, sep=mark, header=None, nrows=2, dtype=str)
-        decimal = ", decimal=','" if rows.iloc[1:].stack().str.fullmatch(r"-?\d+,\d+").any() else ""
-        copy = str(path.with_name(f"{path.name.partition('.')[0]}_commas.csv"))
-        line = f"pandas.read_csv({str(path)!r}, sep={mark!r}{decimal}).to_csv({copy!r}, index=False)"
-        raise DataError(expected, f"{path} with {mark!r} between them", f"Convert it in Python: {line}.")
+def _names(path: Path, **options: Any) -> pandas.Series:
+    """The first line of a CSV file."""
+    return pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **options).iloc[0]
+
+
+def _separator(names: pandas.Series) -> str:
+    """What separates the columns: a comma, or another character that is in one name for all."""
+    return next((mark for mark in ";\t|" if mark in str(names[0])), ",") if len(names) == 1 else ","
+
+
+def _conversion(path: Path, name: str, mark: str, **options: Any) -> str:
+    """The line of pandas that converts a CSV file to one that is read here, as a remedy without its full stop."""
+    if mark != ",":
+        rows = pandas.read_csv(path, sep=mark, header=None, nrows=2, dtype=str, **options)
+        decimal = rows.iloc[1:].stack().str.fullmatch(r"-?\d+,\d+").any()
+        options |= {"sep": mark} | ({"decimal": ","} if decimal else {})
+    told = "".join(f", {option}={value!r}" for option, value in options.items())
+    copy = str(path.with_name(f"{path.name.partition('.')[0]}_{name}.csv"))
+    return f"Convert it in Python: pandas.read_csv({str(path)!r}{told}).to_csv({copy!r}, index=False)"
 
 
 def _other_encoding(path: Path, cause: UnicodeDecodeError) -> DataError:
     """The error for a text that is not in UTF-8, with the line that converts it."""
     marked = cause.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     encoding = "utf-16" if marked else "cp1252"
-    copy = str(path.with_name(f"{path.name.partition('.')[0]}_utf8.csv"))
-    line = f"pandas.read_csv({str(path)!r}, encoding={encoding!r}).to_csv({copy!r}, index=False)"
+    try:
+        line = _conversion(path, "utf8", _separator(_names(path, encoding=encoding)), encoding=encoding)
+    except ValueError:  # another encoding still
+        line = _conversion(path, "utf8", ",", encoding=encoding)
     other = "" if marked else ", if it is a text of Windows in western languages; else name its encoding"
-    return DataError("a table in UTF-8", f"{path} ({first_line(cause)})", f"Convert it in Python: {line}{other}.")
+    return DataError("a table in UTF-8", f"{path} ({first_line(cause)})", f"{line}{other}.")
 
 
 def _columnar(read: Callable[[Path], pandas.DataFrame], what: str) -> Callable[[Path], pandas.DataFrame]:
@@ -508,7 +522,7 @@ def require_present(column: pandas.Series, path: Path, remedy: str = "") -> None
         row = int(np.argmax(gaps))
         word = _word(path, str(column.name), row)
         got = f"{word!r}, which is read as missing," if word else "none"
-        name = " If it is the name of a class, write another one." if word else ""
+        name = " If it is a name, write another one." if word else ""
         raise DataError(f"a value in each row of column {column.name!r} of {path}", f"{got}{row_words(row)}",
                         f"Fill it in, or remove the row.{name}{remedy}")
 

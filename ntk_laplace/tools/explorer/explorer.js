@@ -195,12 +195,13 @@ function decomposition(point) {
   for (const [, value] of steps) { sum += value; ends.push(sum); }
   const low = Math.min(...ends), high = Math.max(...ends), left = 116;
   const width = Math.max(300, Math.min(640, at("decomposition").clientWidth - 34));  // letters keep their size on a phone
-  const x = (value) => left + (value - low) / (high - low || 1) * (width - left - 86);
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   const spread = data.spreads.outputs[point.output];
   const told = (name, value) => (name === "prediction" || (name === "offset" && data.origins) ? number(value, spread)
     : signed(value, name === "gap" ? 0 : spread));
   const words = steps.map(([name, value]) => `${name} ${told(name, value)}`).join(", ");
+  const longest = Math.max(...[...steps, ["prediction", total]].map(([name, value]) => told(name, value).length));
+  const x = (value) => left + (value - low) / (high - low || 1) * (width - left - Math.max(86, 16 + 9 * longest));
   for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, role: "img",
     "aria-label": `${words}; together ${told("prediction", total)}` })) svg.setAttribute(name, value);
   svg.style.maxWidth = `${width}px`;
