@@ -460,12 +460,15 @@ def test_output_that_is_closed_is_named(
 def test_files_that_cannot_be_written_are_refused_before_the_work(
     brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    def refuse(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(dir))
+
     monkeypatch.setattr(ntkl, "compare_evidence", lambda *_, **__: pytest.fail("work began"))
     (brought / "is_folder").mkdir()
     for option, name in (("--json", "no/o.json"), ("--plot", "no/o.png"), ("--json", "is_folder")):
         assert cli.main(evidence(option, name)) == 1
         assert f"ntk-laplace: cannot write to {name}: " in capsys.readouterr().err
-    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     assert cli.main(evidence("--json", "o.json")) == 1
     assert "cannot write to o.json: Permission denied. Choose another name." in capsys.readouterr().err
 

@@ -14,7 +14,8 @@ from sklearn.impute import SimpleImputer
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.columns import InputColumns
-from ntk_laplace.tools.cli.tables import as_numbers, read_table
+from ntk_laplace.tools.cli.tables import read_table
+from ntk_laplace.tools.cli.values import as_numbers
 
 QUICK = ["--epochs", "2", "--hidden", "3"]
 TABLE = Path("t.csv")

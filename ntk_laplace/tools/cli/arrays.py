@@ -15,8 +15,9 @@ from torch.utils.data import TensorDataset
 
 from ntk_laplace.errors import DataError, first_line
 from ntk_laplace.model.data import Inputs
-from ntk_laplace.tools.cli.python_files import first_few, require_file
+from ntk_laplace.tools.cli.files import require_file
 from ntk_laplace.tools.cli.tables import COMPRESSED, TABLES
+from ntk_laplace.tools.cli.words import first_few
 
 _TABLES = {  # formats of other tables, with the pandas function that reads each
     ".tsv": "read_csv({}, sep='\\t')",
@@ -46,7 +47,8 @@ def load_data(
     ----------
     path : Path
         An ``.npz`` file with the arrays X and y; or a ``.pt`` file with a pair (X, y) of tensors, a `TensorDataset` of
-        two, or a dict of tensors by name. It is loaded with ``weights_only=True``, which cannot run code.
+        two, or a dict of tensors by name. It is loaded with ``weights_only=True``, which cannot run code. Other files,
+        and other arrays than numbers, are refused (DataError).
     dtype : torch.dtype
     targets : str, optional
         Name of the targets' array. All other arrays are then the network's inputs by name, instead of X and y.
@@ -56,11 +58,6 @@ def load_data(
         Name of an array that is no input.
     by_name : bool
         Whether the command has ``--targets``, as a remedy for a file without X and y.
-
-    Raises
-    ------
-    DataError
-        If the file is missing or of another kind, or its arrays are not numeric.
     """
     arrays = _read(path, what, ("X", "y") if targets is None else (targets,), targets, by_name)
     arrays.pop(sources or "", None)
@@ -71,13 +68,7 @@ def load_inputs(
     path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "inputs to explain",
     sources: str | None = None,
 ) -> tuple[Inputs, Tensor | None]:
-    """X of a file, and y if the file has it, read as in `load_data`; a ``.pt`` file may contain X alone.
-
-    Raises
-    ------
-    DataError
-        As in `load_data`.
-    """
+    """X of a file, and y if the file has it, read as in `load_data`; a ``.pt`` file may contain X alone."""
     arrays = _read(path, what, ("X",) if targets is None else (), targets)
     arrays.pop(sources or "", None)
     y = arrays.get(targets or "y")
@@ -85,13 +76,7 @@ def load_inputs(
 
 
 def load_sources(path: Path, name: str) -> list[Any]:
-    """The labels of an array of names or whole numbers; tensors of a ``.pt`` file have whole numbers.
-
-    Raises
-    ------
-    DataError
-        As in `load_data`, or if there is no such array of one label per example.
-    """
+    """The labels of an array of names or whole numbers, one per example (DataError if it has others)."""
     array = _read(path, "the training data", (name,), name)[name]
     if array.ndim != 1 or array.dtype.kind not in "USiub":
         raise DataError(f"{name} to be an array of names or whole numbers, one per example",
@@ -157,14 +142,7 @@ def _format(path: Path) -> str:
 
 
 def _conversion(path: Path, saved: Sequence[str]) -> str:
-    """How to convert this file to .npz, as one line of Python if possible.
-
-    Parameters
-    ----------
-    path : Path
-    saved : sequence of str
-        Keyword arguments for numpy.savez, such as "X=X".
-    """
+    """How to convert this file to .npz, as one line of Python if possible; `saved` has arguments such as "X=X"."""
     kind = _format(path)
     stem = path.name[: path.name.lower().rindex(kind)] if kind else path.name
     source, target = repr(str(path)), repr(str(path.with_name(f"{stem}.npz")))

@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 from pandas.api.types import is_numeric_dtype
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.tools.cli.python_files import first_few
-from ntk_laplace.tools.cli.tables import (
+from ntk_laplace.tools.cli.table_columns import require_column
+from ntk_laplace.tools.cli.values import (
     as_numbers,
-    no_column,
     numbers,
     require_64_bits,
     require_distinct,
     require_names,
     require_no_numbers,
     require_present,
-    row_words,
 )
+from ntk_laplace.tools.cli.words import first_few, row_words
 
 _MOST = 100  # categories of one column
 _TOLD = 10  # columns that are categories or filled
@@ -56,28 +55,13 @@ class InputColumns:
         cls, frame: pandas.DataFrame, path: Path, names: Sequence[str], categories: Sequence[str] = (),
         fill: bool = False,
     ) -> InputColumns:
-        """Find the categories of training data, and the means that fill missing numbers.
+        """Find the categories of training data, and the means that fill missing numbers, if some may be missing.
 
-        Parameters
-        ----------
-        frame : DataFrame
-        path : Path
-            For messages.
-        names : sequence of str
-            Columns of the inputs.
-        categories : sequence of str
-            Which of them are categories, whatever their values are; all columns of names are.
-        fill : bool
-            Whether values may be missing.
-
-        Raises
-        ------
-        DataError
-            If a column is neither numbers nor names, or has too many categories, or no value.
+        Columns in `categories` are categories whatever their values are; all columns of names are. Refuse a column that
+        is neither numbers nor names, has too many categories, or no value (DataError).
         """
         for name in categories:
-            if name not in names:
-                raise no_column("--category", name, names, path, "Name a column of inputs.")
+            require_column("--category", name, names, path, "Name a column of inputs.")
         for name in () if fill else names:
             require_present(frame[name], path, " Or let --fill-missing do so.")
         found = {name: _categories(frame[name], path) for name in names
@@ -113,18 +97,7 @@ class InputColumns:
     def rows(self, frame: pandas.DataFrame, path: Path, skip: bool = False) -> pandas.DataFrame:
         """Inputs of a table as numbers, (n, features).
 
-        Parameters
-        ----------
-        frame : DataFrame
-        path : Path
-            For messages.
-        skip : bool
-            Whether inputs that are `unknown` are NaN, and not an error.
-
-        Raises
-        ------
-        DataError
-            Names the column and the rows of values that are missing, no numbers, or no known categories.
+        Refuse values that are no numbers, and those that are `unknown` (DataError); with `skip` these are NaN.
         """
         for name in () if skip else self.names:
             if name not in self.filled:

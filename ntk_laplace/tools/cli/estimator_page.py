@@ -14,13 +14,14 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from ntk_laplace.model.likelihoods import MISSING_LABEL
 from ntk_laplace.tools.cli.described import Model
-from ntk_laplace.tools.cli.estimator_file import Estimator, NewExamples
+from ntk_laplace.tools.cli.estimator_file import Estimator
+from ntk_laplace.tools.cli.examples import Examples
 from ntk_laplace.tools.estimators.units import in_units
 from ntk_laplace.tools.explorer import MOST_FEATURES, ExplorerPage, Naming, content_in_units, explore
 
 
 def estimator_page(
-    estimator: Estimator, new: NewExamples, shape: Sequence[int] | None = None,
+    estimator: Estimator, new: Examples, shape: Sequence[int] | None = None,
     sources: ntkl.SourceEffects | None = None, **options: Any,
 ) -> ExplorerPage:
     """Explain predictions by training rows.
@@ -28,7 +29,7 @@ def estimator_page(
     Parameters
     ----------
     estimator : Estimator
-    new : NewExamples
+    new : Examples
         Inputs to explain, and their targets if they are known.
     shape : sequence of int, optional
         Of inputs that are images; by default that which the estimator knows.
@@ -74,7 +75,7 @@ def _units(model: Model) -> tuple[NDArray[np.float64], NDArray[np.float64]] | No
     return scale, own[0] - scale * standardized[0]
 
 
-def _truths(model: Model, new: NewExamples) -> Tensor | None:
+def _truths(model: Model, new: Examples) -> Tensor | None:
     """Targets as the page takes them, with its marks of missing ones."""
     known = new.known
     if new.y is None or not known.any():

@@ -10,22 +10,13 @@ import numpy as np
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.tools.cli.estimator_file import load_estimator
-from ntk_laplace.tools.cli.model import bring, require_writable, settings_of
+from ntk_laplace.tools.cli.files import require_writable
+from ntk_laplace.tools.cli.model import bring, settings_of
 from ntk_laplace.tools.cli.options import is_estimator
 
 
 def run(options: argparse.Namespace) -> None:
-    """Load, compare, print, write.
-
-    Raises
-    ------
-    NTKLaplaceError
-        If the network, the data or an option is invalid.
-    OSError
-        If a file cannot be written; raised before the computation.
-    ComparisonInterrupted
-        After the finished rows have been printed.
-    """
+    """Load, compare, print, write. Finished rows are printed before a `ComparisonInterrupted` goes on."""
     for path in (options.json, options.plot):
         require_writable(path, options)
     first = settings_of(options).reducer.rank == 0  # of several processes one prints and writes

@@ -8,22 +8,16 @@ import ntk_laplace as ntkl
 from ntk_laplace.model.data import take
 from ntk_laplace.tools.cli.estimator_file import load_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
-from ntk_laplace.tools.cli.model import bring, require_writable
+from ntk_laplace.tools.cli.files import require_writable
+from ntk_laplace.tools.cli.model import bring
+from ntk_laplace.tools.cli.new_examples import read_new
 from ntk_laplace.tools.cli.options import is_estimator
-from ntk_laplace.tools.cli.tables import require_sources
+from ntk_laplace.tools.cli.table_columns import require_sources
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
 
 def run(options: argparse.Namespace) -> None:
-    """Load, fit, explain, write.
-
-    Raises
-    ------
-    NTKLaplaceError
-        If the network, the data or an option is invalid.
-    OSError
-        If the page cannot be written; raised before the computation.
-    """
+    """Load, fit, explain, write."""
     require_writable(options.out, options)
     page, sources = (_of_estimator if is_estimator(options.network[0]) else _of_network)(options)
     page.write(options.out)
@@ -57,10 +51,10 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
 
 def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     estimator = load_estimator(options)
-    whole = estimator.read(options.inputs, "inputs to explain", options.drop, options.skip_unknown)
-    if whole.skipped:
-        print(f"{whole.skipped_words}\n")
-    new = whole.first(options.most)
+    new = read_new(estimator, options.inputs, "inputs to explain", options.drop, options.skip_unknown)
+    if new.skipped:
+        print(f"{new.skipped_words}\n")
+    new = new.subset(slice(options.most))
     model, output = estimator.model, estimator.number(options.output)
     y = new.y if new.known.all() else None
     sources = None if estimator.sources is None else model.source_effects(new.x, estimator.sources, y, output=output)

@@ -17,13 +17,14 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace.errors import first_line
 from ntk_laplace.tools.cli.described import Model, describe, fitted_words, tell_first, tell_scores
-from ntk_laplace.tools.cli.estimator_file import NewExamples, save_estimator
+from ntk_laplace.tools.cli.estimator_file import save_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
-from ntk_laplace.tools.cli.examples import Examples, read_examples, row_numbers
+from ntk_laplace.tools.cli.examples import TrainingExamples, read_examples
+from ntk_laplace.tools.cli.files import require_writable
 from ntk_laplace.tools.cli.images import ImageNetwork
-from ntk_laplace.tools.cli.model import require_writable
-from ntk_laplace.tools.cli.python_files import first_few, load_network
-from ntk_laplace.tools.cli.tables import require_sources
+from ntk_laplace.tools.cli.python_files import load_network
+from ntk_laplace.tools.cli.table_columns import require_sources
+from ntk_laplace.tools.cli.words import first_few
 
 _HELD_OUT = 0.2
 _COLUMNS = 10  # of the largest relevance, that are printed
@@ -32,15 +33,7 @@ _EXPLAINED = 200  # held-out rows on the page at most
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read, split, train, score, write.
-
-    Raises
-    ------
-    NTKLaplaceError
-        If the data or an option is invalid.
-    OSError
-        If the files cannot be written; raised before the computation.
-    """
+    """Read, split, train, score, write."""
     table, saved, page = (options.out / name for name in ("predictions.csv", "model.joblib", "explanations.html"))
     for file in (table, saved, page):
         require_writable(file, options, made=True)
@@ -57,11 +50,10 @@ def run(options: argparse.Namespace) -> None:
     print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
     if examples.columns is not None and str(examples.columns):
         print(textwrap.fill(str(examples.columns), _WIDTH))
-    numbering = [] if examples.columns is None else row_numbers(examples.x)
-    if numbering:
-        drop = " ".join(f"--drop {shlex.quote(name)}" for name in numbering[:3])
-        print(f"Another whole number in each row, an input too: {first_few(numbering, quote=False)}. Leave out what "
-              f"only numbers the rows: {drop}.")
+    if examples.numbering:
+        drop = " ".join(f"--drop {shlex.quote(name)}" for name in examples.numbering[:3])
+        print(f"Another whole number in each row, an input too: {first_few(examples.numbering, quote=False)}. Leave "
+              f"out what only numbers the rows: {drop}.")
     estimator = ntkl.LaplaceClassifier if examples.classes else ntkl.LaplaceRegressor
     model = estimator(**settings).fit(training.x, training.y)
     found = describe(model, new.x, new.y, new.targets, options.level)
@@ -72,8 +64,8 @@ def run(options: argparse.Namespace) -> None:
     tell_first(predictions, options.level)
     options.out.mkdir(parents=True, exist_ok=True)
     predictions.to_csv(table, index=False)
-    file = save_estimator(model, saved, training, options.source, options.drop)
-    few = NewExamples(new.x, new.y, new.named).first(_EXPLAINED)
+    file = save_estimator(model, saved, training, options)
+    few = new.subset(slice(_EXPLAINED))
     sources = None if training.sources is None else model.source_effects(few.x, training.sources, few.y)
     estimator_page(file, few, sources=sources).write(page)
     if sources is not None:
@@ -83,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
           f"joblib.load({str(saved)!r}).predict({_call(examples)}.")
 
 
-def _held_out(examples: Examples, seed: int) -> NDArray[np.intp]:
+def _held_out(examples: TrainingExamples, seed: int) -> NDArray[np.intp]:
     """Random rows, in order; of classes the same share of each, which keeps one row for the training at least."""
     order = np.random.default_rng(seed).permutation(len(examples.y))
     if not examples.classes:
@@ -98,7 +90,7 @@ def _held_out(examples: Examples, seed: int) -> NDArray[np.intp]:
     return np.sort(np.concatenate([grouped[first : first + count] for first, count in parts]))
 
 
-def _call(examples: Examples) -> str:
+def _call(examples: TrainingExamples) -> str:
     """How the estimator is called."""
     if examples.columns is not None:
         others = [name for name in examples.columns.features if name not in examples.columns.names]
@@ -107,7 +99,7 @@ def _call(examples: Examples) -> str:
     return f"x) takes an array of the inputs, (n, {examples.x.shape[1]})"
 
 
-def _settings(options: argparse.Namespace, examples: Examples) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, examples: TrainingExamples) -> dict[str, Any]:
     """Arguments of the estimator; what is not asked for is left to its defaults."""
     shape, hidden = examples.shape, options.hidden
     found = {"random_state": options.seed, "verbose": sys.stderr.isatty(), "predictive": options.predictive}

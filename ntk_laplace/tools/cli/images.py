@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import nn
 
 from ntk_laplace.errors import DataError, first_line
-from ntk_laplace.tools.cli.python_files import first_few
+from ntk_laplace.tools.cli.words import first_few
 
 _GRAY, _COLOR = ("1", "L"), ("LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow, with 8 bits per channel
 _LARGEST = 4  # side of the images that the last layer takes
@@ -41,6 +42,11 @@ class ImageFolder:
     y: NDArray[np.int64] | None
 
     @property
+    def rows(self) -> pandas.DataFrame:
+        """The pixels of each image in one row."""
+        return pandas.DataFrame(self.x.reshape(len(self.x), -1))
+
+    @property
     def others(self) -> list[str]:
         """Names of the other folders, one for each image in them."""
         there = () if self.y is None else zip(self.files, self.y, strict=True)
@@ -48,13 +54,7 @@ class ImageFolder:
 
 
 def require_no_sources(path: Path, group: str | None) -> None:
-    """Refuse sources of a folder, which names none.
-
-    Raises
-    ------
-    DataError
-        If they are asked for.
-    """
+    """Refuse sources of a folder, which names none (DataError)."""
     if group is not None:
         raise DataError("a table or arrays, for --group", f"the folder {path}",
                         "Save X, y and the sources with numpy.savez(FILE.npz, X=..., y=..., sources=...).")
@@ -63,23 +63,15 @@ def require_no_sources(path: Path, group: str | None) -> None:
 def read_images(
     path: Path, shape: Sequence[int] | None = None, known: Sequence[str] | None = None, labeled: bool = True
 ) -> ImageFolder:
-    """Read a folder.
+    """Read a folder that contains one folder of images for each class; names that begin with a point are ignored.
 
     Parameters
     ----------
     path : Path
-        A folder that contains one folder of images for each class. Names that begin with a point are ignored.
-    shape : sequence of int, optional
-        (channels, height, width) of the training data, which images must have.
-    known : sequence of str, optional
-        Classes of the training data.
+    shape, known : optional
+        (channels, height, width) and classes of the training data, which are to be the same (DataError).
     labeled : bool
         Whether the folders of these classes are needed; else there may be others, or the images are in `path` itself.
-
-    Raises
-    ------
-    DataError
-        If there are no images, a file is no image, or sizes or classes differ.
     """
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
     folders = [entry for entry in entries if entry.is_dir()]

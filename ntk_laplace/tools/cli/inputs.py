@@ -1,8 +1,9 @@
-"""Data files of the command: arrays, tables, and folders of images."""
+"""Data files of a network of one's own: arrays, tables, and folders of images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,21 @@ from ntk_laplace.model.data import Inputs
 from ntk_laplace.model.likelihoods import MISSING_LABEL, Categorical, Likelihood
 from ntk_laplace.tools.cli.arrays import load_data, load_inputs, load_sources
 from ntk_laplace.tools.cli.images import ImageFolder, read_images, require_no_sources
-from ntk_laplace.tools.cli.tables import (
+from ntk_laplace.tools.cli.table_columns import (
     input_columns,
-    is_table,
-    named_classes,
-    numbers,
-    read_table,
-    require_columns,
     require_no_dropped,
-    scored_classes,
-    scored_numbers,
-    target_classes,
-    without_dropped,
-    without_sources,
+    require_targets,
+    training_columns,
 )
+from ntk_laplace.tools.cli.tables import is_table, read_table
+from ntk_laplace.tools.cli.values import named_classes, numbers, scored_classes, scored_numbers, target_classes
 
 
+@dataclass
 class Files:
     """The data files of one command: tables, folders of images, ``.npz`` and ``.pt`` files of arrays.
 
-    All have the columns, or the classes and the size of images, of the training data.
+    All have the columns, or the classes and the size of images, of the training data, which are read first.
 
     Parameters
     ----------
@@ -68,74 +64,57 @@ class Files:
         Of the training data, if `group` is given.
     others : list of str
         What the file that `inputs` has read has in place of targets.
+    shape : tuple of int or None
+        Of the images of the training data.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, likelihood: Likelihood, targets: str | None = None,
-        columns: Sequence[str] | None = None, group: str | None = None, dropped: Sequence[str] | None = None,
-    ) -> None:
-        self.dtype, self.likelihood, self.targets, self.columns = dtype, likelihood, targets, columns
-        self.features: list[str] | None = None
-        self.classes: list[str] | None = None
-        self.names: list[str] | None = None
-        self.training_names: list[str] | None = None
-        self.group, self.dropped = group, dropped
-        self.sources: list[Any] | None = None
-        self.others: list[str] = []
-        self._shape: tuple[int, ...] | None = None  # of the images of the training data
+    dtype: torch.dtype
+    likelihood: Likelihood
+    targets: str | None = None
+    columns: Sequence[str] | None = None
+    group: str | None = None
+    dropped: Sequence[str] | None = None
+    features: list[str] | None = field(default=None, init=False)
+    classes: list[str] | None = field(default=None, init=False)
+    names: list[str] | None = field(default=None, init=False)
+    training_names: list[str] | None = field(default=None, init=False)
+    sources: list[Any] | None = field(default=None, init=False)
+    others: list[str] = field(default_factory=list, init=False)
+    shape: tuple[int, ...] | None = field(default=None, init=False)
 
     def training(self, path: Path) -> tuple[Inputs, Tensor]:
-        """Inputs and targets of the training data.
-
-        Raises
-        ------
-        DataError
-            If the file cannot be read as such.
-        """
+        """Inputs and targets of the training data (DataError if the file cannot be read as such)."""
         what = "the training data"
-        if path.is_dir():
-            if not self.likelihood.classifies:
-                raise DataError("a likelihood of classes, for a folder of images", type(self.likelihood).__name__,
-                                "Pass --likelihood categorical, or save arrays in an .npz file.")
-            require_no_sources(path, self.group)
-            require_no_dropped(path, self.dropped)
-            found = read_images(path)
-            self.classes, self._shape, self.training_names = found.classes, found.x.shape[1:], found.files
-            return self._tensors(found)
-        if not is_table(path):
+        if is_table(path) and not path.is_dir():
+            frame = self._frame(path, what)
+            frame, columns, self.sources = training_columns(frame, path, self.columns, self.group, self.dropped)
+            self.features = input_columns(frame, path, columns, None)
+            self.classes = columns if len(columns) > 1 else None
+            if self.likelihood.classifies and len(columns) == 1 and named_classes(frame[columns[0]]):
+                self.classes = target_classes(frame[columns[0]], path, None)[1]
+            return self._pair(frame, path, labeled=True)
+        if not path.is_dir():
             require_no_dropped(path, self.dropped)
             self.sources = None if self.group is None else load_sources(path, self.group)
             return load_data(path, self.dtype, self.targets, what, self.group, by_name=True)
-        frame = self._frame(path, what)
-        frame, self.sources = without_sources(frame, path, self.group, self.columns)
-        columns = require_columns(frame, path, self.columns)
-        frame = without_dropped(frame, path, self.dropped, columns)
-        self.features = input_columns(frame, path, columns, None)
-        self.classes = columns if len(columns) > 1 else None
-        if self.likelihood.classifies and len(columns) == 1 and named_classes(frame[columns[0]]):
-            self.classes = target_classes(frame[columns[0]], path, None)[1]
-        return self._pair(frame, path, labeled=True)
+        if not self.likelihood.classifies:
+            raise DataError("a likelihood of classes, for a folder of images", type(self.likelihood).__name__,
+                            "Pass --likelihood categorical, or save arrays in an .npz file.")
+        require_no_sources(path, self.group)
+        require_no_dropped(path, self.dropped)
+        found = read_images(path)
+        self.classes, self.shape, self.training_names = found.classes, found.x.shape[1:], found.files
+        return self._tensors(found)
 
     def data(self, path: Path, what: str) -> tuple[Inputs, Tensor]:
-        """Inputs and targets of other data; read `training` first.
-
-        Raises
-        ------
-        DataError
-            As in `training`; or if the columns, the classes or the images differ from the training data's.
-        """
+        """Inputs and targets of other data, which are like the training data (DataError)."""
         return self._read(path, what, labeled=True)
 
     def inputs(self, path: Path, what: str) -> tuple[Inputs, Tensor | None]:
-        """Inputs of other data, and targets if the file has some that are known; read `training` first.
+        """Inputs of other data, and targets if the file has some that are known.
 
-        A table may have targets in some rows alone: NaN, or the label -100, is in place of one that is missing, no
-        number or no class of the training data. `others` has what the table has in its place.
-
-        Raises
-        ------
-        DataError
-            As in `data`, but not for targets of a table or a folder.
+        A table or a folder may have targets in some rows alone: NaN, or the label -100, is in place of one that is
+        missing, no number or no class of the training data. `others` has what the file has in its place.
         """
         self.others = []
         return self._read(path, what, labeled=False)
@@ -145,18 +124,17 @@ class Files:
             return self._folder(path, labeled)
         if not is_table(path):
             return (load_data if labeled else load_inputs)(path, self.dtype, self.targets, what, self.group)
-        frame = self._frame(path, what)
-        frame = frame.drop(columns=[*(self.dropped or ()), *([] if self.group is None else [self.group])],
-                           errors="ignore")
+        unused = [name for name in (*(self.dropped or ()), self.group) if name is not None]
+        frame = self._frame(path, what).drop(columns=unused, errors="ignore")
         if labeled:
-            require_columns(frame, path, self.columns)
+            require_targets(frame, path, self.columns)
         return self._pair(frame, path, labeled)
 
     def _folder(self, path: Path, labeled: bool) -> tuple[Tensor, Any]:
-        if self._shape is None:
+        if self.shape is None:
             raise DataError("a file with the columns or arrays of the training data", f"the folder {path}",
                             "A folder of images needs one as --data too.")
-        found = read_images(path, self._shape, self.classes, labeled)
+        found = read_images(path, self.shape, self.classes, labeled)
         self.names, self.others = found.files, found.others
         x, y = self._tensors(found)
         return x, None if y is None or (y < 0).all() else y.masked_fill(y < 0, MISSING_LABEL)
@@ -173,32 +151,27 @@ class Files:
 
     def _pair(self, frame: pandas.DataFrame, path: Path, labeled: bool) -> tuple[Tensor, Any]:
         """Inputs of a table, and its targets if it has all their columns, and some of them unless they are needed."""
-        x = numbers(frame, path, input_columns(frame, path, self.columns, self.features))
-        inputs = torch.tensor(x, dtype=self.dtype)  # row by row, as in other files: the last digits are the same
         columns = list(self.columns or ())
+        x = numbers(frame, path, input_columns(frame, path, columns, self.features))
+        inputs = torch.tensor(x, dtype=self.dtype)  # row by row, as in other files: the last digits are the same
         if not columns or not set(columns) <= set(frame.columns):
             return inputs, None
-        if not labeled:
-            return inputs, self._known(frame, columns)
-        if self.classes is not None and len(columns) == 1:
-            return inputs, torch.as_tensor(target_classes(frame[columns[0]], path, self.classes)[0])
-        missing = getattr(self.likelihood, "missing", None) is not None
-        y = numbers(frame, path, columns, missing, "name another target")
-        return inputs, self._targets(y, all(is_integer_dtype(frame[name].dtype) for name in columns))
-
-    def _known(self, frame: pandas.DataFrame, columns: list[str]) -> Tensor | None:
-        """Targets of a table to compare predictions with; None if there is none."""
-        named = self.classes is not None and len(columns) == 1
-        if named:
-            number, self.others = scored_classes(frame[columns[0]].tolist(), self.classes or ())
-            y = np.where(number < 0, np.nan, number)[:, None]
+        whole = all(is_integer_dtype(frame[name].dtype) for name in columns)
+        classes = self.classes if len(columns) == 1 else None  # names of several targets are no classes
+        if labeled and classes is not None:
+            return inputs, torch.as_tensor(target_classes(frame[columns[0]], path, classes)[0])
+        if labeled:
+            missing = getattr(self.likelihood, "missing", None) is not None
+            return inputs, self._targets(numbers(frame, path, columns, missing, "name another target"), whole)
+        if classes is not None:
+            number, self.others = scored_classes(frame[columns[0]].tolist(), classes)
+            y, whole = np.where(number < 0, np.nan, number)[:, None], True
         else:
             y, self.others = scored_numbers(frame, columns)
         if np.isnan(y).all():
-            return None
-        whole = named or all(is_integer_dtype(frame[name].dtype) for name in columns)
-        return self._targets(np.where(np.isnan(y), MISSING_LABEL, y) if isinstance(self.likelihood, Categorical) else y,
-                             whole)
+            return inputs, None
+        labels = isinstance(self.likelihood, Categorical)
+        return inputs, self._targets(np.where(np.isnan(y), MISSING_LABEL, y) if labels else y, whole)
 
     def _targets(self, y: NDArray[np.float64], whole: bool) -> Tensor:
         """Targets (N, columns) as a tensor; whole numbers of 64 bits as such."""

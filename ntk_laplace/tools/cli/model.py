@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,13 +54,7 @@ class Model:
 
 
 def bring(options: argparse.Namespace) -> Model:
-    """Load and check the model from the options of `add_model_options`.
-
-    Raises
-    ------
-    NTKLaplaceError
-        If the network, the data or an option is invalid.
-    """
+    """Load, build and check the model that the options describe (NTKLaplaceError if one of them is invalid)."""
     dtype = torch.float32 if options.float32 else torch.float64
     network = load_network(*options.network)
     load_weights(network.to(dtype=dtype), options.checkpoint)
@@ -92,50 +82,3 @@ def _device(name: str, dtype: torch.dtype) -> torch.device:
         raise ntkl.UnsupportedError(f"a device that torch can use here for {dtype}", repr(name),
                                     "Pass --device cpu, or install a torch for that device.") from cause
     return device
-
-
-def require_writable(path: Path | None, options: argparse.Namespace, made: bool = False) -> None:
-    """Check before the computation that the path can be written, and is none of the files that the command reads.
-
-    Parameters
-    ----------
-    path : Path, optional
-    options : Namespace
-        Of the command.
-    made : bool
-        Whether the command makes missing directories on the way to the path.
-
-    Raises
-    ------
-    OSError
-        If the path cannot be written.
-    DataError
-        If it names a file that the options give as an input.
-    """
-    if path is None:
-        return
-    network = options.network[0] if options.network else None
-    given = (network, *(getattr(options, name, None) for name in ("data", "checkpoint", "inputs", "held_out")))
-    if path.exists() and any(file.exists() and path.samefile(file) for file in given if file is not None):
-        raise ntkl.DataError("another name for what is written", f"{path}, which is an input",
-                             "It would be overwritten: choose another --out, --json or --plot.")
-    place = path if path.exists() else path.resolve().parent
-    while made and not place.exists():
-        place = place.parent
-    code = 0
-    if path.is_dir():
-        code = errno.EISDIR
-    elif not place.exists():
-        code = errno.ENOENT
-    elif place != path and not place.is_dir():
-        code = errno.ENOTDIR
-    elif not os.access(place, os.W_OK):
-        code = errno.EACCES
-    elif place != path:
-        try:
-            with tempfile.TemporaryFile(dir=place):  # some systems of files take none, whatever access says
-                pass
-        except OSError as cause:
-            code = cause.errno or errno.EACCES
-    if code:
-        raise OSError(code, os.strerror(code), str(path))

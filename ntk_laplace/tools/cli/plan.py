@@ -5,19 +5,12 @@ from __future__ import annotations
 import argparse
 
 import ntk_laplace as ntkl
-from ntk_laplace.tools.cli.model import bring, require_writable
+from ntk_laplace.tools.cli.files import require_writable
+from ntk_laplace.tools.cli.model import bring
 
 
 def run(options: argparse.Namespace) -> None:
-    """Load, forecast, print, write.
-
-    Raises
-    ------
-    NTKLaplaceError
-        If the network, the data or an option is invalid.
-    OSError
-        If the file cannot be written; raised before the computation.
-    """
+    """Load, forecast, print, write."""
     require_writable(options.json, options)
     model = bring(options)
     found = ntkl.plan(*model.given, options.structures, processes=options.processes, **model.options)

@@ -17,7 +17,9 @@ from ntk_laplace.model.likelihoods import PerOutput
 from ntk_laplace.posterior.fit import spec_of
 from ntk_laplace.tools.cli.described import describe, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import load_estimator
-from ntk_laplace.tools.cli.model import bring, require_writable
+from ntk_laplace.tools.cli.files import require_writable
+from ntk_laplace.tools.cli.model import bring
+from ntk_laplace.tools.cli.new_examples import read_new
 from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_table, scored_words
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
@@ -26,15 +28,7 @@ _SHOWN = 8  # precisions or noises that are told
 
 
 def run(options: argparse.Namespace) -> None:
-    """Load, fit, calibrate, predict, write.
-
-    Raises
-    ------
-    NTKLaplaceError
-        If the network, the data or an option is invalid.
-    OSError
-        If the table or the page cannot be written; raised before the computation.
-    """
+    """Load, fit, calibrate, predict, write."""
     if is_estimator(options.network[0]):
         _of_estimator(options)
         return
@@ -86,13 +80,13 @@ def _of_estimator(options: argparse.Namespace) -> None:
     """The table of ``ntk-laplace fit`` for other inputs."""
     require_writable(options.out, options)
     estimator = load_estimator(options)
-    new = estimator.read(options.inputs, "inputs to predict", options.drop, options.skip_unknown)
+    new = read_new(estimator, options.inputs, "inputs to predict", options.drop, options.skip_unknown)
     found = describe(estimator.model, new.x, new.y, estimator.targets, options.level)
     predictions = pandas.concat([new.named, pandas.DataFrame(found.columns)], axis=1)
     new.whole(predictions).to_csv(options.out, index=False)
     if new.skipped:
         print(f"\n{new.skipped_words}")
-    kind = "number" if isinstance(estimator.model, ntkl.LaplaceRegressor) else "class of the training data"
+    kind = "class of the training data" if estimator.classifies else "number"
     heading = scored_words(new.known.reshape(len(new.x), -1), estimator.targets, new.others, kind)
     if found.scores:
         tell_scores(found, heading)

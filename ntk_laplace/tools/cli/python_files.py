@@ -4,54 +4,31 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, UnsupportedError, first_line
+from ntk_laplace.errors import NetworkError, NTKLaplaceError, UnsupportedError, first_line
 from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.tools.cli.files import require_file
+from ntk_laplace.tools.cli.words import first_few
 
 
 def load_network(path: Path, factory: str) -> nn.Module:
-    """Run a Python file and call its function that returns the network.
-
-    Raises
-    ------
-    DataError
-        If there is no such file.
-    NetworkError
-        If the file does not run, has no such function, or the function does not return a module.
-    """
+    """Run a Python file and call its function that returns the network (NetworkError if that fails)."""
     return _made(path, factory, "network", nn.Module, {}).eval()
 
 
 def load_likelihood(path: Path, factory: str, options: Mapping[str, Any]) -> Likelihood:
-    """Run a Python file and call its likelihood class, or a function that returns a likelihood.
-
-    Raises
-    ------
-    DataError
-        If there is no such file.
-    NTKLaplaceError
-        If the file does not run, has no such class or function, it does not take the options, or it does not return a
-        likelihood.
-    """
+    """Run a Python file and call its likelihood class, or a function that returns one (NTKLaplaceError if it fails)."""
     return _made(path, factory, "likelihood", Likelihood, options)
 
 
 def run_file(path: Path) -> None:
-    """Run a Python file of a network, so that pickle finds its classes.
-
-    Raises
-    ------
-    DataError
-        If there is no such file.
-    NetworkError
-        If the file does not run.
-    """
+    """Run a Python file of a network, so that pickle finds its classes (NetworkError if it fails)."""
     require_file(path, "a Python file with the classes of the network")
     _run(path, "network", NetworkError)
 
@@ -123,17 +100,3 @@ def _called(
         arguments = f"with {', '.join(options)}" if options else "without arguments"
         raise fail(f"{what} to run {arguments}", f"{type(cause).__name__}: {first_line(cause)}{where}",
                    'Training and the reading of arguments belong below if __name__ == "__main__".') from cause
-
-
-def require_file(path: Path, what: str) -> None:
-    """Raise a `DataError` if there is no such file."""
-    if not path.is_file():
-        if path.is_dir():
-            raise DataError(what, f"the directory {path}", "Name a file in it.")
-        raise DataError(what, f"{path}, where there is no file", "Check the path.")
-
-
-def first_few(names: Sequence[Any], quote: bool = True, most: int = 3) -> str:
-    """The first names and the number of others."""
-    shown = [repr(name) if quote else str(name) for name in names[:most]]
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

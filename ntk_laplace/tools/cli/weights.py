@@ -15,20 +15,15 @@ from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, first_l
 from ntk_laplace.model.data import Inputs, describe_inputs, take
 from ntk_laplace.model.network import Caller
 from ntk_laplace.runtime.serialization import is_safetensors, read_tensors
-from ntk_laplace.tools.cli.python_files import first_few, require_file
+from ntk_laplace.tools.cli.files import require_file
+from ntk_laplace.tools.cli.words import first_few
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _PREFIXES = ("module.", "_orig_mod.")  # added by DataParallel and torch.compile
 
 
 def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None) -> None:
-    """Run the network on two examples, to report errors in it clearly.
-
-    Raises
-    ------
-    NetworkError
-        If it fails on them, or returns no tensor of outputs.
-    """
+    """Run the network on two examples, to report errors in it clearly (NetworkError)."""
     caller, few = Caller(network, output), take(x, slice(2))
     try:
         with torch.no_grad():
@@ -50,23 +45,12 @@ def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
-    """Load a checkpoint's weights into the network; the names must match exactly, up to one common prefix.
+    """Load a checkpoint's weights into the network, whose dtype does not change.
 
-    Parameters
-    ----------
-    network : nn.Module
-        Its dtype does not change.
-    path : Path
-        File with a state dict, or with a dict that contains one under "state_dict", "model" or "model_state_dict". It
-        is loaded with ``weights_only=True``, which cannot run code. Or a ``.safetensors`` file, which may contain tied
-        weights once.
-
-    Raises
-    ------
-    DataError
-        If the file is missing or contains no weights.
-    NetworkError
-        If names or shapes differ from the network's.
+    The file has a state dict, or a dict that contains one under "state_dict", "model" or "model_state_dict", and is
+    loaded with ``weights_only=True``, which cannot run code; or it is a ``.safetensors`` file, which may contain tied
+    weights once. Refuse one without weights (DataError), and names and shapes that differ from the network's, up to one
+    common prefix (NetworkError).
     """
     require_file(path, "a checkpoint")
     remedy = "Save it with torch.save(network.state_dict(), path)."
