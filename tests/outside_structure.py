@@ -5,7 +5,6 @@ The command line loads this file too, as the file of a network: `build` makes it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,8 +17,8 @@ import ntk_laplace as ntkl
 class EigenPrecision(ntkl.PosteriorPrecision):
     """H = P0^½ U (1 + λ) Uᵀ P0^½ with U λ Uᵀ = P0^-½ JᵀΛJ P0^-½."""
 
-    def __init__(self, ggn: Tensor, prior: ntkl.GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
-        super().__init__(prior, shapes, ggn)
+    def __init__(self, ggn: Tensor, prior: ntkl.GaussianPrior) -> None:
+        super().__init__(prior, ggn)
         scale = self.prior_precision.rsqrt()
         values, self._vectors = torch.linalg.eigh(scale.unsqueeze(1) * ggn * scale)
         self._values, self._scale = values.clamp_min(0.0), scale
@@ -64,7 +63,7 @@ class Eigen(ntkl.SummedSpec):
 
     def precision(self, sums: dict[str, Tensor], model: ntkl.LinearizedModel) -> EigenPrecision:
         """Eigendecompose at the prior's present precisions."""
-        return EigenPrecision(sums["ggn"], model.prior, model.network.shapes)
+        return EigenPrecision(sums["ggn"], model.prior)
 
 
 def build() -> nn.Module:

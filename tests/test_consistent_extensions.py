@@ -82,7 +82,7 @@ class Multiple(ntkl.PosteriorPrecision):
     """H = P0 + c I."""
 
     def __init__(self, curvature: Tensor, model: ntkl.LinearizedModel) -> None:
-        super().__init__(model.prior, model.network.shapes, curvature)
+        super().__init__(model.prior, curvature)
         self.diagonal = self.prior_precision + curvature
 
     def log_det(self) -> Tensor:

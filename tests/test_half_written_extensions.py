@@ -29,7 +29,7 @@ class DiagonalPrecision(ntkl.PosteriorPrecision):
     """H = P0 + diag(s)."""
 
     def __init__(self, sums: Tensor, model: ntkl.LinearizedModel, error: float = 0.0) -> None:
-        super().__init__(model.prior, model.network.shapes, like=sums)
+        super().__init__(model.prior, like=sums)
         self.diagonal, self.standard_error = self.prior_precision + sums, error
 
     def log_det(self) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from class_cases import classes, digits_like
 from exact_cases import ids
-from ntk_laplace.curvature.function_space import prior_variances
 from ntk_laplace.curvature.leading_rows import LeadingRows, LeadingRowsPrecision, leading_rows
 from ntk_laplace.curvature.sketch import RandomSketch
 from ntk_laplace.errors import UnsupportedError
@@ -275,9 +274,9 @@ def test_shares_are_one_data_set(world_size: int) -> None:
 def test_row_weights_are_eigenvalues_of_blocks() -> None:
     posterior = classes(ntkl.Iterative(rank=4, probes=2))
     curvature = posterior.fitted.structure.curvature(posterior.fitted.model)
-    values, vectors = curvature.row_weights(prior_variances(posterior.prior, posterior.network.shapes))
+    values, vectors = curvature.row_weights(posterior.prior.variances())
     blocks = vectors @ torch.diag_embed(values) @ vectors.mT
-    trace, log_dets = curvature.diagonal(prior_variances(posterior.prior, posterior.network.shapes))
+    trace, log_dets = curvature.diagonal(posterior.prior.variances())
     assert float(blocks.diagonal(dim1=1, dim2=2).sum()) == pytest.approx(trace, rel=1e-10)
     assert float(torch.log1p(values.clamp_min(0)).sum()) == pytest.approx(log_dets, rel=1e-10)
 

@@ -5,14 +5,14 @@ from ntk_laplace.curvature.curvature_type import CurvatureType, Draws
 from ntk_laplace.curvature.distributed_function_space import DistributedFunctionSpacePrecision
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.full import FullPrecision, accumulate_ggn
-from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature.function_space import FunctionSpacePrecision
 from ntk_laplace.curvature.given import GivenPrecision
 from ntk_laplace.curvature.given_forms import given_precision
 from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.last_layer import LastLayerPrecision, last_layer
 from ntk_laplace.curvature.log_det_terms import LogDetTerm
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock, diagonal_block, find_parameter_blocks
-from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision, group_numbers
+from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision
 from ntk_laplace.curvature.structured import BlockDiagonalPrecision, BlockPrecision
 
 __all__ = [
@@ -38,7 +38,5 @@ __all__ = [
     "diagonal_block",
     "find_parameter_blocks",
     "given_precision",
-    "group_numbers",
     "last_layer",
-    "prior_variances",
 ]

@@ -6,7 +6,7 @@ are equal on all processes, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
     root : Tensor, (N, C, R)
         S with S Sᵀ = Λ.
     prior : GaussianPrior
-    shapes : mapping of str to torch.Size
-        The parameters, in order.
     reducer : Reducer
 
     Attributes
@@ -43,10 +41,8 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         L with L Lᵀ = B.
     """
 
-    def __init__(
-        self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size], reducer: Reducer
-    ) -> None:
-        self._keep(rows, prior, shapes)
+    def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, reducer: Reducer) -> None:
+        self._keep(rows, prior)
         self.root, self.reducer = root, reducer
         self.weighted = rows.weighted(root)
         self.matrix = self._block_rows(self.variances)

@@ -44,8 +44,8 @@ class FullPrecision(PosteriorPrecision):
     ggn : Tensor, (P, P)
         Lower triangle of JᵀΛJ.
     prior : GaussianPrior
-    shapes : mapping of str to torch.Size
-        The parameters, in order: all of the prior's, or some.
+    shapes : mapping of str to torch.Size, optional
+        As in `PosteriorPrecision`.
 
     Attributes
     ----------
@@ -55,8 +55,8 @@ class FullPrecision(PosteriorPrecision):
         L with H = L Lᵀ; only the lower triangle is valid.
     """
 
-    def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
-        super().__init__(prior, shapes, ggn)
+    def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size] | None = None) -> None:
+        super().__init__(prior, ggn, shapes)
         with torch.no_grad():  # in double precision, and of these parameters, which may be some of the prior's
             logs = prior.precision.double().log()
             self._log_det_prior = (torch.bincount(self.groups, minlength=len(logs)) * logs).sum().to(ggn)

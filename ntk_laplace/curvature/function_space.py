@@ -5,7 +5,7 @@ A change of a hyperparameter requires only a new factorization of B. The Jacobia
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -36,10 +36,10 @@ class FunctionSpacePrecision(PosteriorPrecision):
     root : Tensor, (N, C, R), optional
         S with S Sᵀ = Λ; None if the rows are those of SᵀJ.
     prior : GaussianPrior
-    shapes : mapping of str to torch.Size
-        The parameters, in order.
     gram : Tensor, (N*R, N*R), optional
         SᵀKS, if it is known: its lower triangle is overwritten.
+    shapes : mapping of str to torch.Size, optional
+        As in `PosteriorPrecision`.
 
     Attributes
     ----------
@@ -51,8 +51,8 @@ class FunctionSpacePrecision(PosteriorPrecision):
     reducer: Reducer = SingleProcess()
 
     def __init__(
-        self, rows: Jacobian, root: Tensor | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
-        gram: Tensor | None = None,
+        self, rows: Jacobian, root: Tensor | None, prior: GaussianPrior, gram: Tensor | None = None,
+        shapes: Mapping[str, torch.Size] | None = None,
     ) -> None:
         self._keep(rows, prior, shapes)
         own = torch.eye(rows.num_cotangents).to(rows.f).expand(rows.num_examples, -1, -1)
@@ -63,12 +63,13 @@ class FunctionSpacePrecision(PosteriorPrecision):
         else:
             self.factor = LowerTriangle.of(gram).add_to_diagonal_(1.0).cholesky_()
 
-    def _keep(self, rows: Jacobian, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
+    def _keep(self, rows: Jacobian, prior: GaussianPrior, shapes: Mapping[str, torch.Size] | None = None) -> None:
         """The rows, and the prior beside them: all but B."""
-        PosteriorPrecision.__init__(self, prior, shapes, rows.f)
+        PosteriorPrecision.__init__(self, prior, rows.f, shapes)
+        variances = prior.variances()
         self.rows = rows
-        self.variances: Variances = read_once(prior_variances(prior, shapes))
-        self._group_of = {name: prior.group_of(name) for name in shapes}
+        self.variances: Variances = read_once({name: variances[name] for name in self.shapes})
+        self._group_of = {name: prior.group_of(name) for name in self.shapes}
 
     def _factorized(self, variances: Variances) -> LowerTriangle:
         """L with B = I + SᵀKS = L Lᵀ; only the lower triangle is ever stored."""
@@ -241,9 +242,3 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
         return less_(gram(rows, self.variances), self.factor.solve_lower_(self.cross(rows)).T)
-
-
-def prior_variances(prior: GaussianPrior, shapes: Iterable[str]) -> dict[str, Tensor]:
-    """Prior variance, one over the precision, of each parameter: one number, or one per entry."""
-    with torch.no_grad():
-        return {name: prior.tensor_precision(name).reciprocal().reshape(-1) for name in shapes}

@@ -40,7 +40,7 @@ class BlockwisePrecision(PosteriorPrecision):
         shapes: Mapping[str, torch.Size],
     ) -> None:
         like = next(iter(diagonals.values())) if diagonals else factors[0][1]
-        super().__init__(GaussianPrior(1.0, groups="parameter").bind(shapes).to(like.device), shapes, like)
+        super().__init__(GaussianPrior(1.0, groups="parameter").bind(shapes).to(like.device), like)
         self.diagonals, self.factors = dict(diagonals), list(factors)
         self._variances = {name: own.reciprocal() for name, own in self.diagonals.items()}
         places = self.shapes.slices()
@@ -148,7 +148,7 @@ class GivenPrecision(PosteriorPrecision):
     homogeneous = False
 
     def __init__(self, inner: PosteriorPrecision, prior: GaussianPrior) -> None:
-        super().__init__(prior, inner.shapes, inner.prior_precision)
+        super().__init__(prior, inner.prior_precision)
         self.inner = inner
         with torch.no_grad():
             own, present = (one.double().log().sum() for one in (inner.prior_precision, self.prior_precision))

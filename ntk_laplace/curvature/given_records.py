@@ -26,10 +26,10 @@ def restored_precision(record: Mapping[str, Any], shapes: ParameterLayout) -> Po
         return BlockwisePrecision.from_record(record, shapes)
     prior = _prior(record["prior"], shapes)
     if kind == "rows":
-        return FunctionSpacePrecision(Jacobian.from_record(record["rows"]), None, prior, shapes)
+        return FunctionSpacePrecision(Jacobian.from_record(record["rows"]), None, prior)
     blocks = [SpectralBlock.from_record(block) for block in record["blocks"]]
     like = blocks[0].values if blocks else record["prior"]["log_precision"]
-    return BlockDiagonalPrecision(blocks, prior, shapes, like)
+    return BlockDiagonalPrecision(blocks, prior, like)
 
 
 def _prior(record: Mapping[str, Any], shapes: ParameterLayout) -> GaussianPrior:

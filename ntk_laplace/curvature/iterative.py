@@ -60,7 +60,7 @@ class IterativePrecision(PosteriorPrecision):
 
     def __init__(self, probing: ProbedLogDet, limits: SketchLimits, variance_error: float) -> None:
         curvature = probing.curvature
-        super().__init__(curvature.prior, curvature.shapes, curvature.like)
+        super().__init__(curvature.prior, curvature.like)
         self.probing: ProbedLogDet = probing
         self.curvature, self.base, self.seed = curvature, probing.base, probing.seed
         self.sketch = probing.approximation.sketch

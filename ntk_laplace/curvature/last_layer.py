@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -48,17 +48,15 @@ class LastLayerPrecision(FunctionSpacePrecision):
     num_columns : int
         R.
     prior : GaussianPrior
-    shapes : mapping of str to torch.Size
-        The parameters, in order.
     """
 
     many_variances = True
 
     def __init__(
         self, rows: Jacobian, form: DiagonalForm, root: Callable[[slice], Tensor], num_columns: int,
-        prior: GaussianPrior, shapes: Mapping[str, torch.Size],
+        prior: GaussianPrior,
     ) -> None:
-        self._keep(rows, prior, shapes)
+        self._keep(rows, prior)
         self._root_of, self._columns = root, num_columns
         layer = last_layer(rows, self.variances)
         assert layer is not None

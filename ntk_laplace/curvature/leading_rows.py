@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature.function_space import FunctionSpacePrecision
 from ntk_laplace.curvature.low_rank import LowRankBase
 from ntk_laplace.curvature.sketch import Approximation, Curvature, RandomSketch, Sketch
 from ntk_laplace.jacobian import Jacobian
@@ -44,7 +44,7 @@ class LeadingRows(Sketch):
     exhausted: bool = False
 
     def at(self, curvature: Curvature) -> LeadingRowsApproximation:
-        base = LeadingRowsPrecision(self.rows, None, curvature.prior, curvature.shapes)
+        base = LeadingRowsPrecision(self.rows, None, curvature.prior)
         return LeadingRowsApproximation(curvature, self, base)
 
     def scaled(self, factor: float) -> LeadingRows:
@@ -158,7 +158,7 @@ def leading_rows(curvature: Curvature, limit: int) -> LeadingRows | None:
     limited = min(limit, curvature.rank)
     if _most(curvature.num_rows, limited) < tuning.FIRST_LEADING:
         return None
-    values, directions = curvature.row_weights(prior_variances(curvature.prior, curvature.shapes))
+    values, directions = curvature.row_weights(curvature.prior.variances())
     count = leading_count(values, curvature.num_rows, limited)
     if count is None:
         return None

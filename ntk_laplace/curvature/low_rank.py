@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.function_space import prior_variances
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, less_
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram
@@ -89,15 +87,11 @@ class LowRankPrecision(LowRankBase):
     values : Tensor, (r,)
         λ, ascending.
     prior : GaussianPrior
-    shapes : mapping of str to torch.Size
-        The parameters, in order.
     """
 
-    def __init__(
-        self, factor: Tensor, values: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]
-    ) -> None:
-        super().__init__(prior, shapes, factor)
-        self.variances = prior_variances(prior, shapes)
+    def __init__(self, factor: Tensor, values: Tensor, prior: GaussianPrior) -> None:
+        super().__init__(prior, factor)
+        self.variances = prior.variances()
         self.factor, self.values = factor, values
 
     @property

@@ -69,7 +69,7 @@ class PosteriorDraws:
 
     def outputs(self, rows: Jacobian, count: int) -> Tensor:
         """J y over s^½ for the first draws, (n, K, s): the product with its transpose estimates V."""
-        named = self._probing.curvature.shapes.parts(self.draws[:count])
+        named = self._probing.curvature.prior.shapes.parts(self.draws[:count])
         return rows.products(named).transpose(0, 1) / min(count, len(self.draws)) ** 0.5
 
     # --- sums over the data

@@ -51,11 +51,11 @@ class PosteriorPrecision(ABC):
     Parameters
     ----------
     prior : GaussianPrior
-        Its present precisions are copied.
-    shapes : mapping of str to torch.Size
-        The parameters, in the order that flattens θ.
+        Bound to the parameters. Its present precisions are copied.
     like : Tensor
         Gives dtype and device.
+    shapes : mapping of str to torch.Size, optional
+        Of some of the parameters, in order; by default all of them.
 
     Attributes
     ----------
@@ -80,8 +80,8 @@ class PosteriorPrecision(ABC):
     standard_error: float = 0.0
     log_det_bounds: tuple[float, float] | None = None
 
-    def __init__(self, prior: GaussianPrior, shapes: Mapping[str, torch.Size], like: Tensor) -> None:
-        self.shapes = ParameterLayout.of(shapes)
+    def __init__(self, prior: GaussianPrior, like: Tensor, shapes: Mapping[str, torch.Size] | None = None) -> None:
+        self.shapes = prior.shapes if shapes is None else ParameterLayout.of(shapes)
         self._prior = prior  # for the names of groups; its precisions may change later
         self._by_group = prior.precision.detach().to(like).clone()  # (G,)
         self._num_groups = len(self._by_group)
@@ -136,7 +136,8 @@ class PosteriorPrecision(ABC):
     @cached_property
     def groups(self) -> Tensor:
         """Prior group of each parameter, (P,)."""
-        return group_numbers(self._prior, self.shapes, self._by_group.device)
+        named = self._prior.shapes.named(self._prior.flat_groups().to(self._by_group.device))
+        return self.shapes.flat(named)
 
     @property
     def num_parameters(self) -> int:
@@ -314,16 +315,6 @@ def checked_form(
     got = f"{tuple(found.shape)} in {found.dtype} on {found.device}" if isinstance(found, Tensor) else f"{found!r}"[:80]
     raise UnsupportedError(f"a tensor {tuple(shape)} in {like.dtype} on {like.device} of "
                            f"{type(precision).__name__}.{method}", got, "Correct the method.")
-
-
-def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size], device: torch.device) -> Tensor:
-    """Prior group of each entry of θ, (P,)."""
-    found = []
-    for name, shape in shapes.items():
-        group = prior.group_of(name)
-        found.append(group.to(device) if isinstance(group, Tensor) else
-                     torch.full((shape.numel(),), group, device=device))
-    return torch.cat(found)
 
 
 def require_finite(variances: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class Remainder:
         """J d over s^½ for all draws, (n, K, s): the product with its transpose is what the low rank leaves of V."""
         if self._directions[0] != len(self):
             scale = self._probing.base.deviation / len(self) ** 0.5
-            self._directions = len(self), self._probing.curvature.shapes.parts(self.draws * scale)
+            self._directions = len(self), self._probing.curvature.prior.shapes.parts(self.draws * scale)
         return rows.products(self._directions[1]).transpose(0, 1)
 
     def uncertain(self, own: Tensor, rest: Tensor, draws: int | None = None) -> Tensor:
@@ -143,7 +143,7 @@ class Remainder:
         in other solves.
         """
         probing, n, k = self._probing, rows.num_examples, rows.num_cotangents
-        shapes, found = probing.curvature.shapes, []
+        shapes, found = probing.curvature.prior.shapes, []
         tolerance = torch.finfo(probing.curvature.like.dtype).eps ** 0.35
         for some in torch.arange(n, device=rows.f.device).split(max(1, probing.together // k)):
             right = rows.subset(some).dense(shapes).transpose(0, 1) * probing.base.deviation

@@ -16,7 +16,6 @@ from ntk_laplace.jacobian.gram import Variances
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.krylov import inner, low_rank
 from ntk_laplace.runtime.linalg import symmetric_eigen
-from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.sampling import normal
 
 
@@ -26,10 +25,6 @@ class Curvature(Protocol):
     @property
     def prior(self) -> GaussianPrior:
         """The prior, at its present precisions."""
-
-    @property
-    def shapes(self) -> ParameterLayout:
-        """The parameters, in the order that flattens θ."""
 
     @property
     def like(self) -> Tensor:
@@ -176,7 +171,7 @@ class RandomSketch(Sketch):
         values, turn = symmetric_eigen(inner(self.factor, self.factor, scale.square()))
         mixing = None if self.mixing is None else turn.T @ self.mixing
         turned = replace(self, factor=turn.T @ self.factor, mixing=mixing)
-        base = LowRankPrecision(turned.factor, values.clamp_min(0.0), curvature.prior, curvature.shapes)
+        base = LowRankPrecision(turned.factor, values.clamp_min(0.0), curvature.prior)
         return NystromApproximation(curvature, turned, base)
 
     def best(self, rank: int) -> RandomSketch:
@@ -254,7 +249,7 @@ def sketched(
     found = low_rank(curvature.products, tests, scale, None if draws else curvature.together)
     exhausted = count > kept and 2 * (count - len(found.factor)) >= count - kept
     kept_tests, mixing = (tests, found.mixing) if draws else (None, None)
-    base = LowRankPrecision(found.factor, found.values, curvature.prior, curvature.shapes)
+    base = LowRankPrecision(found.factor, found.values, curvature.prior)
     return NystromApproximation(curvature, RandomSketch(found.factor, kept_tests, mixing, exhausted), base)
 
 

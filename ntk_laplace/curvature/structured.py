@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -123,16 +123,12 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     parts : sequence of BlockPrecision
         One per parameter block.
     prior : GaussianPrior
-    shapes : dict of str to torch.Size
-        The parameters, in order.
     like : Tensor
         Gives dtype and device.
     """
 
-    def __init__(
-        self, parts: Sequence[BlockPrecision], prior: GaussianPrior, shapes: Mapping[str, torch.Size], like: Tensor
-    ) -> None:
-        super().__init__(prior, shapes, like)
+    def __init__(self, parts: Sequence[BlockPrecision], prior: GaussianPrior, like: Tensor) -> None:
+        super().__init__(prior, like)
         self.algebras = tuple(parts)
         # false for damped factors
         self.homogeneous = all(algebra.homogeneous for algebra in self.algebras)

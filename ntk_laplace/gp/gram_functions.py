@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import prior_variances
-from ntk_laplace.curvature.posterior_precision import group_numbers
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.contractions import Variance
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram, gram_tiles
@@ -50,10 +48,10 @@ class GramFunction(ABC):
     def weighted(self) -> Tensor:
         """The value at the prior's variances, differentiable (once) in ``prior.log_precision``."""
         prior, shapes = self.prior, self.prior.shapes
-        variances = prior_variances(prior, shapes)
+        variances = prior.variances()
         groups = {name: prior.group_of(name) for name in shapes}
         like = prior.log_precision.detach()
-        numbers = group_numbers(prior, shapes, like.device)
+        numbers = prior.flat_groups()
 
         def by_precision(upstream: Tensor) -> Tensor:
             slope, upstream = torch.zeros_like(like), upstream.contiguous()

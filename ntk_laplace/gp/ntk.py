@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import prior_variances
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.data import Inputs, as_tensors, to_device
@@ -43,4 +42,4 @@ def empirical_ntk(
     left = jacobian_pass.rows(to_device(as_tensors(x1), frozen.device, frozen.input_dtype))
     right = None if x2 is None else jacobian_pass.rows(to_device(as_tensors(x2), frozen.device, frozen.input_dtype))
     with outside_autocast():
-        return gram(left, prior_variances(prior, frozen.shapes), right)
+        return gram(left, prior.variances(), right)

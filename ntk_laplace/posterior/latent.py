@@ -9,7 +9,7 @@ from gpytorch.distributions import MultitaskMultivariateNormal
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
-from ntk_laplace.curvature import PosteriorPrecision, prior_variances
+from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.curvature.posterior_precision import checked_form, require_finite
 from ntk_laplace.errors import is_choice, require_choice, require_flags, require_whole
 from ntk_laplace.jacobian import Jacobian
@@ -117,7 +117,7 @@ class LatentVerbs(Fitted):
         with torch.no_grad():
             back = -self._fitted.from_prior_mean
         # lazy, as in `latent`: K is singular with more outputs than parameters
-        covariance = DenseLinearOperator(gram(rows, prior_variances(model.prior, self.network.shapes)))
+        covariance = DenseLinearOperator(gram(rows, model.prior.variances()))
         return MultitaskMultivariateNormal(rows.f + rows.jvp(self.network.unflatten(back)), covariance)
 
     def sample(self, count: int, x: InputData | None = None, generator: torch.Generator | None = None) -> Tensor:

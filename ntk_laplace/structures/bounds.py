@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
-from ntk_laplace.curvature.posterior_precision import group_numbers
 from ntk_laplace.errors import HyperparameterError, require_choice, require_whole
 from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.priors import GaussianPrior
@@ -182,9 +181,9 @@ def _of_block(
     for i, layout in enumerate(layouts):
         precision: PosteriorPrecision | _Diagonal
         if together is not None and i not in sums:
-            precision = FunctionSpacePrecision(together.restricted(layout), None, prior, layout)  # of SᵀJ
+            precision = FunctionSpacePrecision(together.restricted(layout), None, prior, shapes=layout)  # of SᵀJ
         else:
-            precision = (_Diagonal if diagonal else FullPrecision)(sums.pop(i), prior, layout)
+            precision = _Diagonal(sums.pop(i), prior) if diagonal else FullPrecision(sums.pop(i), prior, layout)
         log_det += precision.log_det()
         if gradient:
             gammas.append(precision.effective_parameters())
@@ -199,11 +198,10 @@ class _Diagonal:
     squares : Tensor, (P,)
         The diagonal of JᵀΛJ.
     prior : GaussianPrior
-    shapes : ParameterLayout
     """
 
-    def __init__(self, squares: Tensor, prior: GaussianPrior, shapes: ParameterLayout) -> None:
-        self.groups = group_numbers(prior, shapes, squares.device)
+    def __init__(self, squares: Tensor, prior: GaussianPrior) -> None:
+        self.groups = prior.flat_groups().to(squares.device)
         self.by_group = prior.precision.to(squares)
         self.ratio = squares / self.by_group[self.groups]
 

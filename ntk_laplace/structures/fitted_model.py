@@ -195,13 +195,13 @@ class FittedModel:
         return self.once("solver", lambda: self._written_out(rows))
 
     def _written_out(self, rows: Jacobian) -> FullPrecision:
-        p, shapes = self.model.network.num_parameters, self.model.network.shapes
+        p = self.model.network.num_parameters
         with torch.no_grad():
             ggn = self.theta.new_zeros(p, p)
             each = p * rows.num_cotangents * ggn.element_size()
             for part in panels(rows.num_examples, each, tuning.FULL_ROWS_BYTES):
-                accumulate_ggn(ggn, rows.subset(part), shapes)
-            return FullPrecision(ggn, self.prior, shapes)
+                accumulate_ggn(ggn, rows.subset(part), self.prior.shapes)
+            return FullPrecision(ggn, self.prior)
 
     def sensitivity(self) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C)."""

@@ -58,7 +58,7 @@ class FullWeightSpace(SummedSpec):
 
     def precision(self, sums: Sums, model: LinearizedModel) -> FullPrecision:
         """Factorize H."""
-        return FullPrecision(sums["ggn"], model.prior, model.network.shapes)
+        return FullPrecision(sums["ggn"], model.prior)
 
 
 def _matrices(p: int, element: int) -> Forecast:

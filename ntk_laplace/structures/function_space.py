@@ -234,7 +234,7 @@ def _precision(
     if smaller is not None:
         return smaller
     root = points.root(model.curvature_type, model.likelihood).detach()
-    found = rows, root if index is None else root[index], model.prior, model.network.shapes
+    found = rows, root if index is None else root[index], model.prior
     reducer = model.settings.reducer
     alone = reducer.world_size == 1
     return FunctionSpacePrecision(*found) if alone else DistributedFunctionSpacePrecision(*found, reducer)

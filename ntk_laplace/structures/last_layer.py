@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ntk_laplace.curvature import LastLayerPrecision, last_layer, prior_variances
+from ntk_laplace.curvature import LastLayerPrecision, last_layer
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
@@ -20,8 +20,7 @@ def by_output(model: LinearizedModel, rows: Jacobian) -> bool:
     c, kind = rows.f.shape[1], model.curvature_type
     if model.settings.reducer.world_size > 1 or kind.columns(model.likelihood, c) ** 2 <= 2 * c:
         return False
-    names = [name for block in rows.blocks for name in block.names]
-    if last_layer(rows, prior_variances(model.prior, names)) is None:
+    if last_layer(rows, model.prior.variances()) is None:
         return False
     return has_form(model)
 
@@ -42,8 +41,7 @@ def precision_by_output(
     if form is None:
         return None
     columns = model.curvature_type.columns(model.likelihood, points.num_outputs)
-    return LastLayerPrecision(rows, form.detach(), partial(_root, model, points), columns, model.prior,
-                              model.network.shapes)
+    return LastLayerPrecision(rows, form.detach(), partial(_root, model, points), columns, model.prior)
 
 
 def _root(model: LinearizedModel, points: TrainingPoints, part: slice) -> Tensor:

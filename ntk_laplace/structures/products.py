@@ -14,7 +14,6 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_eigen
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.model import LinearizedModel
 
 
@@ -57,11 +56,6 @@ class CurvatureProducts:
         return self.model.prior
 
     @property
-    def shapes(self) -> ParameterLayout:
-        """The parameters, in the order that flattens θ."""
-        return self.model.network.shapes
-
-    @property
     def like(self) -> Tensor:
         """θ, (P,), which gives dtype and device."""
         return self.model.theta
@@ -83,7 +77,7 @@ class CurvatureProducts:
 
     def products(self, vectors: Tensor) -> Tensor:
         """JᵀΛJ v for vectors (m, P), in one pass."""
-        shapes, total = self.shapes, torch.zeros_like(vectors)
+        shapes, total = self.prior.shapes, torch.zeros_like(vectors)
         together = product_vectors(vectors.shape[1] * vectors.element_size())
         for rows, root in self.rows(f"{len(vectors):,} products"):
             curvature = None if root is None else root @ root.mT
@@ -105,7 +99,7 @@ class CurvatureProducts:
 
         With symmetric `parts` A (N, R, R), JᵀSAε.
         """
-        shapes, like, seen = self.shapes, self.like, 0
+        shapes, like, seen = self.prior.shapes, self.like, 0
         total = like.new_zeros(count, len(like))
         drawn = torch.randn(self.num_examples, self.num_columns, count, generator=generator, dtype=like.dtype,
                             device=generator.device)

@@ -10,10 +10,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.function_space import prior_variances
 from ntk_laplace.curvature.leading_rows import leading_count
 from ntk_laplace.jacobian import Jacobian, Outer
-from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram
+from ntk_laplace.jacobian.gram import diagonal_blocks, gram
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
@@ -194,7 +193,8 @@ class SampledRows:
     def _log_pivots(self) -> tuple[Tensor, Tensor]:
         """Log pivots of B of the examples, and of half of them, repeated to all: sums are those of leading minors."""
         m, r, found = self._used, self.problem.num_columns, []
-        products = gram(self.weighted.subset(slice(0, m)), _variances(self.problem)).double().view(m, r, m, r)
+        rows, variances = self.weighted.subset(slice(0, m)), self.problem.model.prior.variances()
+        products = gram(rows, variances).double().view(m, r, m, r)
         each = torch.arange(m, device=products.device)
         _, turn = torch.linalg.eigh(products[each, :, each])
         products = torch.einsum("nra,nrms,msb->namb", turn, products, turn)
@@ -212,14 +212,10 @@ def expected_rows(problem: Problem) -> SampledRows | None:
     if problem.root is None:
         return None
     weighted, row = problem.sample.weighted(problem.root), problem.single_row_bytes
-    squares = torch.linalg.eigvalsh(diagonal_blocks(weighted, _variances(problem))).clamp_min(0.0)
+    squares = torch.linalg.eigvalsh(diagonal_blocks(weighted, problem.model.prior.variances())).clamp_min(0.0)
     limit = rows_limit(memory_of(problem.model), problem.num_rows, problem.num_columns, problem.element, row)
     count = leading_count(squares, problem.num_rows, min(limit, problem.num_parameters))
     return None if count is None else SampledRows(problem, weighted, count, limit)
-
-
-def _variances(problem: Problem) -> Variances:
-    return prior_variances(problem.model.prior, problem.model.network.shapes)
 
 
 def forecast_of_rows(

@@ -176,7 +176,7 @@ class Nystrom(SketchSpec):
         random = self._sketch(curvature, joint) if sketch is None else of_kind(RandomSketch, sketch)
         if sketch is not None and saved:
             values = saved["values"].to(random.factor)
-            return LowRankPrecision(random.factor, values, curvature.prior, curvature.shapes), random
+            return LowRankPrecision(random.factor, values, curvature.prior), random
         found = random.at(curvature)
         return found.base, found.sketch
 

@@ -22,7 +22,6 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.data import Joined, Source
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
-from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.reflections import Reflections
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbasis
@@ -84,21 +83,20 @@ def _fitted(
 
 
 def block_precision(
-    spec: BlockSpec, parts: Sequence[tuple[Summary, Eigenbasis, Any]], prior: GaussianPrior, shapes: ParameterLayout,
-    like: Tensor,
+    spec: BlockSpec, parts: Sequence[tuple[Summary, Eigenbasis, Any]], prior: GaussianPrior, like: Tensor
 ) -> BlockDiagonalPrecision:
     """H from the sums of each parameter block, their eigenbases and extra state, at the prior's present precisions."""
     with torch.no_grad():
         by_group = prior.precision.to(like)
-        named = {name: by_group[prior.group_of(name)] for name in shapes}
+        named = {name: by_group[prior.group_of(name)] for name in prior.shapes}
     algebras = []
     for summary, eigenbasis, extra in parts:
         block = summary.block
         precision = named[block.weight]
         if precision.ndim or len({prior.group_of(name) for name in block.names}) > 1:
-            precision = block.gather({name: named[name].expand(shapes.sizes[name]) for name in block.names})
+            precision = block.gather({name: named[name].expand(prior.shapes.sizes[name]) for name in block.names})
         algebras.append(spec.algebra(summary, eigenbasis, extra, precision))
-    return BlockDiagonalPrecision(algebras, prior, shapes, like)
+    return BlockDiagonalPrecision(algebras, prior, like)
 
 
 @dataclass
@@ -183,7 +181,7 @@ class StructuredStructure(StreamedStructure):
 
     def posterior_precision(self, model: LinearizedModel) -> BlockDiagonalPrecision:
         parts = list(zip(self.summaries(model), self.at.scaled_eigenbases(), self.at.extras, strict=True))
-        return block_precision(self.spec, parts, model.prior, model.network.shapes, model.theta)
+        return block_precision(self.spec, parts, model.prior, model.theta)
 
     def _follow(self, model: LinearizedModel) -> None:
         """Update the sums to the likelihood's current hyperparameters."""

@@ -62,7 +62,7 @@ class BlockState(VariationalState):
 
     def _factorized(self, sums: Sequence[Summary], ratio: Tensor) -> BlockDiagonalPrecision:
         parts = [(summary, Eigenbasis.of(summary), None) for summary in sums]
-        return block_precision(self.spec, parts, prior_times(self._prior, ratio), self._shapes, self.mean)
+        return block_precision(self.spec, parts, prior_times(self._prior, ratio), self.mean)
 
     def _refresh(self) -> None:
         """Let draws and steps use the present H."""

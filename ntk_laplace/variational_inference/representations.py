@@ -14,7 +14,6 @@ from ntk_laplace.curvature import (
     GivenPrecision,
     PosteriorPrecision,
     find_parameter_blocks,
-    group_numbers,
 )
 from ntk_laplace.errors import UnsupportedError, untold
 from ntk_laplace.jacobian import Jacobian
@@ -177,7 +176,7 @@ def _ratio(model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
     """d / P0 by group of the prior, for H = diag(d) + RᵀR. UnsupportedError if it has several values in a group."""
     prior, diagonal = model.prior, precision.prior_precision
     own = prior.flat_precision().detach().to(diagonal)
-    numbers = group_numbers(prior, prior.shapes, diagonal.device)
+    numbers = prior.flat_groups().to(diagonal.device)
     ratio = torch.ones_like(prior.precision.detach()).to(diagonal)
     ratio[numbers] = diagonal / own
     if not torch.allclose(ratio[numbers] * own, diagonal, rtol=1e-9):

@@ -198,7 +198,7 @@ class AnchoredSites(_Anchored):
         self._root = vectors * roots
         self._left_inverse = (vectors * torch.where(roots > 0, 1.0 / roots, 0.0)).mT
         self._held = None  # free the old B before the new one is allocated
-        self._held = FunctionSpacePrecision(self._rows, self._root, self._diagonal(), self._shapes)
+        self._held = FunctionSpacePrecision(self._rows, self._root, self._diagonal())
         # now, before an ELBO asks for effective parameters: they come with the same blocks, rounded otherwise
         self._blocks = self._held.inverse_blocks
         natural = self._rows.vjp(self._linear, self._shapes).add_(self._pull, alpha=self._share)

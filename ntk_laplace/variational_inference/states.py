@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, PosteriorPrecision, prior_variances
+from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, cross_gram, gram
 from ntk_laplace.model.priors import GaussianPrior
@@ -109,7 +109,7 @@ class DenseState(VariationalState):
     def precision(self) -> FullPrecision:
         """H, factorized; `log_det` is relative to P0."""
         if self._precision is None:
-            self._precision = FullPrecision(self._excess, self._prior, self._shapes)
+            self._precision = FullPrecision(self._excess, self._prior)
         return self._precision
 
     def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
@@ -173,7 +173,7 @@ class FunctionSpaceState(VariationalState):
     def _of_class(self, number: int) -> Variances:
         """Prior variances of the groups of a class; the others contribute nothing."""
         found, chosen = {}, self._classes == number
-        for name, variance in prior_variances(self._prior, self._shapes).items():
+        for name, variance in self._prior.variances().items():
             own = chosen[self._prior.group_of(name)]
             if own.ndim:
                 found[name] = variance * own
@@ -188,7 +188,7 @@ class FunctionSpaceState(VariationalState):
             total = self._grams[0] / self._scales[0]
             for own, scale in zip(self._grams[1:], self._scales[1:], strict=True):
                 total.add_(own / scale)
-            self._precision = FunctionSpacePrecision(self._rows, None, self.diagonal, self._shapes, total)
+            self._precision = FunctionSpacePrecision(self._rows, None, self.diagonal, total)
         return self._precision
 
     @property

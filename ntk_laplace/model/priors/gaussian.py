@@ -184,6 +184,15 @@ class GaussianPrior(nn.Module):
         """Diagonal of P0, (P,), in the order of the network's parameters. Differentiable."""
         return self._bound().expand(self.precision)
 
+    def flat_groups(self) -> Tensor:
+        """Index of the precision of each entry of θ in `log_precision`, (P,), int64."""
+        return self._bound().expand(torch.arange(self._log_precision().numel(), device=self._log_precision().device))
+
+    @torch.no_grad()
+    def variances(self) -> dict[str, Tensor]:
+        """Diagonal of P0⁻¹ by parameter name: one number (1,), or one for each entry (p,)."""
+        return {name: self.tensor_precision(name).reciprocal().reshape(-1) for name in self.shapes}
+
     def log_det(self) -> Tensor:
         """Log determinant of P0. Differentiable."""
         return (self.group_counts() * self._log_precision()).sum()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from ntk_laplace.curvature import CurvatureType, prior_variances
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.posterior.estimates.paths import Path, uniform
 from ntk_laplace.runtime import tuning
@@ -55,7 +55,7 @@ class SlicedPath(Path[Outputs]):
                 root = rows.dense(self._shapes).transpose(0, 1).flatten(0, 1)
                 root = root * model.prior.flat_precision().to(root).rsqrt()
         else:
-            root = symmetric_root(gram(rows, prior_variances(model.prior, self._shapes)))
+            root = symmetric_root(gram(rows, model.prior.variances()))
         self._base = self._known + away, root
         self._sites: _Sites | None = None
         if start == "posterior":

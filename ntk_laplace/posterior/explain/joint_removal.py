@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ntk_laplace.curvature import prior_variances
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import cross_gram
 from ntk_laplace.posterior.explain.algebra import OutsideColumns, ResidualParts
@@ -114,4 +113,4 @@ class GroupRemoval:
         fitted = self._fitted
         chosen = one_hot(output, test.f.shape[1]).to(test.f).unsqueeze(-1)
         own = self._rows.weighted(self._residual.to(self._rows.f).unsqueeze(-1))
-        return cross_gram(test.weighted(chosen), own, prior_variances(fitted.prior, fitted.network.shapes))
+        return cross_gram(test.weighted(chosen), own, fitted.prior.variances())

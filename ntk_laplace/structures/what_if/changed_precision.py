@@ -66,7 +66,7 @@ class ChangedPrecision(PosteriorPrecision):
         self, base: PosteriorPrecision, rows: Jacobian, signs: Tensor, prior: GaussianPrior,
         budget: int | None = None, max_leverage: float | None = None,
     ) -> None:
-        super().__init__(prior, base.shapes, rows.f)
+        super().__init__(prior, rows.f)
         self.base, self.rows = base, rows
         self.homogeneous, self.standard_error = base.homogeneous, base.standard_error
         self._require_memory(budget)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.curvature.function_space import prior_variances
 from ntk_laplace.errors import NTKLaplaceError, UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian, JacobianPass
 from ntk_laplace.jacobian.gram import gram
@@ -266,7 +265,7 @@ class _Probe:
 
     def _spectrum(self, weighted: Jacobian) -> Tensor:
         """Eigenvalues of SᵀKS of all examples, from those of the sample."""
-        matrix = gram(weighted, prior_variances(self.model.prior, self.model.network.shapes))
+        matrix = gram(weighted, self.model.prior.variances())
         values = torch.linalg.eigvalsh(matrix).clamp_min(0.0).flip(0)
         return values * (self._count / weighted.num_examples)
 
