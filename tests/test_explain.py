@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from exact_cases import TURNS, fit, ids, trained, truth
 from ntk_laplace.plotting.style import png
-from ntk_laplace.posterior.explain import JointRemoval
-from ntk_laplace.posterior.explain.algebra import SingleRemovals
+from ntk_laplace.posterior.explain.algebra import Removals
 from reference import jacobian, outputs, relative_error
 from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NETWORKS, PRIORS, fresh, problem, targets
@@ -142,7 +141,7 @@ def test_residuals_outside_the_range_of_a_root(curvature: str) -> None:
                   for structure in ("gp", "full"))
     assert relative_error(here.removal_effects(new), full.removal_effects(new)) < 1e-9
     groups = [torch.tensor([0, 5, 7]), torch.tensor([1]), torch.tensor([2, 3])]
-    joint = JointRemoval(here.fitted).effects(here.jacobian(new), groups)
+    joint = Removals(here.fitted).joint(here.jacobian(new), groups)
     for i, group in enumerate(groups):
         change = here.remove(group.tolist()).outputs(new[i : i + 1]) - here.outputs(new[i : i + 1])
         assert relative_error(joint[i : i + 1], change) < 1e-9
@@ -167,10 +166,10 @@ def test_no_residual_outside_where_rows_of_positions_are_written_out() -> None:
 
 def _require_one_change(posterior: ntkl.Posterior, new: Any) -> None:
     rows, n = posterior.jacobian(new), posterior.num_examples
-    single, joint = SingleRemovals(posterior.fitted), JointRemoval(posterior.fitted)
+    removals = Removals(posterior.fitted)
     chosen = [torch.tensor([i % n]) for i in range(rows.num_examples)]
-    found = single.effects(rows)[0][range(len(chosen)), torch.cat(chosen)]
-    assert relative_error(joint.effects(rows, chosen), found) < 1e-9
+    found = removals.effects(rows)[0][range(len(chosen)), torch.cat(chosen)]
+    assert relative_error(removals.joint(rows, chosen), found) < 1e-9
 
 
 def test_the_first_output_is_explained_where_they_are_no_classes():

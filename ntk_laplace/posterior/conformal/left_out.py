@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 from ntk_laplace.curvature.posterior_precision import require_finite
 from ntk_laplace.jacobian import Jacobian, grouped, placed
 from ntk_laplace.posterior.explain import bytes_of_each
-from ntk_laplace.posterior.explain.algebra import SingleRemovals, removal_terms
+from ntk_laplace.posterior.explain.algebra import Removals, removal_terms
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel
 
@@ -29,7 +29,7 @@ class WithoutEach:
         self._columns: Tensor | None = None  # of the training points; the first `_known` are there
         self._known = 0
         with torch.no_grad():
-            self._removals = SingleRemovals(fitted) if fitted.structure.spec.keeps_jacobian else None
+            self._removals = Removals(fitted) if fitted.structure.spec.keeps_jacobian else None
 
     @property
     def bytes_of_each(self) -> int:

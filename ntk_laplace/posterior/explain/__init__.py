@@ -1,7 +1,8 @@
 """Explain: which training points determine a prediction, and the prediction without them."""
 
+from ntk_laplace.posterior.explain.algebra import Removals
 from ntk_laplace.posterior.explain.explanation import Explanation, ExplanationRequest, bytes_of_each, explain
-from ntk_laplace.posterior.explain.joint_removal import GroupRemoval, JointRemoval
+from ntk_laplace.posterior.explain.joint_removal import GroupRemoval
 from ntk_laplace.posterior.explain.leave_one_out import LeaveOneOut, leave_one_out, leave_one_out_score, leave_some_out
 from ntk_laplace.posterior.explain.quantity import SPREADS
 from ntk_laplace.posterior.explain.ranked import Entry, Ranked, joined
@@ -16,11 +17,11 @@ __all__ = [
     "Explanation",
     "ExplanationRequest",
     "GroupRemoval",
-    "JointRemoval",
     "LeaveOneOut",
     "Ranked",
     "Ranking",
     "Reliability",
+    "Removals",
     "Reranking",
     "SourceEffects",
     "Sources",

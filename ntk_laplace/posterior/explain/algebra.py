@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,26 +20,7 @@ from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 _RANGE = 1e-8  # singular values of a root, relative to its largest, below which they count as zero
 
 
-@dataclass(frozen=True)
-class Decomposition:
-    """f(x) = offset + Σ_i contribution_i + gap, per output.
-
-    Attributes
-    ----------
-    offset : Tensor, (n, C)
-        f - J(θ*-μ0): the linearized network's output at the prior mean.
-    contributions : Tensor, (n, N, C)
-        k(x, x_i) r_i.
-    gap : Tensor, (n, C)
-        The remainder; zero if the weights are a stationary point ([T20] 5.2).
-    """
-
-    offset: Tensor
-    contributions: Tensor
-    gap: Tensor
-
-
-def _cross(space: FunctionSpacePrecision, left: Jacobian, right: Jacobian) -> Tensor:
+def _kernel(space: FunctionSpacePrecision, left: Jacobian, right: Jacobian) -> Tensor:
     """Prior kernel between two sets of rows, (n1, K1, n2, K2)."""
     shape = left.num_examples, left.num_cotangents, right.num_examples, right.num_cotangents
     if 0 in shape:
@@ -45,20 +28,9 @@ def _cross(space: FunctionSpacePrecision, left: Jacobian, right: Jacobian) -> Te
     return cross_gram(left, right, space.variances).view(shape)
 
 
-def contributions(space: FunctionSpacePrecision, test: Jacobian, residual: Tensor, centered: Tensor) -> Decomposition:
-    """Decompose each output into contributions of the training points.
-
-    Parameters
-    ----------
-    residual : Tensor, (N, C)
-        r at the training points.
-    centered : Tensor, (P,)
-        θ* - μ0.
-    """
-    own = space.rows.weighted(residual.unsqueeze(-1))  # rows r_iᵀJ_i
-    shares = _cross(space, test, own).squeeze(-1).transpose(1, 2)  # k(x, x_i) r_i, (n, N, C)
-    pushed = test.jvp(space.shapes.named(centered))
-    return Decomposition(test.f - pushed, shares, pushed - shares.sum(1))
+def contributions(space: FunctionSpacePrecision, test: Jacobian, residual: Tensor) -> Tensor:
+    """k(x, x_i) r_i for residuals r (N, C), (n, N, C)."""
+    return _kernel(space, test, space.rows.weighted(residual.unsqueeze(-1))).squeeze(-1).transpose(1, 2)
 
 
 def leverages(blocks: Tensor) -> Tensor:
@@ -66,42 +38,14 @@ def leverages(blocks: Tensor) -> Tensor:
     return 1.0 - torch.linalg.eigvalsh(blocks).flip(-1)
 
 
-@dataclass(frozen=True)
-class ResidualParts:
-    """r_i = S_i ρ_i + r_i⊥: what removes a point without cancellation, and the part outside the range of S_i.
+class Removals:
+    """Predictions without training points, single ones or groups: one Newton step, in function space.
 
-    Attributes
-    ----------
-    inside : Tensor, (N, R)
-        ρ.
-    places : Tensor, (m,)
-        Points with a part outside: none, unless S is that of another curvature or a probability underflows.
-    outside : Tensor, (m, C)
-        r⊥ of these.
-    """
+    Terms that depend only on the training points are computed once. The residuals are r_i = S_i ρ_i + r⊥_i, of which
+    the first part removes a point without cancellation. Few points have one outside the range of S_i: none, unless S is
+    that of another curvature or a probability underflows. With D = B⁻¹SᵀKr⊥, one column for each of these,
 
-    inside: Tensor
-    places: Tensor
-    outside: Tensor
-
-    @classmethod
-    def of(cls, fitted: FittedModel) -> ResidualParts:
-        """Of the training points of a structure that keeps the Jacobian."""
-        points, root, residual = fitted.points, fitted.function_space.root, fitted.residual()
-        with torch.no_grad():
-            inverse = points.left_inverse(fitted.curvature_type, fitted.likelihood)
-            inverse = torch.linalg.pinv(root, rtol=_RANGE) if inverse is None else inverse
-            inside = (inverse.to(residual) @ residual.unsqueeze(-1)).squeeze(-1)
-            outside = residual - (root @ inside.unsqueeze(-1)).squeeze(-1)
-            rounding = 1e3 * torch.finfo(residual.dtype).eps
-            places = (outside.abs().amax(1) > rounding * residual.abs().amax(1)).nonzero().squeeze(1)
-        return cls(inside, places, outside[places])
-
-
-class SingleRemovals:
-    """Predictions without each single training point: one Newton step, in function space.
-
-    Terms that depend only on the training points are computed once.
+        V_xi r⊥ = k(x, x_i) r⊥ - K_xS D_i,    (I - Λ_iV_ii)⁻¹ r⊥ = r⊥ + S_i [B⁻¹]_ii⁻¹ D_ii.
 
     Parameters
     ----------
@@ -110,26 +54,61 @@ class SingleRemovals:
     """
 
     def __init__(self, fitted: FittedModel) -> None:
-        self._space, self._parts = fitted.function_space, ResidualParts.of(fitted)
-        self._columns = OutsideColumns(self._space, self._parts)
-        amplified = self._parts.inside.clone()
-        amplified[self._parts.places] += self._columns.own()
-        # [B⁻¹]_ii⁻¹ (ρ_i + D_ii)
-        self._amplified = torch.linalg.solve(self._space.inverse_blocks, amplified.unsqueeze(-1)).squeeze(-1)
+        points, residual = fitted.points, fitted.residual()
+        self._space = space = fitted.function_space
+        with torch.no_grad():
+            inverse = points.left_inverse(fitted.curvature_type, fitted.likelihood)
+            inverse = torch.linalg.pinv(space.root, rtol=_RANGE) if inverse is None else inverse
+            self._inside = (inverse.to(residual) @ residual.unsqueeze(-1)).squeeze(-1)  # ρ, (N, R)
+            outside = residual - (space.root @ self._inside.unsqueeze(-1)).squeeze(-1)
+        rounding = 1e3 * torch.finfo(residual.dtype).eps
+        self._places = (outside.abs().amax(1) > rounding * residual.abs().amax(1)).nonzero().squeeze(1)
+        self._outside = space.rows.subset(self._places).weighted(outside[self._places].unsqueeze(-1))  # rows r⊥ᵀJ_i
+        columns = _kernel(space, space.weighted, self._outside).flatten(2)
+        self._solved = (space.inverse @ columns.flatten(0, 1)).view_as(columns)  # D, (N, R, m)
+
+    @cached_property
+    def _amplified(self) -> Tensor:
+        """[B⁻¹]_ii⁻¹ (ρ_i + D_ii), (N, R)."""
+        right = self._inside.clone()
+        right[self._places] += self._solved[self._places].diagonal(dim1=0, dim2=2).T
+        return torch.linalg.solve(self._space.inverse_blocks, right.unsqueeze(-1)).squeeze(-1)
 
     def effects(self, test: Jacobian) -> tuple[Tensor, Tensor]:
         """Change of f(x) if one training point is removed, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C).
 
         (I - Λ_iV_ii)⁻¹ S_i = S_i [B⁻¹]_ii⁻¹, so r_i = S_iρ_i gives -V_xiS_i [B⁻¹]_ii⁻¹ ρ_i: neither Λ is inverted nor
-        are large numbers subtracted. A part r⊥ outside the range of S_i adds, with D = B⁻¹SᵀKr⊥,
-        V_xi r⊥ = k(x, x_i) r⊥ - K_xS D_i and (I - Λ_iV_ii)⁻¹ r⊥ = r⊥ + S_i [B⁻¹]_ii⁻¹ D_ii.
+        are large numbers subtracted.
         """
         to_train, through = self._across(test)
-        return self._moved(test, to_train, through), _widened(self._space.inverse_blocks, through)
+        return self._moved(test, to_train, through), self._widened(through)
 
     def changes(self, test: Jacobian) -> Tensor:
         """The first of these alone."""
         return self._moved(test, *self._across(test))
+
+    def widening(self, test: Jacobian) -> Tensor:
+        """The second alone, of any rows: change of each variance, (n, N, K)."""
+        return self._widened(self._across(test)[1])
+
+    def joint(self, test: Jacobian, groups: Sequence[Tensor]) -> Tensor:
+        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for the group G of training points of each of n inputs, (n, C).
+
+        As for a single point, -V_xGS_G [B⁻¹]_GG⁻¹ ρ_G for r_G = S_Gρ_G, and the same for a part outside the range.
+        """
+        space, r = self._space, self._space.weighted.num_cotangents
+        to_train = space.cross(test).T
+        seen = self._seen(test, to_train)
+        changes = []
+        for i, group in enumerate(groups):
+            places = (group[:, None] * r + torch.arange(r, device=group.device)).flatten()
+            outside = torch.isin(self._places, group)
+            amplified = self._inside[group] + self._solved[group][:, :, outside].sum(2)  # ρ_G + D_G
+            columns = space.inverse[:, places]
+            inside = to_train.view(test.num_examples, -1, len(columns))[i] @ (
+                columns @ torch.linalg.solve(columns[places], amplified.flatten()))
+            changes.append(-(seen[i, outside].sum(0) + inside))
+        return torch.stack(changes)
 
     def _across(self, test: Jacobian) -> tuple[Tensor, Tensor]:
         """K_xS, (n*K, N*R), and V_xi S_i = (K_xS B⁻¹)_i, (n, K, N, R)."""
@@ -140,50 +119,20 @@ class SingleRemovals:
 
     def _moved(self, test: Jacobian, to_train: Tensor, through: Tensor) -> Tensor:
         moved = -torch.einsum("xcnr,nr->xnc", through, self._amplified)
-        moved[:, self._parts.places] -= self._columns.seen(test, to_train)
+        moved[:, self._places] -= self._seen(test, to_train)
         return moved
 
-
-class OutsideColumns:
-    """D = B⁻¹SᵀK r⊥, one column for each point with a residual outside the range of its S.
-
-    Attributes
-    ----------
-    solved : Tensor, (N, R, m)
-    """
-
-    def __init__(self, space: FunctionSpacePrecision, parts: ResidualParts) -> None:
-        self._space, self._places = space, parts.places
-        self._rows = space.rows.subset(parts.places).weighted(parts.outside.unsqueeze(-1))  # rows r⊥ᵀJ_i
-        columns = _cross(space, space.weighted, self._rows).flatten(2)  # (N, R, m)
-        self.solved = (space.inverse @ columns.flatten(0, 1)).view_as(columns)
-
-    def own(self) -> Tensor:
-        """D_ii, (m, R)."""
-        return self.solved[self._places].diagonal(dim1=0, dim2=2).T
-
-    def seen(self, test: Jacobian, to_train: Tensor) -> Tensor:
+    def _seen(self, test: Jacobian, to_train: Tensor) -> Tensor:
         """V_xi r⊥_i, (n, m, C), for K_xS (n*K, N*R)."""
-        shares = _cross(self._space, test, self._rows).squeeze(-1)  # (n, K, m)
-        return (shares - (to_train @ self.solved.flatten(0, 1)).view_as(shares)).transpose(1, 2)
+        shares = _kernel(self._space, test, self._outside).squeeze(-1)  # (n, K, m)
+        return (shares - (to_train @ self._solved.flatten(0, 1)).view_as(shares)).transpose(1, 2)
 
-
-def widening(space: FunctionSpacePrecision, test: Jacobian) -> Tensor:
-    """Change of each variance of the rows `test` if one training point is removed, (n, N, K).
-
-    The diagonal of V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix = V_xiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ix.
-    """
-    r, n = space.weighted.num_cotangents, space.weighted.num_examples
-    through = (space.cross(test).T @ space.inverse).view(test.num_examples, -1, n, r)
-    return _widened(space.inverse_blocks, through)
-
-
-def _widened(blocks: Tensor, through: Tensor) -> Tensor:
-    """`widening` from [B⁻¹]_ii (N, R, R) and V_xiS_i (n, K, N, R)."""
-    count, n = through.shape[0], len(blocks)
-    half = torch.linalg.solve_triangular(torch.linalg.cholesky(blocks), through.permute(2, 3, 0, 1).flatten(2),
-                                         upper=False)  # L_i⁻¹ S_iᵀV_ix with [B⁻¹]_ii = L_i L_iᵀ
-    return half.square().sum(1).view(n, count, -1).transpose(0, 1)
+    def _widened(self, through: Tensor) -> Tensor:
+        """The diagonal of V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix = V_xiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ix, (n, N, K)."""
+        blocks, count = self._space.inverse_blocks, through.shape[0]
+        half = torch.linalg.solve_triangular(torch.linalg.cholesky(blocks), through.permute(2, 3, 0, 1).flatten(2),
+                                             upper=False)  # L_i⁻¹ S_iᵀV_ix with [B⁻¹]_ii = L_i L_iᵀ
+        return half.square().sum(1).view(len(blocks), count, -1).transpose(0, 1)
 
 
 def similarities(
@@ -196,7 +145,7 @@ def similarities(
     """
     n, c = test.f.shape
     chosen = torch.nn.functional.one_hot(output, c).to(test.f).unsqueeze(-1)  # (n, C, 1)
-    kernel = _cross(space, test.weighted(chosen), space.rows).squeeze(1)
+    kernel = _kernel(space, test.weighted(chosen), space.rows).squeeze(1)
     index = output.view(n, 1, 1).expand(-1, kernel.shape[1], 1)
     same = kernel.gather(2, index).squeeze(2)
     own = diagonal_blocks(test, space.variances).diagonal(dim1=1, dim2=2).gather(1, output.unsqueeze(1))

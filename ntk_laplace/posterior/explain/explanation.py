@@ -13,13 +13,7 @@ from ntk_laplace.errors import is_choice
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import diagonal_blocks
 from ntk_laplace.model.data import as_tensors
-from ntk_laplace.posterior.explain.algebra import (
-    SingleRemovals,
-    contributions,
-    leverages,
-    similarities,
-    widening,
-)
+from ntk_laplace.posterior.explain.algebra import Removals, contributions, leverages, similarities
 from ntk_laplace.posterior.explain.quantity import Output, Quantity, quantity_of
 from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted, strongest, whole
 from ntk_laplace.structures import FittedModel, LinearizedModel
@@ -102,7 +96,7 @@ class Explanation(Ranked):
     contributions : Tensor, (n, N, C)
         k(x, x_i) r_i. Exactly ``f = offset + contributions.sum(1) + gap``.
     gap : Tensor, (n, C)
-        Distance of the weights from a stationary point, in units of the outputs.
+        Distance of the weights from a stationary point, in units of the outputs; zero there ([T20] 5.2).
     removal : Tensor, (n, N, C)
         Change of each output if one training point were left out (posterior covariance, one Newton step).
         Positive: removal raises the output, so the point speaks against it.
@@ -225,7 +219,7 @@ class _Decomposing:
         space = self._space
         with torch.no_grad():
             self._centered = fitted.from_prior_mean
-            self._removals = SingleRemovals(fitted)
+            self._removals = Removals(fitted)
             self._squares = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)
             self._leverage = leverages(space.inverse_blocks)[:, -1]
 
@@ -233,15 +227,17 @@ class _Decomposing:
     def __call__(self, test: Jacobian, about: Quantity, k: int) -> Explanation:
         """Explain the inputs whose rows of J are `test`."""
         space = self._space
-        parts = contributions(space, test, self._residual, self._centered)
+        pushed = test.jvp(space.shapes.named(self._centered))
+        shares = contributions(space, test, self._residual)
         moved, widened = self._removals.effects(test)
         variance = space.covariance_blocks(test).diagonal(dim1=1, dim2=2)
         kernel, similarity, correlation = similarities(space, test, about.output, self._squares)
         along = widened
         if about.by == "probability_variance":
-            along = widening(space, test.weighted(about.direction(test.f).unsqueeze(-1)))
-        return Explanation(f=test.f, quantity=about, offset=parts.offset, contributions=parts.contributions,
-                           gap=parts.gap, removal=moved, widening=widened, effect=about.effect(test.f, moved, along),
+            along = self._removals.widening(test.weighted(about.direction(test.f).unsqueeze(-1)))
+        effect = about.effect(test.f, moved, along)
+        return Explanation(f=test.f, quantity=about, offset=test.f - pushed, contributions=shares,
+                           gap=pushed - shares.sum(1), removal=moved, widening=widened, effect=effect,
                            importance=self._residual, kernel=kernel, similarity=similarity, correlation=correlation,
                            variance=variance, leverage=self._leverage, targets=self._fitted.points.targets, k=k,
                            guarantees=_EXACT if self._fitted.exact else _OTHER_ROOT)

@@ -1,4 +1,4 @@
-"""Joint removal of groups of training points, a different group for each prediction."""
+"""Joint removal in weight space of groups of training points, a different group for each prediction."""
 
 from __future__ import annotations
 
@@ -10,51 +10,8 @@ from torch.nn.functional import one_hot
 
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import cross_gram
-from ntk_laplace.posterior.explain.algebra import OutsideColumns, ResidualParts
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE, ChangedPrecision, rows_of
-
-
-class JointRemoval:
-    """Change of predictions if a group of training points is removed: one Newton step, in function space.
-
-    Parameters
-    ----------
-    fitted : FittedModel
-        Of a structure that keeps the Jacobian.
-    """
-
-    def __init__(self, fitted: FittedModel) -> None:
-        self._space, self._parts = fitted.function_space, ResidualParts.of(fitted)
-        self._columns = OutsideColumns(self._space, self._parts)
-
-    def effects(self, test: Jacobian, groups: Sequence[Tensor]) -> Tensor:
-        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, (n, C).
-
-        As for a single point, -V_xGS_G [B⁻¹]_GG⁻¹ ρ_G for r_G = S_Gρ_G. A part r⊥ outside the range of S_G adds
-        V_xG r⊥ = K_xG r⊥ - K_xS D and S_G [B⁻¹]_GG⁻¹ D_G, with D = B⁻¹SᵀK_G r⊥.
-
-        Parameters
-        ----------
-        test : Jacobian
-            Rows at the n inputs.
-        groups : sequence of Tensor
-            Indices of the removed training points, per input.
-        """
-        space, parts = self._space, self._parts
-        n, r = space.weighted.num_examples, space.weighted.num_cotangents
-        to_train = space.cross(test).T  # K_xS
-        seen = self._columns.seen(test, to_train)
-        to_train = to_train.reshape(test.num_examples, -1, n * r)
-        changes = []
-        for i, group in enumerate(groups):
-            places = (group[:, None] * r + torch.arange(r, device=group.device)).flatten()
-            outside = torch.isin(parts.places, group)
-            amplified = parts.inside[group] + self._columns.solved[group][:, :, outside].sum(2)  # ρ_G + D_G
-            columns = space.inverse[:, places]
-            inside = to_train[i] @ (columns @ torch.linalg.solve(columns[places], amplified.flatten()))
-            changes.append(-(seen[i, outside].sum(0) + inside))
-        return torch.stack(changes)
 
 
 class GroupRemoval:

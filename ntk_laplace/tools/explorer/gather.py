@@ -15,7 +15,7 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import Inputs, as_tensor, as_tensors, num_examples, take
 from ntk_laplace.model.data.pictures import require_picture
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.posterior.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
+from ntk_laplace.posterior.explain import Explanation, GroupRemoval, LeaveOneOut, Ranking, Removals, leave_one_out
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.tools.explorer.display import rounded, rounded_each, spread_of
@@ -233,7 +233,7 @@ def _from_rows(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """One record per input, and common information on them, in function space."""
     n, c = num_examples(x), posterior.num_outputs
-    removal = JointRemoval(posterior.fitted)
+    removals = Removals(posterior.fitted)
     records: list[dict[str, Any]] = []
     parts = list(panels(n, posterior.num_examples * c, _AT_ONCE))
     for part in track(parts, "ntk_laplace: explanations", len(parts), progress):
@@ -249,7 +249,7 @@ def _from_rows(
             for side in _OTHER_SIDE:
                 record[side] = [[j, rounded(effect), rounded(share[i, j])] for j, effect in asked.sides[i][side]]
         for name, group in asked.groups().items():
-            after = found.f + removal.effects(rows, group)
+            after = found.f + removals.joint(rows, group)
             for i, record in enumerate(own):
                 record["without"][name] = _without(posterior, after[i], asked.sign[i], asked.spreads)
         records += own
