@@ -80,7 +80,7 @@ def test_the_mean_is_the_optimum_of_the_linear_model(likelihood: str, structure:
     assert relative_error(posterior.latent(x_new, mean="posterior").mean, expected) < 1e-8
     # one step alone overshoots from here
     rows = posterior.jacobian(x_new)
-    once = rows.f - rows.jvp(posterior.network.unflatten(posterior.fitted.newton_step().z))
+    once = rows.f - rows.jvp(posterior.network.unflatten(posterior.fitted.newton_step()))
     assert relative_error(once, expected) > 0.05
     # the covariance is that of the posterior, at the trained outputs
     covariances = [posterior.latent_moments(x_new, mean=mean)[1] for mean in ("map", "posterior")]

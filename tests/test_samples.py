@@ -294,7 +294,7 @@ def held_out(count: int) -> tuple[Tensor, Tensor, Tensor]:
     posterior, x, y = classifier()
     part = posterior.subset(torch.arange(51 - count))
     rows = part.jacobian(x[51 - count :])
-    mean = rows.f - rows.jvp(part.network.unflatten(part.fitted.newton_step().z))
+    mean = rows.f - rows.jvp(part.network.unflatten(part.fitted.newton_step()))
     return mean, part.posterior_precision.covariance_blocks(rows), y[51 - count :]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
@@ -22,35 +21,10 @@ TEMPERATURES = {"draws": "temperature", "average": "average_temperature"}
 """Which number of a calibration a temperature is."""
 
 
-@dataclass(frozen=True)
-class Rest:
-    """The linearized network fitted to some of the points, calibrated on held-out ones, and the points to predict.
-
-    Attributes
-    ----------
-    fit : LinearRefit
-    index : Tensor, (n,)
-        Ascending.
-    calibration : Calibration
-    """
-
-    fit: LinearRefit
-    index: Tensor
-    calibration: Calibration
-
-    def average(self, samples: int) -> Tensor:
-        """Σ log p(y_i given the points of the fit), each averaged over the posterior, nats."""
-        return self.fit.scores(self.index, [self.calibration], samples)[0]
-
-    def log_likelihood(self, draws: int, seed: int) -> Tensor:
-        """log p(y_i given θ_s) for draws of the fit's weights, (draws, n), times the example weights, nats."""
-        return self.fit.log_likelihood(self.index, draws, self.calibration, seed)
-
-
 def rest_given(
     fitted: FittedModel, order: Tensor, m: int, scale: float | None, temperature: str | None, samples: int
-) -> Rest:
-    """The other points, and the linearized network given the first m of the order.
+) -> tuple[LinearRefit, Tensor, Calibration]:
+    """The linearized network given the first m points of the order, the other points, and its calibration for these.
 
     Parameters
     ----------
@@ -66,6 +40,13 @@ def rest_given(
         given.
     samples : int
         Number of points of f, if the predictive has no closed form.
+
+    Returns
+    -------
+    LinearRefit
+    Tensor, (N - m,)
+        Ascending.
+    Calibration
 
     Raises
     ------
@@ -95,7 +76,7 @@ def rest_given(
         calibration = Calibration(scale=float(SCALES[int(found.argmax())]))
     else:
         calibration = Calibration(scale=float(scale))
-    return Rest(fit, rest, calibration)
+    return fit, rest, calibration
 
 
 class LinearRefit:
@@ -104,7 +85,7 @@ class LinearRefit:
     def __init__(self, whole: FittedModel, index: Tensor) -> None:
         self.whole, part = whole, whole.subset(index)
         self.precision = part.precision
-        self.step = part.network.unflatten(self.precision.solve(part.joint_gradient()))  # θ* - θ̄
+        self.step = part.network.unflatten(part.newton_step())  # θ* - θ̄
 
     def scores(self, index: Tensor, calibrations: list[Calibration], samples: int) -> Tensor:
         """Σ log density at unseen points, as often as the evidence counts each, for each calibration."""

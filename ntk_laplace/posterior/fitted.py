@@ -260,7 +260,7 @@ class Fitted:
             self._refit = None
             with torch.inference_mode(False):
                 if type(self.likelihood.counted_once()) is Gaussian:  # quadratic: one Newton step reaches the optimum
-                    step = self.posterior_precision.solve(self._fitted.joint_gradient())
+                    step = self._fitted.newton_step()
                 else:
                     self._fitted.require_exact(
                         ' for mean="posterior" of a likelihood that is not Gaussian: the linearized model\'s optimum '

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_flags, require_whole
-from ntk_laplace.posterior.conditional import Rest, rest_given
+from ntk_laplace.posterior.conditional import rest_given
 from ntk_laplace.posterior.estimates import conditional_estimate, warn_of
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explain import leave_one_out_score, leave_some_out
@@ -93,8 +93,9 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs, OtherDataVerbs):
             if method != "evidence":
                 scores = []
                 for order in chosen:
-                    rest = rest_given(self._fitted, order, m, scale, temperature, samples)
-                    scores.append(rest.average(samples) if method == "average" else _joint(rest, draws, int(seed)))
+                    fit, rest, calibration = rest_given(self._fitted, order, m, scale, temperature, samples)
+                    scores.append(fit.scores(rest, [calibration], samples)[0] if method == "average" else
+                                  _joint(fit.log_likelihood(rest, draws, calibration, int(seed))))
             elif self._fitted.structure.spec.keeps_jacobian:
                 sequence = PrequentialEvidence.of(self._fitted)
                 whole = sequence.evidence(torch.arange(self.num_examples))
@@ -232,7 +233,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs, OtherDataVerbs):
         return ("evidence" if exact else "average") if method == "auto" else method
 
 
-def _joint(rest: Rest, draws: int, seed: int) -> Tensor:
-    """The joint density of the rest over draws of the weights, with a warning at the caller's line of the verb."""
-    found = conditional_estimate(rest.log_likelihood(draws, seed).unsqueeze(1), "joint")
+def _joint(log_likelihood: Tensor) -> Tensor:
+    """The joint density from (draws, n), nats, with a warning at the caller's line of the verb."""
+    found = conditional_estimate(log_likelihood.unsqueeze(1), "joint")
     return torch.tensor(float(warn_of(found)), dtype=torch.float64)

@@ -23,7 +23,7 @@ from ntk_laplace.structures.registry import (
     structure_names,
     structure_of,
 )
-from ntk_laplace.structures.structure import NewtonStep, Saved, Structure, StructureSpec
+from ntk_laplace.structures.structure import Saved, Structure, StructureSpec
 from ntk_laplace.structures.summed import SummedSpec
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "GivenGaussian",
     "Iterative",
     "LinearizedModel",
-    "NewtonStep",
     "Nystrom",
     "Saved",
     "Settings",

@@ -19,7 +19,7 @@ from ntk_laplace.errors import MemoryBudgetError, UnsupportedError
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.runtime.known_gradients import Gradient, scaled_by, with_gradients
 from ntk_laplace.runtime.scalars import scalar
-from ntk_laplace.structures import FittedModel, NewtonStep
+from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.forecast import memory_of
 from ntk_laplace.structures.points import UnsavedPoints, present_values, unmoved
 
@@ -143,7 +143,7 @@ def evidence(fitted: FittedModel, with_correction: bool = False) -> Evidence:
     value = likelihood_term + prior_term - 0.5 * det.to(likelihood_term)  # [I21] Eq. 8
     added = torch.zeros_like(value, requires_grad=False)
     if with_correction:
-        added = _correction(fitted, fitted.newton_step())
+        added = _correction(fitted)
         value = value + added.to(value)
     error = 0.5 * fitted.precision.standard_error
     lower, upper = _bounds(fitted, float(value), float(det))
@@ -188,29 +188,32 @@ def _moves(likelihood: Likelihood) -> bool:
     return any(parameter.requires_grad for parameter in likelihood.parameters())
 
 
-def _curve(fitted: FittedModel, step: NewtonStep) -> Tensor:
-    """zᵀ(H - P0)z, differentiable in the log precisions and in Λ."""
-    if step.own is not None:
-        value, slope, by_hessian = step.own
-        hessian = _hessian(fitted)
+def _curve(fitted: FittedModel, gradient: Tensor, z: Tensor, pushed: Tensor) -> Tensor:
+    """zᵀ(H - P0)z from g, z = H⁻¹g and J z, differentiable in the log precisions and in Λ."""
+    if not fitted.structure.spec.exact:  # an approximation has its own H
+        structure, precision, hessian = fitted.structure, fitted.precision, _hessian(fitted)
+        value, slope = precision.quadratic(z, gradient), precision.quadratic_slope(z)
         by_precision = fitted.prior.log_precision, scaled_by(lambda: slope)
-        return with_gradients(value.to(hessian), "the evidence", by_precision, (hessian, scaled_by(by_hessian)))
+        by_hessian = hessian, scaled_by(lambda: structure.curve_sensitivity(fitted.model, precision, z))
+        return with_gradients(value.to(hessian), "the evidence", by_precision, by_hessian)
     form = _form(fitted)
     if form is not None:
-        return form.quadratic(step.pushed)
-    return torch.einsum("nc,ncd,nd->", step.pushed, _hessian(fitted), step.pushed)
+        return form.quadratic(pushed)
+    return torch.einsum("nc,ncd,nd->", pushed, _hessian(fitted), pushed)
 
 
-def _correction(fitted: FittedModel, step: NewtonStep) -> Tensor:
+def _correction(fitted: FittedModel) -> Tensor:
     """½ gᵀH⁻¹g ([I21] A.1), differentiable in the hyperparameters.
 
     Computed as the maximum ½ gᵀH⁻¹g = max_z zᵀg - ½ zᵀHz. Its gradient at z = H⁻¹g is exact with z fixed.
     """
     prior, theta = fitted.prior, fitted.theta
-    precision = prior.flat_precision().to(theta)
+    gradient = fitted.joint_gradient()
+    z = fitted.precision.solve(gradient)
+    precision, pushed = prior.flat_precision().to(theta), fitted.jvp(z)
     residual = fitted.points.residual(fitted.likelihood)
-    slope = (step.z * precision * fitted.from_prior_mean).sum() - (step.pushed * residual).sum()
-    curve = (precision * step.z.square()).sum() + _curve(fitted, step)
+    slope = (z * precision * fitted.from_prior_mean).sum() - (pushed * residual).sum()
+    curve = (precision * z.square()).sum() + _curve(fitted, gradient, z, pushed)
     found = slope - 0.5 * curve
     # identity: z is fixed, so that only the first derivatives are exact
     unchanged = _same_hyperparameters(fitted)

@@ -27,7 +27,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
-from ntk_laplace.structures.structure import NewtonStep, Structure, StructureSpec, require_laplace
+from ntk_laplace.structures.structure import Structure, StructureSpec, require_laplace
 
 T = TypeVar("T")
 
@@ -250,9 +250,9 @@ class FittedModel:
         """g = P0 (θ-μ0) - Jᵀr, (P,), the gradient of the negative log joint."""
         return self.model.joint_gradient(self.vjp(self.residual()))
 
-    def newton_step(self) -> NewtonStep:
-        """z = H⁻¹g and the terms of the correction."""
-        return self.structure.newton_step(self.model, self.precision, self.joint_gradient())
+    def newton_step(self) -> Tensor:
+        """z = H⁻¹g, (P,): at θ - z is the optimum of the linearized model, if its likelihood is Gaussian."""
+        return self.precision.solve(self.joint_gradient())
 
     # --- other data
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -18,25 +18,6 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.forecast import Forecast, Problem
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
-
-
-@dataclass(frozen=True)
-class NewtonStep:
-    """z = H⁻¹g and the terms that the correction needs.
-
-    Attributes
-    ----------
-    z : Tensor, (P,)
-    pushed : Tensor, (N, C)
-        J z at the training points.
-    own : tuple, or None
-        If H - P0 is an approximation of JᵀΛJ: zᵀ(H - P0)z, its derivative in the log precisions, (G,), and a callable
-        that computes its derivative in each Λ_n, (N, C, C).
-    """
-
-    z: Tensor
-    pushed: Tensor
-    own: tuple[Tensor, Tensor, Callable[[], Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -224,15 +205,6 @@ class Structure(ABC):
         everything = torch.arange(self.points.num_examples)
         parts = (precision.covariance_blocks(rows) for rows in self.rows_at(model, everything))
         return fill_buffer(parts, self.points.num_examples).rows
-
-    def newton_step(self, model: LinearizedModel, precision: PosteriorPrecision, gradient: Tensor) -> NewtonStep:
-        """z = H⁻¹g and J z; zᵀ(H - P0)z uses this structure's H."""
-        z = precision.solve(gradient)
-        own = None
-        if not self.spec.exact:
-            value, slope = precision.quadratic(z, gradient), precision.quadratic_slope(z)
-            own = value, slope, lambda: self.curve_sensitivity(model, precision, z)
-        return NewtonStep(z, self.jvp(model, z), own)
 
     def curve_sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision, z: Tensor) -> Tensor:
         """∂ zᵀHz/∂Λ_n of an approximation with z fixed, (N, C, C); refused by default, as in `sensitivity`."""

@@ -40,4 +40,4 @@ def center(fitted: FittedModel, model: str) -> Tensor:
     """
     if model == "nn" or not fitted.structure.spec.laplace:
         return fitted.theta
-    return fitted.theta - fitted.precision.solve(fitted.joint_gradient())
+    return fitted.theta - fitted.newton_step()
