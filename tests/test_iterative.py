@@ -364,14 +364,15 @@ def test_the_seed_sets_all_random_numbers() -> None:
 
 def test_the_gradient_of_a_local_model_is_its_own() -> None:
     precision = classes(ntkl.Iterative(rank=10, probes=4), ntkl.GaussianPrior(0.1, groups="layer")).posterior_precision
-    log_det = precision.local_log_det()
-    assert log_det is not None
+    (term,) = precision.local_log_det()
+    log_det = term.value
     shift = torch.tensor([0.2, -0.3], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(log_det, (shift,), atol=1e-6)
     zero = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     assert float(log_det(zero).detach()) == pytest.approx(precision.informed.probing.estimate.value, rel=1e-10)
     (slope,) = torch.autograd.grad(log_det(zero), zero)
     assert relative_error(-slope, precision.effective_parameters()) < 1e-10
+    assert torch.equal(term.value_and_slope(zero.detach())[1], slope)
 
 
 @pytest.mark.slow

@@ -10,14 +10,14 @@ and no eigenvalue of C is below 1. Few are far above: they are what the low rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.local_log_det import approximate_log_det
+from ntk_laplace.curvature.local_log_det import LocalLogDet
 from ntk_laplace.curvature.posterior_draws import PosteriorDraws, draws_suffice
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.curvature.probed_log_det import LogDet, ProbedLogDet, Wished, sufficient
@@ -189,13 +189,13 @@ class IterativePrecision(PosteriorPrecision):
         """log det B with all prior precisions multiplied by each of `factors` (m,), from one Lanczos run; (m,)."""
         return self.probing.curve(factors)
 
-    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
-        """`approximate_log_det` of the low rank and the estimates; None if there are too many prior groups for it."""
+    def local_log_det(self) -> list[LocalLogDet] | None:
+        """`LocalLogDet` of the low rank and the estimates; None if there are too many prior groups for it."""
         base, estimate = self.informed.probing.base, self.informed.probing.estimate
         if self._num_groups * base.rank**2 * self.curvature.like.element_size() > tuning.LOCAL_BYTES:
             return None
         _, used = self.informed.effective()
-        return approximate_log_det(base.group_grams(), used.mean(0), estimate.value - estimate.lower)
+        return [LocalLogDet(base.group_grams(), used.mean(0), estimate.value - estimate.lower)]
 
     # --- solves and samples
 

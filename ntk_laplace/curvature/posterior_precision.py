@@ -189,12 +189,8 @@ class PosteriorPrecision(ABC):
         spectrum = self.spectrum() if self._num_groups == 1 else None
         return None if spectrum is None else [Spectrum(spectrum.flatten(), 0)]
 
-    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
-        """A smooth model of log det B for `log_det` that is a stochastic estimate; None if it is not.
-
-        It takes the changes of the log precisions of the prior groups, less that of log c if Λ becomes cΛ, (G,), and is
-        differentiable in them.
-        """
+    def local_log_det(self) -> Sequence[LogDetTerm] | None:
+        """Terms of a smooth model of log det B for `log_det` that is a stochastic estimate; None if it is not."""
         return None
 
     def log_det_curve(self, factors: Tensor) -> Tensor:

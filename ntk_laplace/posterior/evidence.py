@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -162,8 +162,8 @@ class EvidenceVerbs(Fitted):
         """
         return self.posterior_precision.log_det_terms()
 
-    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
-        """A smooth model of log det B near the present hyperparameters, if `log_det` is a stochastic estimate."""
+    def local_log_det(self) -> Sequence[LogDetTerm] | None:
+        """Terms of a smooth model of log det B near the present hyperparameters, if `log_det` is an estimate."""
         return self.posterior_precision.local_log_det()
 
     def log_scale(self) -> Tensor | None:

@@ -30,7 +30,6 @@ from ntk_laplace.posterior.hyperparameters.objectives import (
     SearchObjective,
     SpectralEvidence,
     distances_of,
-    local_evidence,
 )
 from ntk_laplace.posterior.hyperparameters.variables import Variables
 from ntk_laplace.runtime import tuning
@@ -67,7 +66,7 @@ def maximize(
     evidence: SearchObjective | None = None if correction else SpectralEvidence.of(posterior, which)
     # the gradient of an estimate is another estimate: a search needs a function and its own gradient
     searched = evidence is None and not correction and method != "mackay"
-    local = local_evidence(posterior, which) if searched else None
+    local = SpectralEvidence.of(posterior, which, local=True) if searched else None
     if estimated and searched and local is None:
         _follow_an_estimate(method, which)
     if evidence is None:
@@ -236,7 +235,7 @@ def _by_local_models(search: _Search, local: SearchObjective) -> None:
             return search.stop(True, f"a local model moves its hyperparameters by {move:.1g} in logarithms")
         before = move
         variables.set(end.logs)
-        found = local_evidence(variables.posterior, list(variables.parameters))
+        found = SpectralEvidence.of(variables.posterior, list(variables.parameters), local=True)
         assert found is not None
         local = found
     return search.stop(False, f"{tuning.ANCHORS} local models were not enough")

@@ -57,8 +57,8 @@ class Evidence(Protocol):
     def log_det_terms(self) -> Sequence[LogDetTerm] | None:
         """Terms whose sum is log det B at any precisions; None if the structure has none."""
 
-    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
-        """log det B in changes of the log precisions, near the present ones; None where it is not estimated."""
+    def local_log_det(self) -> Sequence[LogDetTerm] | None:
+        """Terms of log det B near the present precisions; None where it is not estimated."""
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
         """Evidence in nats, differentiable in the hyperparameters."""
@@ -118,13 +118,13 @@ class Differentiable(SearchObjective):
 
 
 class SpectralEvidence(SearchObjective):
-    """The evidence from terms of log det B that are known at any precisions ([I21] Eq. 8, 9).
+    """The evidence from terms of log det B that are known at any precisions ([I21] Eq. 8, 9), or near the present ones.
 
-    This holds for one precision for all parameters, and for Kronecker factors and diagonals in weight space. The
-    likelihood may be optimized too if it only multiplies Λ by a scalar (a Gaussian's single noise variance); a fixed
-    likelihood is evaluated once. A step costs O(P), or O(N R), and one eigendecomposition of the first layer's inputs
-    if each has a precision of its own. Autograd differentiates the log likelihood alone, if it is `moving`: a graph of
-    the other few numbers would take longer than they do.
+    The first holds for one precision for all parameters, and for Kronecker factors and diagonals in weight space; the
+    second where log det B is estimated. The likelihood may be optimized too if it only multiplies Λ by a scalar (a
+    Gaussian's single noise variance); a fixed likelihood is evaluated once. A step costs O(P), or O(N R), and one
+    eigendecomposition of the first layer's inputs if each has a precision of its own. Autograd differentiates the log
+    likelihood alone, if it is `moving`: a graph of the other few numbers would take longer than they do.
     """
 
     def __init__(self, posterior: Evidence, terms: Sequence[LogDetTerm], moving: bool) -> None:
@@ -136,12 +136,12 @@ class SpectralEvidence(SearchObjective):
             self._log_likelihood = plain(posterior.log_likelihood())
 
     @classmethod
-    def of(cls, posterior: Evidence, which: Sequence[str]) -> SpectralEvidence | None:
-        """Over the hyperparameters of these names; None where the terms do not tell it."""
+    def of(cls, posterior: Evidence, which: Sequence[str], local: bool = False) -> SpectralEvidence | None:
+        """Over the hyperparameters of these names, near their values if `local`; None where no terms tell it."""
         moving = bool(set(which) - {"precision"})
         if moving and posterior.log_scale() is None:
             return None
-        terms = posterior.log_det_terms()
+        terms = posterior.local_log_det() if local else posterior.log_det_terms()
         return None if terms is None else cls(posterior, terms, moving)
 
     def value(self) -> Tensor:
@@ -177,28 +177,3 @@ class SpectralEvidence(SearchObjective):
         value = energies.sum() + sum((value for value, _ in parts), shift.new_zeros(()))
         return -0.5 * value, -0.5 * (energies + slope), 0.5 * slope.sum()
 
-
-def local_evidence(posterior: Evidence, which: Sequence[str]) -> SearchObjective | None:
-    """The evidence near the present hyperparameters, for an estimated log det B; None where it is not estimated.
-
-    The likelihood may be optimized too if it only multiplies Λ by a scalar.
-    """
-    prior, scale = posterior.prior, posterior.log_scale()
-    moving = bool(set(which) - {"precision"})
-    log_det = None if moving and scale is None else posterior.local_log_det()
-    if log_det is None:
-        return None
-    with torch.no_grad():
-        log_precision, distances = prior.log_precision.detach().clone(), distances_of(posterior)
-        log_scale = None if scale is None else scale.detach().clone()
-
-    def evidence() -> Tensor:
-        shift = (prior.log_precision - log_precision).double()
-        now = posterior.log_scale() if moving else None
-        if now is not None and log_scale is not None:
-            shift = shift - (now - log_scale).double()
-        joint = plain(posterior.log_likelihood())
-        joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
-        return joint - 0.5 * log_det(shift).to(joint)  # [I21] Eq. 8
-
-    return Differentiable(evidence)
