@@ -1,4 +1,4 @@
-"""The learning curve: the predictive density of each point given the earlier points."""
+"""The learning curve: the predictive density of each point given the earlier points, over orders of the data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, is_whole
+from ntk_laplace.errors import DataError, is_whole, require_whole
+from ntk_laplace.runtime.resources import require_memory
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,3 +76,20 @@ def require_beginning(m: int, num_examples: int, least: int) -> int:
         raise DataError(f"a number m of points to condition on, {least} to {num_examples - 1}", repr(m),
                         "Pass a whole number that leaves points to predict, such as 80 % of N.")
     return int(m)
+
+
+def orders(num_examples: int, permutations: int, seed: int) -> list[Tensor]:
+    """Random orders of N examples, reproducible from the seed on every machine; the identity if ``permutations=0``.
+
+    DataError if the number of permutations is not an integer of at least 0. HyperparameterError if the seed is not an
+    integer of at least 0. MemoryBudgetError if the orders do not fit in memory.
+    """
+    if not is_whole(permutations, 0):
+        raise DataError("a number of permutations, 0 or more", repr(permutations), "0 keeps the data's own order.")
+    seed = require_whole("seed", seed, 0, "Pass for instance seed=0.")
+    require_memory(8 * int(permutations) * num_examples, torch.device("cpu"),
+                   f"{permutations:,} orders of {num_examples:,} points", "Take fewer permutations.")
+    if permutations == 0:
+        return [torch.arange(num_examples)]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randperm(num_examples, generator=generator) for _ in range(permutations)]
