@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, WrittenOut, downward, minimize, newton
 from ntk_laplace.runtime.krylov.quasi_newton import Inverses, descend
+from ntk_laplace.structures.what_if.objectives import Refit
 from reference import relative_error
 from refusals import inputs, labels, network, refused
 
@@ -123,7 +126,9 @@ def test_descents_end_at_minima(room):
     want = torch.linalg.solve(own.matrices, own.right)
     start = torch.stack([30.0 * torch.ones(SIZE).double(), want[1], -torch.ones(SIZE).double()])
     at = start.clone()
-    values, steps, soft, _ = descend(own, at, torch.arange(3), 1e-16, room, 5)
+    end = descend(own, at, torch.arange(3), 1e-16, room, 5)
+    values, steps, soft = end.values, end.steps, end.soft
+    assert len(end.going) == 0
     assert relative_error(at, want) < 1e-6 and steps[1] <= 1 < steps[0] and not bool(soft.any())
     assert relative_error(values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
 
@@ -131,7 +136,8 @@ def test_descents_end_at_minima(room):
 def test_descents_of_some_leave_the_others():
     own = Quadratics()
     want, at = torch.linalg.solve(own.matrices, own.right), torch.ones(3, SIZE).double()
-    values, steps, _, inverses = descend(own, at, torch.tensor([2, 0]), 1e-16, 10**6, 5)
+    end = descend(own, at, torch.tensor([2, 0]), 1e-16, 10**6, 5)
+    values, steps, inverses = end.values, end.steps, end.inverses
     assert relative_error(at[[0, 2]], want[[0, 2]]) < 1e-6 and torch.equal(at[1], torch.ones(SIZE).double())
     assert steps[1] == 0 and values.isinf().tolist() == [False, True, False]
     assert sorted(inverses.rows.tolist()) == [0, 2]
@@ -140,6 +146,7 @@ def test_descents_of_some_leave_the_others():
 class Curved(Quadratics):
     """With second derivatives, times a number for each problem."""
 
+    renewal: int | None = None
     factors = torch.ones(3).double()
 
     def at_once(self) -> int:
@@ -154,7 +161,7 @@ class Curved(Quadratics):
 class Ring:
     """(|x|² - 1)² - s·x: a valley that goes round, down by a small slope s. The outcome is |x|, or x itself."""
 
-    precision = torch.ones(2).double()
+    precision, renewal = torch.ones(2).double(), None
 
     def __init__(self, slope: float, round_: bool) -> None:
         self.slope, self.round = slope * torch.tensor([1.0, 0.0]).double(), round_
@@ -190,14 +197,14 @@ def test_descents_end_on_the_ground_of_a_valley(slope: float):
 def test_a_valley_along_which_the_outcome_changes_is_none():
     for round_ in (True, False):
         at = torch.tensor([[0.3, 2.0]]).double()
-        _, _, soft, _ = descend(Ring(1e-5, round_), at, torch.arange(1), 1e-16, 10**6, 5)
-        assert bool(soft) == round_ and bool(at[0, 0] > 0.99) != round_
+        end = descend(Ring(1e-5, round_), at, torch.arange(1), 1e-16, 10**6, 5)
+        assert bool(end.soft) == round_ and bool(at[0, 0] > 0.99) != round_
 
 
 class Waking:
     """½(a² + b²) - s ab + ¼(ab)²: two factors that wake up where s > 1; the outcome is ab. The weights begin asleep."""
 
-    precision, s = torch.ones(2).double(), 1.004
+    precision, s, renewal = torch.ones(2).double(), 1.004, None
 
     def __init__(self) -> None:
         self.products = 0
@@ -227,6 +234,50 @@ def test_a_saddle_is_not_the_ground_of_a_valley(asleep: float):
     found = minimize(own, asleep * torch.tensor([[1.0, 1.3]]).double(), 1e-16)
     assert bool(found.converged.all()) and relative_error(found.at, torch.full((1, 2), 0.008**0.5).double()) < 1e-4
     assert own.products < 30
+
+
+class Renewed(Curved):
+    """Whose preconditioner, once renewed, is a problem's exact inverse."""
+
+    renewal = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def renewed(self, at: Tensor, row: int) -> Renewed:
+        self.calls.append(row)
+        own = copy.copy(self)
+        inverse = torch.linalg.inv(self.matrices[row])
+        own.precondition = lambda vectors, rounded=False: vectors @ inverse
+        return own
+
+
+def test_a_descent_that_goes_far_renews_its_preconditioner():
+    """Each on its own, from where it is; one that starts at its minimum keeps the first."""
+    own = Renewed()
+    want = torch.linalg.solve(own.matrices, own.right)
+    start = torch.stack([torch.full((SIZE,), 30.0).double(), want[1], torch.full((SIZE,), -9.0).double()])
+    found = minimize(own, start, 1e-16)
+    assert own.calls == [0, 2] and bool(found.converged.all()) and not bool(found.falling.any())
+    assert relative_error(found.at, want) < 1e-9
+    assert relative_error(found.values, own.values_and_gradients(want, torch.arange(3))[0]) < 1e-12
+    assert found.steps[1] < found.steps[0] < 8
+
+
+def test_stretches_that_do_not_end_are_followed_by_newton_steps(monkeypatch: pytest.MonkeyPatch):
+    """Where the preconditioner stays bad: after QUASI_NEWTON_STEPS gradients that fall little, or the most of them."""
+    for least, most, calls in ((4, 100, 4), (100, 6, 4)):
+        own = Renewed()
+        monkeypatch.setattr(tuning, "QUASI_NEWTON_STEPS", least)
+        monkeypatch.setattr(tuning, "MOST_QUASI_NEWTON_STEPS", most)
+        monkeypatch.setattr(tuning, "STRETCH_FALL", 1e9)
+        monkeypatch.setattr(Renewed, "renewed", lambda self, at, row: self.calls.append(row) or self)
+        start = torch.full((3, SIZE), 30.0).double()
+        found = minimize(own, start, 1e-16)
+        assert own.calls.count(0) == (3 if least == 4 else calls)
+        assert bool(found.converged.all())
+        assert relative_error(found.at, torch.linalg.solve(own.matrices, own.right)) < 1e-9
 
 
 class Nowhere(Curved):
@@ -300,6 +351,32 @@ def test_the_minima_do_not_depend_on_what_preconditions(structure: str, monkeypa
     assert len(made) == 2 and bool((found.converged & other.converged).all())
     assert relative_error(other.thetas, found.thetas) < 1e-7
     assert torch.equal(other.comes_back(), home)
+    refits, fit = list[Tensor](), Refit.__call__
+    monkeypatch.setattr(Refit, "__call__", lambda self, *at: refits.append(at[0]) or fit(self, *at))
+    monkeypatch.setattr(Refit, "stretch", 5)
+    renewed = posterior.what_ifs(groups)
+    assert len(refits) >= len(groups) and bool(renewed.converged.all())
+    # a step that gains rounding of the objective is longer in the metric of a preconditioner that was just renewed
+    assert (renewed.log_prob() - found.log_prob()).abs().max() < 1e-6 and torch.equal(renewed.comes_back(), home)
+
+
+@pytest.mark.parametrize(("activation", "smooth"), [(nn.ReLU, False), (nn.Tanh, True), (nn.GELU, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_networks_with_kinks_are_not_fitted_again(activation, smooth: bool, dtype: torch.dtype,
+                                                  monkeypatch: pytest.MonkeyPatch):
+    """Preconditioners of single places would begin the steps over and over, which shorten at each kink."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 3, dtype=dtype)
+    y = (x.prod(1, keepdim=True) + 0.1 * torch.randn(60, 1)).to(dtype)
+    own = nn.Sequential(nn.Linear(3, 16), activation(), nn.Linear(16, 1)).to(dtype)
+    posterior = ntkl.train_with_evidence(own, (x, y), ntkl.Gaussian(0.5), epochs=20).posterior
+    made = list[Tensor]()
+    monkeypatch.setattr(Refit, "__call__", lambda self, *at: made.append(at[0]) or posterior.fitted)
+    monkeypatch.setattr(tuning, "STRETCH", 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        found = posterior.what_ifs([list(range(20)), [0]])
+    assert bool(made) == smooth and len(found) == 2
 
 
 def test_an_inverse_that_is_not_positive_definite_is_forgotten(monkeypatch: pytest.MonkeyPatch):

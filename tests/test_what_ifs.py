@@ -162,6 +162,7 @@ class Banana:
     """Rosenbrock's function from several starts, with its Hessian, which is not positive everywhere."""
 
     precision = torch.ones(2).double()
+    renewal = None
 
     def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         a, b = at.T

@@ -157,6 +157,7 @@ LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larg
 NEWTON_STEPS = 100  # steps to the optimum of a what-if; if that is not enough, a warning says so
 QUASI_NEWTON_STEPS = 1000  # gradients in a descent before Newton steps follow; networks with kinks may get there
 MOST_QUASI_NEWTON_STEPS = 3000  # the same far from a minimum: where a stretch of the descent falls by so many nats
+# gradients of a stretch, after which a new preconditioner is worth its cost: 100 to 200 take the same time
 STRETCH, STRETCH_FALL = 200, 0.01
 FEWEST_VECTORS, MOST_VECTORS = 10, 128  # vectors that a descent remembers; twice as many spare 3 % of the steps
 DESCENT_BYTES = 256 * MIB  # remembered vectors of all networks that share passes

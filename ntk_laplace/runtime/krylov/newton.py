@@ -42,6 +42,13 @@ class Objectives(Descending, Protocol):
     def local(self, at: Tensor, rows: Tensor) -> Local:
         """Derivatives."""
 
+    @property
+    def renewal(self) -> int | None:
+        """Gradients that take as long as a new preconditioner, at least; None where there is none."""
+
+    def renewed(self, at: Tensor, row: int) -> Objectives:
+        """The same, preconditioned for one of them at a point (P,)."""
+
 
 @dataclass(frozen=True)
 class Minima:
@@ -88,24 +95,62 @@ def minimize(objectives: Objectives, start: Tensor, eps: float, room: int = tuni
     """
     flags = torch.zeros(len(start), dtype=torch.bool, device=start.device)
     found = Minima(start.clone(), start.new_full(flags.shape, torch.inf), flags, flags.clone(), flags.long())
-    left = torch.arange(len(start), device=start.device)
-    for patience in (*tuning.VALLEY_STEPS, -1):  # where a valley was none, or goes down steeper further on
-        left = _go_down(objectives, found, left, eps, room, patience)
-        if len(left) == 0:
-            break
+    far = _through_valleys(objectives, found, torch.arange(len(start), device=start.device), eps, room,
+                           objectives.renewal)
+    for row in far.tolist():
+        _go_far(objectives, found, row, eps, room)
     return found
 
 
-def _go_down(
-    objectives: Objectives, found: Minima, rows: Tensor, eps: float, room: int, patience: int
+def _go_far(objectives: Objectives, found: Minima, row: int, eps: float, room: int) -> None:
+    """Replace what is found for one row, whose preconditioner is renewed after each stretch of its way.
+
+    Where stretches fall no more, or there have been many, Newton steps follow.
+    """
+    stretch, taken, rows = objectives.renewal, 0, torch.tensor([row], device=found.at.device)
+    assert stretch is not None
+    while True:
+        own, before = objectives.renewed(found.at[row], row), float(found.values[row])
+        if len(_through_valleys(own, found, rows, eps, room, stretch)) == 0:
+            return
+        taken += stretch
+        falls_still = before - float(found.values[row]) > tuning.STRETCH_FALL or taken < tuning.QUASI_NEWTON_STEPS
+        if not falls_still or taken >= tuning.MOST_QUASI_NEWTON_STEPS:
+            _through_valleys(objectives.renewed(found.at[row], row), found, rows, eps, room, 0)
+            return
+
+
+def _through_valleys(
+    objectives: Objectives, found: Minima, rows: Tensor, eps: float, room: int, stretch: int | None
 ) -> Tensor:
-    """Replace what is found for some of the rows; the numbers of those that have not converged in a valley, (m,)."""
+    """Replace what is found for some rows; those that have not come to an end in a stretch of gradients, (m,)."""
+    far = [rows[:0]]
+    for patience in (*tuning.VALLEY_STEPS, -1):  # where a valley was none, or goes down steeper further on
+        rows, going = _go_down(objectives, found, rows, eps, room, patience, stretch)
+        far.append(going)
+        if len(rows) == 0:
+            break
+    return torch.cat(far)
+
+
+def _go_down(
+    objectives: Objectives, found: Minima, rows: Tensor, eps: float, room: int, patience: int, stretch: int | None
+) -> tuple[Tensor, Tensor]:
+    """Replace what is found for some of the rows.
+
+    Return the rows that have not converged in a valley, and those that have not come to an end in a stretch of
+    gradients. Without one, or after one of 0, Newton steps follow for all.
+    """
     at, converged = found.at, found.converged
-    values, taken, soft, inverses = descend(objectives, at, rows, eps, room, patience)
+    descent = descend(objectives, at, rows, eps, room, patience,
+                      tuning.MOST_QUASI_NEWTON_STEPS if stretch is None else stretch)
+    values, taken, soft, inverses = descent.values, descent.steps, descent.soft, descent.inverses
+    far = descent.going if stretch else descent.going[:0]
     inverses.sharpen()
     valleys = _Valleys(soft, torch.full_like(values, torch.nan), patience > 0)
     going, radius, products = inverses.rows.clone(), torch.full_like(values, torch.inf), 0
-    for _ in range(tuning.NEWTON_STEPS):
+    going = going[inverses.keep(~torch.isin(going, far))]
+    for _ in range(tuning.NEWTON_STEPS if len(going) else 0):
         local, rounding = objectives.local(at[going], going), eps * (1.0 + values[going].abs())
         shift = (tuning.VALLEY_SHIFT * soft[going]).unsqueeze(1) * objectives.precision
         step = _directions(local, objectives, inverses, radius[going], rounding, shift)
@@ -130,7 +175,7 @@ def _go_down(
     found.falling[rows] = False
     found.falling[going] = True
     found.steps.add_(taken)
-    return (soft & ~converged).nonzero().squeeze(1)
+    return (soft & ~converged).nonzero().squeeze(1), far
 
 
 class _Valleys:

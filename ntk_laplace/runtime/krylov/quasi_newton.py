@@ -18,6 +18,7 @@ single precision until the descent ends, and so are products with K. Rounding ch
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -70,9 +71,35 @@ def outcomes(objectives: Descending, at: Tensor, steps: Tensor, which: Tensor) -
     return found
 
 
+@dataclass(frozen=True)
+class Descent:
+    """How some of S rows have gone down.
+
+    Attributes
+    ----------
+    values : Tensor, (S,)
+        Infinite for the others.
+    steps : Tensor of int, (S,)
+        That were taken.
+    soft : Tensor of bool, (S,)
+        Whether the descent has ended in a valley.
+    going : Tensor of int
+        The rows that have not come to an end.
+    inverses : Inverses
+        At the ends.
+    """
+
+    values: Tensor
+    steps: Tensor
+    soft: Tensor
+    going: Tensor
+    inverses: Inverses
+
+
 def descend(
-    objectives: Descending, at: Tensor, rows: Tensor, eps: float, room: int, patience: int
-) -> tuple[Tensor, Tensor, Tensor, Inverses]:
+    objectives: Descending, at: Tensor, rows: Tensor, eps: float, room: int, patience: int,
+    stretch: int = tuning.MOST_QUASI_NEWTON_STEPS,
+) -> Descent:
     """Go down until a step, shortened where the objective did not fall, gains less than rounding.
 
     Parameters
@@ -88,17 +115,8 @@ def descend(
         Bytes for vectors that are remembered; a few are in any case.
     patience : int
         Steps in a row along what may be a valley, after which the descent ends there; -1 for never.
-
-    Returns
-    -------
-    values : Tensor, (S,)
-        Infinite for the others.
-    steps : Tensor of int, (S,)
-        That were taken.
-    soft : Tensor of bool, (S,)
-        Whether a descent has ended in a valley.
-    inverses : Inverses
-        At the ends.
+    stretch : int
+        Gradients after which it ends.
     """
     reached, soft = at.new_full((len(at),), torch.inf), torch.zeros(len(at), dtype=torch.bool, device=at.device)
     here, steps = at[rows], torch.zeros_like(soft, dtype=torch.long)
@@ -109,7 +127,7 @@ def descend(
     raised = objectives.precondition(gradients, rounded)
     direction, inverses = -raised, Inverses(gradients, raised, rows, most, dtype)
     before = values
-    for count in range(tuning.MOST_QUASI_NEWTON_STEPS):
+    for count in range(stretch):
         gain = -(gradients * direction).sum(1)
         valley = along == patience
         going = (size * gain > 16.0 * eps * (1.0 + values.abs())) & ~valley
@@ -140,7 +158,7 @@ def descend(
         size = torch.where(good, 1.0, shorter)
         steps[rows] += good
     at[rows], reached[rows] = here, values
-    return reached, steps, soft, inverses
+    return Descent(reached, steps, soft, rows, inverses)
 
 
 def _shorter(size: Tensor, rise: Tensor, gain: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.data import InputData, Inputs, Source, num_bytes, num_examples, take
-from ntk_laplace.model.network import ManyWeights, twice_differentiable
+from ntk_laplace.model.network import ManyWeights, autograd_nodes, twice_differentiable
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.batch_merging import merged_batches
@@ -32,6 +33,8 @@ from ntk_laplace.structures.weight_likelihood.many_points import ChosenPoints, M
 
 _SECOND = 2  # bytes of a gradient's graph, relative to those of the outputs' graph
 _DISAGREEMENT = 0.2  # relative gap of a product and a difference of gradients; kinks and float32 make a few percent
+# operations of the graph whose derivative jumps; ELU has a jump unless α = 1
+_KINKS = re.compile(r"[Rr]elu|^Elu|shrink|Threshold|Hard|Clamp|Abs|Max|Min|Sort|Topk|Kthvalue|Median")
 # where they are compared: distances from the weights, over their root mean square. At an optimum of ReLU units inputs
 # may lie on a kink, where no difference of gradients is a derivative; a wrong product is wrong everywhere
 _PLACES = (0.0, 0.01, 0.03)
@@ -140,6 +143,12 @@ class NetworkLikelihood(WeightLikelihood):
                 return
         raise no_second_derivatives(f"products with the Hessian that differ by {min(gaps):.2g} from the gradient's "
                                      "difference")
+
+    def has_kinks(self, theta: Tensor) -> bool:
+        """Whether an operation of the network's graph at θ, (P,), has a derivative that jumps."""
+        with torch.enable_grad():
+            f = self._network(theta[None].detach().requires_grad_(), take(self._batches[0], slice(0, 2)))
+        return any(_KINKS.search(node.name()) for node in autograd_nodes(f))
 
     def hessian_gap(self, theta: Tensor, noise: Tensor) -> float:
         """Relative gap of a product with the Hessian at θ and a difference of gradients along the same direction.

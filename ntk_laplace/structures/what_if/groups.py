@@ -20,7 +20,7 @@ from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import LinearizedLikelihood, NetworkLikelihood
 from ntk_laplace.structures.what_if.moving import checked_likelihood, fitted_at, moving_model, remaining_of
-from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, require_room
+from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, Refit, require_room
 
 _SAME = 0.01  # nats: a larger change of a training point's log likelihood is that of another minimum
 
@@ -69,14 +69,16 @@ class Groups:
         source = training_inputs(fitted.model, fitted.structure) if moving else None
         each = require_room(model, count, weights.nbytes)
         likelihood: NetworkLikelihood | LinearizedLikelihood
+        refit: Refit | None = None
         if source is not None:
             likelihood, start = checked_likelihood(model, points, source, each), model.theta
+            refit = Refit.of(fitted, likelihood, model, source, points)
             at_the_fit = CurvatureAtFit(fitted, likelihood, start, points.counts, count)
             inverse = at_the_fit.inverse(weights)
             at_the_fit.tell_saddle()
         else:  # of the linearized model the fit is the Hessian
             likelihood, start, inverse = LinearizedLikelihood(fitted, each), fitted.theta, fitted.solver.solve
-        objective = ChangedObjectives(fitted, likelihood, weights, remaining_of(model), inverse)
+        objective = ChangedObjectives(fitted, likelihood, weights, remaining_of(model), inverse, refit)
         found = _minima(model, each, objective, start.expand(count, -1), "what-ifs")
         return cls(model, moving, found.at, weights, found.converged, found.falling, found.steps, likelihood, source)
 
@@ -97,10 +99,13 @@ class Groups:
         model, likelihood, count = self.model, self._likelihood, len(self.thetas)
         each = require_room(model, count + 1, 2 * self.thetas.nbytes)
         start = torch.cat([model.theta[None], self.thetas])
-        counts = fitted.structure.points_to_change.counts.to(self.weights)
+        points = fitted.structure.points_to_change
+        counts = points.counts.to(self.weights)
         unchanged = counts.expand(len(start), -1)
         inverse = CurvatureAtFit(fitted, likelihood, model.theta, counts, len(start)).inverse(unchanged)
-        objective = ChangedObjectives(fitted, likelihood, unchanged, remaining_of(model), inverse)
+        assert self._source is not None and isinstance(likelihood, NetworkLikelihood)
+        refit = Refit.of(fitted, likelihood, model, self._source, points)
+        objective = ChangedObjectives(fitted, likelihood, unchanged, remaining_of(model), inverse, refit)
         reached = _minima(model, each, objective, start, "points put back").at
         eps = max(torch.finfo(dtype).eps for dtype in (reached.dtype, model.network.precision))
         with torch.no_grad():

@@ -8,7 +8,8 @@ training. Without a change of the data the weights do not move. After `refit`, g
 Quasi-Newton steps, with one gradient each, go down; Newton steps, with products with the exact Hessian by two backward
 passes, end the descent. Both are preconditioned by the posterior precision of the fit, corrected once at the trained
 weights where its products with the exact Hessian show that it is most wrong: by the second derivatives of the network,
-which the Gauss-Newton matrix leaves out.
+which the Gauss-Newton matrix leaves out. The precision of the structure fitted again on the way takes its place where a
+descent goes far, unless the network has kinks: there each fit would begin the steps anew.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ntk_laplace.structures.model import RemainingGradient
 from ntk_laplace.structures.points import TrainingPoints, present_values
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import NetworkLikelihood
-from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, require_room
+from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, Refit, require_room
 
 
 def _remaining_gradient(model: LinearizedModel, structure: Structure) -> Tensor:
@@ -130,7 +131,9 @@ def _moved(fitted: FittedModel, points: TrainingPoints, added: Source | None) ->
     at_the_fit = CurvatureAtFit(fitted, trained, model.theta, before, 1)
     inverse = at_the_fit.inverse(weights)
     at_the_fit.tell_saddle()
-    found = ChangedObjectives(fitted, likelihood, weights, remaining_of(model), inverse).minimize(model.theta[None])
+    refit = Refit.of(fitted, likelihood, model, source, points)
+    found = ChangedObjectives(fitted, likelihood, weights, remaining_of(model), inverse, refit).minimize(
+        model.theta[None])
     return fitted_at(model, fitted.structure, source, points, found.at[0]), found
 
 

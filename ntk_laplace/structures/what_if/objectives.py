@@ -9,7 +9,9 @@ networks share each pass. They are worth the products that write out the exact H
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,21 +19,88 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import warn
+from ntk_laplace.errors import MemoryBudgetError, warn
+from ntk_laplace.model.data import Replaced, Source, take
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, downward, minimize, remembered
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import FittedModel, LinearizedModel, Settings
 from ntk_laplace.structures.data_passes import shown
-from ntk_laplace.structures.weight_likelihood import LocalCurvature, WeightedLikelihood, WeightLikelihood
+from ntk_laplace.structures.forecast import Problem, memory_of
+from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.weight_likelihood import (
+    LocalCurvature,
+    NetworkLikelihood,
+    WeightedLikelihood,
+    WeightLikelihood,
+)
 
 _REMEDY = "Take fewer groups at a time, or fewer training points."
+
+_GRADIENT, _EIGH = 6, 10  # flops of a gradient for each example and parameter, and of eigenvectors over n³
 
 _MATRICES = 5  # (P, P), at the peak of a Hessian that is written out, inverted and rounded
 
 # smallest curvatures of a Hessian that is written out, relative to the prior precision: of it at the trained weights,
 # and for each share of the data that leaves, with which it is less true (halves of digits: 9 % fewer steps)
 _SHIFT, _SHIFT_A_CHANGE = 0.05, 0.5
+
+
+@dataclass(frozen=True)
+class Refit:
+    """Fits the structure at weights that a descent has reached, where its precision preconditions better.
+
+    Attributes
+    ----------
+    fitted : FittedModel
+        At the weights where descents start.
+    model : LinearizedModel
+        Of the network that moves.
+    source : Source
+        Of all points.
+    points : TrainingPoints
+        With their targets, each counted once.
+    """
+
+    fitted: FittedModel
+    model: LinearizedModel
+    source: Source
+    points: TrainingPoints
+
+    @classmethod
+    def of(
+        cls, fitted: FittedModel, likelihood: NetworkLikelihood, model: LinearizedModel, source: Source,
+        points: TrainingPoints,
+    ) -> Refit | None:
+        """None of a network with kinks: at each its steps shorten, and every fit begins them anew."""
+        return None if likelihood.has_kinks(model.theta) else cls(fitted, model, source, points)
+
+    def __call__(self, theta: Tensor, weights: Tensor) -> FittedModel:
+        """The same structure, of a copy of the network at weights θ (P,), with example weights (N,)."""
+        points = replace(self.points, weights=weights)
+        changed = Replaced.of(self.source, points.targets, points.counts, self.model.settings.reducer)
+        model = self.model.at_weights(theta)
+        return FittedModel(model, self.fitted.structure.spec.fit(model, changed))
+
+    @property
+    def stretch(self) -> int | None:
+        """Gradients that take as long as a fit, at least; None if that is not known, too many, or out of memory."""
+        found = self.fitted.once("gradients of a fit", self._gradients)
+        return None if found > tuning.MOST_QUASI_NEWTON_STEPS else max(tuning.STRETCH, math.ceil(found))
+
+    def _gradients(self) -> float:
+        model, n = self.fitted.model, self.points.num_examples
+        if model.settings.reducer.world_size > 1:
+            return math.inf
+        few = take(next(iter(self.source))[0], slice(0, 2))
+        problem = Problem(model, n, model.jacobian_pass.rows(few))
+        forecast = self.fitted.structure.spec.forecast(problem)
+        if forecast is None or forecast.work is None or forecast.required > memory_of(model):
+            return math.inf
+        work = forecast.work
+        flops = work.matmul + work.cholesky + _EIGH * work.eigh
+        rows = (work.passes * problem.num_columns + work.products) / n
+        return rows + flops / (_GRADIENT * n * problem.num_parameters)
 
 
 @dataclass(eq=False)
@@ -50,6 +119,8 @@ class ChangedObjectives:
         g0.
     inverse : callable
         An approximate inverse Hessian times vectors (m, P), such as that of the fit's posterior precision.
+    refit : Refit, optional
+        Where the weights have gone far, the precision of the structure fitted there is closer.
     """
 
     fitted: FittedModel
@@ -57,6 +128,7 @@ class ChangedObjectives:
     weights: Tensor
     remaining: Tensor
     inverse: Callable[[Tensor], Tensor]
+    refit: Refit | None = None
     _present: tuple[Tensor, WeightedLikelihood] | None = field(default=None, init=False)
     _passes: _Passes | None = field(default=None, init=False)  # while a descent goes on
     _constant: Tensor | None = field(default=None, init=False)  # (G,), added to F meanwhile
@@ -90,6 +162,19 @@ class ChangedObjectives:
     def precondition(self, vectors: Tensor, rounded: bool = False) -> Tensor:
         """An approximate inverse Hessian times vectors (m, P), `rounded` to single precision if it is written out."""
         return self.inverse(vectors, rounded) if isinstance(self.inverse, WrittenOut) else self.inverse(vectors)
+
+    @property
+    def renewal(self) -> int | None:
+        """Gradients that take as long as a fit of the structure at other weights, at least."""
+        return None if self.refit is None else self.refit.stretch
+
+    def renewed(self, at: Tensor, row: int) -> ChangedObjectives:
+        """The same, preconditioned by the structure fitted to one change at weights (P,), if it fits in memory."""
+        assert self.refit is not None
+        own = copy.copy(self)
+        with contextlib.suppress(MemoryBudgetError):
+            own.inverse = self.refit(at, self.weights[row]).solver.solve
+        return own
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
         """Gradients, (S, P), and products with the Hessians."""
