@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import MemoryBudgetError, warn
+from ntk_laplace.errors import MemoryBudgetError, NonFiniteError, NumericalError, warn
 from ntk_laplace.model.data import Replaced, Source, take
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, downward, minimize, remembered
@@ -169,10 +169,10 @@ class ChangedObjectives:
         return None if self.refit is None else self.refit.stretch
 
     def renewed(self, at: Tensor, row: int) -> ChangedObjectives:
-        """The same, preconditioned by the structure fitted to one change at weights (P,), if it fits in memory."""
+        """The same, preconditioned by the structure fitted to one change at weights (P,), where that is possible."""
         assert self.refit is not None
         own = copy.copy(self)
-        with contextlib.suppress(MemoryBudgetError):
+        with contextlib.suppress(MemoryBudgetError, NonFiniteError, NumericalError):
             own.inverse = self.refit(at, self.weights[row]).solver.solve
         return own
 
