@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
 import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, WrittenOut, downward, minimize, newton
 from ntk_laplace.runtime.krylov.quasi_newton import Inverses, descend
+from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if.objectives import Refit
 from reference import relative_error
 from refusals import inputs, labels, network, refused
@@ -364,6 +367,37 @@ def test_the_minima_do_not_depend_on_what_preconditions(structure: str, monkeypa
 
     monkeypatch.setattr(Refit, "__call__", fails)  # the preconditioner before stays
     assert (posterior.what_ifs(groups[:2]).log_prob() - found.log_prob()[:2]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("structure", ["full", "gp", "kfac"])
+def test_what_renews_a_preconditioner_is_the_fit_of_the_change(structure: str, monkeypatch: pytest.MonkeyPatch):
+    """At the weights that the descent has reached, without the points of the group; as often as it is worth."""
+    posterior, x, y = case("classes", structure)
+    fits, fit = [], Refit.__call__
+
+    def kept(self: Refit, *at: Tensor) -> FittedModel:
+        fits.append((self, at[0].clone(), at[1], fit(self, *at)))
+        return fits[-1][-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Refit, "__call__", kept)
+        patch.setattr(Refit, "stretch", 3)
+        posterior.what_ifs([[0, 4]])
+    refit, theta, weights, found = fits[0]
+    assert weights.tolist() == [0, 1, 1, 1, 0, 1, 1, 1, 1] and not torch.equal(theta, posterior.fitted.theta)
+    own = copy.deepcopy(posterior.network.module)
+    vector_to_parameters(theta, own.parameters())
+    want = ntkl.laplace(own, (x, y, weights), posterior.likelihood, posterior.prior, structure).fitted
+    vectors = torch.eye(len(theta)).to(theta)
+    assert relative_error(found.solver.solve(vectors), want.solver.solve(vectors)) < 1e-9
+    if structure == "full":
+        p, n, r = len(theta), 9, 2  # Λ of three classes has rank two
+        gradients = r + (n * r * p**2 + p**3 / 3) / (6 * n * p)
+        assert refit.stretch == tuning.STRETCH > gradients
+        monkeypatch.setattr(tuning, "STRETCH", 1)
+        assert refit.stretch == math.ceil(gradients)
+        monkeypatch.setattr(tuning, "MOST_QUASI_NEWTON_STEPS", 1)
+        assert refit.stretch is None
 
 
 @pytest.mark.parametrize(("activation", "smooth"), [(nn.ReLU, False), (nn.Tanh, True), (nn.GELU, True)])

@@ -11,12 +11,12 @@ from typing import Any
 class ReadersAndWriters:
     """Blocks that read an object run side by side; a block that changes it, and changes it back, runs alone.
 
-    A block may contain others in the same thread. One that reads and then writes gives its place up while it waits:
-    it finds the object as it was. A copy, or one from a pickle, is a lock of its own.
+    A block may contain others in the same thread. One that reads and then writes does not count as a reader while
+    it waits: it finds the object as it was. A copy, or one from a pickle, is a lock of its own.
     """
 
     def __init__(self) -> None:
-        self._door, self._empty = threading.RLock(), threading.Condition()
+        self._entry, self._empty = threading.RLock(), threading.Condition()
         self._readers = 0
         self._own = threading.local()
 
@@ -24,7 +24,7 @@ class ReadersAndWriters:
     def reading(self) -> Iterator[None]:
         """Run a block beside those of other readers."""
         if self._depth == 0:
-            with self._door:  # closed while a writer is inside or waits
+            with self._entry:  # taken while a writer is inside or waits
                 self._add(1)
         self._own.depth = self._depth + 1
         try:
@@ -41,7 +41,7 @@ class ReadersAndWriters:
         if depth:
             self._add(-1)
         try:
-            with self._door:
+            with self._entry:
                 with self._empty:
                     self._empty.wait_for(lambda: self._readers == 0)
                 self._own.depth = 0
@@ -49,7 +49,7 @@ class ReadersAndWriters:
         finally:
             self._own.depth = depth
             if depth:
-                with self._door:
+                with self._entry:
                     self._add(1)
 
     @property
@@ -77,7 +77,7 @@ class ProcessWide:
     """
 
     def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._context, self._held = context, ExitStack()
+        self._context, self._entered = context, ExitStack()
         self._lock, self._inside = threading.Lock(), 0
 
     @contextmanager
@@ -85,7 +85,7 @@ class ProcessWide:
         """Run a block in the context."""
         with self._lock:
             if self._inside == 0:
-                self._held.enter_context(self._context())
+                self._entered.enter_context(self._context())
             self._inside += 1
         try:
             yield
@@ -93,4 +93,4 @@ class ProcessWide:
             with self._lock:
                 self._inside -= 1
                 if self._inside == 0:
-                    self._held.close()
+                    self._entered.close()

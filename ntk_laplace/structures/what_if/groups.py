@@ -19,7 +19,7 @@ from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import LinearizedLikelihood, NetworkLikelihood
-from ntk_laplace.structures.what_if.moving import checked_likelihood, fitted_at, moving_model, remaining_of
+from ntk_laplace.structures.what_if.moving import checked_likelihood, fitted_with_remaining, moving_model, remaining_of
 from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, Refit, require_room
 
 _SAME = 0.01  # nats: a larger change of a training point's log likelihood is that of another minimum
@@ -153,7 +153,7 @@ class Groups:
         """The structure fitted at the optimum of one change of the moving network; `fitted` is that before."""
         assert self._source is not None
         points: TrainingPoints = replace(fitted.structure.points_to_change, weights=self.weights[index])
-        return fitted_at(self.model, fitted.structure, self._source, points, self.thetas[index])
+        return fitted_with_remaining(self.model, fitted.structure, self._source, points, self.thetas[index])
 
 
 def _minima(

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import warn
-from ntk_laplace.model.data import Joined, Replaced, Source
+from ntk_laplace.model.data import Joined, Source
 from ntk_laplace.runtime.krylov import Minima
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
 from ntk_laplace.structures.model import RemainingGradient
 from ntk_laplace.structures.points import TrainingPoints, present_values
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.weight_likelihood import NetworkLikelihood
-from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, Refit, require_room
+from ntk_laplace.structures.what_if.objectives import ChangedObjectives, CurvatureAtFit, Refit, fitted_at, require_room
 
 
 def _remaining_gradient(model: LinearizedModel, structure: Structure) -> Tensor:
@@ -78,12 +78,11 @@ def checked_likelihood(
     return found
 
 
-def fitted_at(model: LinearizedModel, structure: Structure, source: Source, points: TrainingPoints, theta: Tensor
-              ) -> FittedModel:
-    """The same structure, of a copy of the network at weights θ, fitted to points with their targets and weights."""
-    changed = Replaced.of(source, points.targets, points.counts, model.settings.reducer)
-    model = with_remaining(model.at_weights(theta), remaining_of(model), points)
-    return FittedModel(model, structure.spec.fit(model, changed))
+def fitted_with_remaining(
+    model: LinearizedModel, structure: Structure, source: Source, points: TrainingPoints, theta: Tensor
+) -> FittedModel:
+    """As `fitted_at`; the model goes on to the optimum of these points with its g0."""
+    return fitted_at(with_remaining(model, remaining_of(model), points), structure, source, points, theta)
 
 
 def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = None) -> FittedModel:
@@ -134,7 +133,7 @@ def _moved(fitted: FittedModel, points: TrainingPoints, added: Source | None) ->
     refit = Refit.of(fitted, likelihood, model, source, points)
     found = ChangedObjectives(fitted, likelihood, weights, remaining_of(model), inverse, refit).minimize(
         model.theta[None])
-    return fitted_at(model, fitted.structure, source, points, found.at[0]), found
+    return fitted_with_remaining(model, fitted.structure, source, points, found.at[0]), found
 
 
 def own_minimum(fitted: FittedModel) -> FittedModel:

@@ -24,7 +24,7 @@ from ntk_laplace.model.data import Replaced, Source, take
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated, Minima, WrittenOut, downward, minimize, remembered
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.structures import FittedModel, LinearizedModel, Settings
+from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
 from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.forecast import Problem, memory_of
 from ntk_laplace.structures.points import TrainingPoints
@@ -44,6 +44,14 @@ _MATRICES = 5  # (P, P), at the peak of a Hessian that is written out, inverted 
 # smallest curvatures of a Hessian that is written out, relative to the prior precision: of it at the trained weights,
 # and for each share of the data that leaves, with which it is less true (halves of digits: 9 % fewer steps)
 _SHIFT, _SHIFT_A_CHANGE = 0.05, 0.5
+
+
+def fitted_at(model: LinearizedModel, structure: Structure, source: Source, points: TrainingPoints, theta: Tensor
+              ) -> FittedModel:
+    """The same structure, of a copy of the network at weights θ, fitted to points with their targets and weights."""
+    changed = Replaced.of(source, points.targets, points.counts, model.settings.reducer)
+    moved = model.at_weights(theta)
+    return FittedModel(moved, structure.spec.fit(moved, changed))
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,7 @@ class Refit:
     def __call__(self, theta: Tensor, weights: Tensor) -> FittedModel:
         """The same structure, of a copy of the network at weights θ (P,), with example weights (N,)."""
         points = replace(self.points, weights=weights)
-        changed = Replaced.of(self.source, points.targets, points.counts, self.model.settings.reducer)
-        model = self.model.at_weights(theta)
-        return FittedModel(model, self.fitted.structure.spec.fit(model, changed))
+        return fitted_at(self.model, self.fitted.structure, self.source, points, theta)
 
     @property
     def stretch(self) -> int | None:

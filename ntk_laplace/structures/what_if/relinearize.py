@@ -19,7 +19,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
 from ntk_laplace.structures.data_passes import collected, shown
 from ntk_laplace.structures.training_inputs import training_inputs
-from ntk_laplace.structures.what_if.moving import fitted_at, moving_model, remaining_of, with_remaining
+from ntk_laplace.structures.what_if.moving import fitted_with_remaining, moving_model, remaining_of, with_remaining
 
 
 def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> FittedModel:
@@ -107,7 +107,7 @@ class _Descent:
         if -slope <= slack:  # below the rounding of the objective
             return False
         there = self._search(theta, direction, slope, value, slack)
-        self.fitted = fitted_at(model, structure, self._source, points, there)
+        self.fitted = fitted_with_remaining(model, structure, self._source, points, there)
         return True
 
     def _search(self, theta: Tensor, direction: Tensor, slope: float, value: float, slack: float) -> Tensor:
