@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ntk_laplace as ntkl
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.network import Network
+from ntk_laplace.runtime.threads import ReadersAndWriters
 
 
 class Pausing(nn.Module):
@@ -170,3 +171,57 @@ def test_verbs_do_not_depend_on_the_default_device() -> None:
     with torch.device("meta"):
         found = answers()
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_writer_is_alone():
+    """It waits for readers that are inside, and those that come later wait for it; readers do not wait for readers."""
+    lock, order, inside = ReadersAndWriters(), list[str](), threading.Event()
+    waits, ends = threading.Event(), threading.Event()
+
+    def write() -> None:
+        waits.set()
+        with lock.writing():
+            order.append("writes")
+            inside.set()
+            ends.wait(10.0)
+            order.append("has written")
+
+    def read() -> None:
+        with lock.reading():
+            order.append("reads")
+
+    writer, reader = threading.Thread(target=write), threading.Thread(target=read)
+    with lock.reading():
+        first = threading.Thread(target=read)
+        first.start()
+        first.join(10.0)
+        writer.start()
+        assert waits.wait(10.0) and not inside.wait(0.05)
+        order.append("has read")
+    assert inside.wait(10.0)
+    reader.start()
+    reader.join(0.05)
+    ends.set()
+    for thread in (writer, reader):
+        thread.join(10.0)
+    assert order == ["reads", "has read", "writes", "has written", "reads"]
+
+
+def test_readers_that_write_wait_for_each_other_and_nest():
+    """Each in the middle of reading: none counts as a reader while it waits, so that both get their turn."""
+    lock, together, done = ReadersAndWriters(), threading.Barrier(2), list[int]()
+
+    def both(number: int) -> None:
+        with lock.reading(), lock.reading():
+            together.wait(10.0)
+            with lock.writing(), lock.reading(), lock.writing():
+                done.append(number)
+            with lock.reading():
+                done.append(number)
+
+    threads = [threading.Thread(target=both, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert sorted(done) == [0, 0, 1, 1]
