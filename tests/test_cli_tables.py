@@ -432,7 +432,7 @@ QUICK = ["--epochs", "2", "--hidden", "2", "--out", "out"]
 
 
 def scores(text: str) -> dict[str, list[float]]:
-    rows = re.findall(r"^(network alone|posterior) +([-\d.e ]+)$", text, re.MULTILINE)
+    rows = re.findall(r"^(without inputs|network alone|posterior) +([-\d.e ]+)$", text, re.MULTILINE)
     return {name: [float(number) for number in numbers.split()] for name, numbers in rows}
 
 
@@ -463,9 +463,11 @@ def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert "Constant" not in out
     loaded = joblib.load("out/model.joblib")
     np.testing.assert_allclose(loaded.predict(x.loc[found["row"]]), mean, rtol=1e-9)
-    error = found["target"] - mean
-    assert set(scores(out)) == {"network alone", "posterior"}
-    for name, own in {"network alone": np.full(4, model.noise_**0.5), "posterior": sd}.items():
+    same = np.full(4, y[rest].mean()), np.full(4, y[rest].std(ddof=0))
+    versions = {"without inputs": same, "network alone": (mean, np.full(4, model.noise_**0.5)), "posterior": (mean, sd)}
+    assert set(scores(out)) == set(versions)
+    for name, (center, own) in versions.items():
+        error = found["target"] - center
         density = -0.5 * np.log(2 * np.pi) - np.log(own) - error**2 / own**2 / 2
         covered = (np.abs(error) <= 1.6448536269514722 * own).mean()
         told, spread, rmse, inside = scores(out)[name]
@@ -515,7 +517,8 @@ def test_fit_of_classes(folder: Path, capsys: pytest.CaptureFixture) -> None:
     x = (x[found["row"]] - x[rest].mean(0)) / x[rest].std(0)
     with torch.no_grad():
         alone = model.network_(torch.as_tensor(x)).softmax(1).numpy()
-    for name, own in {"network alone": alone, "posterior": p}.items():
+    shares = np.tile(frame.loc[rest, "kind"].value_counts(normalize=True).sort_index(), (4, 1))
+    for name, own in {"without inputs": shares, "network alone": alone, "posterior": p}.items():
         density, accuracy = np.log(own[np.arange(4), labels]).mean(), (own.argmax(1) == labels).mean()
         assert scores(out)[name][::2][:2] == pytest.approx([density, accuracy], abs=5.1e-5)
     assert list(found["predicted"]) == [["ant", "bee", "cat"][index] for index in p.argmax(1)]

@@ -21,7 +21,7 @@ from ntk_laplace.errors import untold
 from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table, scores_of
 from ntk_laplace.tools.explorer import rounded, spread_of
 
-_POSTERIOR = "posterior"
+_WITHOUT, _POSTERIOR = "without inputs", "posterior"
 _SHOWN = 5  # predictions that are printed
 
 Model = ntkl.LaplaceRegressor | ntkl.LaplaceClassifier
@@ -37,7 +37,8 @@ class Described:
 
 
 def describe(
-    model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
+    model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float,
+    training: NDArray[Any] | None = None,
 ) -> Described:
     """Describe the predictions of an estimator.
 
@@ -51,18 +52,26 @@ def describe(
         Names of the targets; the columns of several are named after them.
     level : float
         Of the intervals or sets.
+    training : ndarray, (N,) or (N, targets), optional
+        Targets of the training rows. The prediction that is the same for every input, their mean and standard
+        deviation or the share of each class, is scored too then.
     """
     if isinstance(model, ntkl.LaplaceClassifier):
-        return _classes(model, x, y, level)
-    return _numbers(model, x, y, targets, level)
+        return _classes(model, x, y, level, training)
+    return _numbers(model, x, y, targets, level, training)
 
 
 def _numbers(
-    model: ntkl.LaplaceRegressor, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
+    model: ntkl.LaplaceRegressor, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float,
+    training: NDArray[Any] | None,
 ) -> Described:
     mean, sd = (_columns(values) for values in model.predict(x, return_std=True))
     known = {} if y is None or pandas.isna(y).all() else {"target": _columns(y)}
     noise = np.broadcast_to(np.sqrt(model.noise_), mean.shape)
+    versions = {NETWORK: (mean, noise), _POSTERIOR: (mean, sd)}
+    if training is not None and (spread := _columns(training).std(0)).all():
+        same = np.broadcast_arrays(_columns(training).mean(0), spread, mean)[:2]
+        versions = {_WITHOUT: (same[0], same[1]), **versions}
     half = NormalDist().inv_cdf(0.5 + level / 2) * sd
     parts = {"mean": mean, "sd": sd, "lower": mean - half, "upper": mean + half} | known
     scores, columns = {}, dict[str, Any]()
@@ -71,8 +80,8 @@ def _numbers(
         ending, of = ("", "") if len(targets) == 1 else (f"_{target}", f", {target}")
         columns |= {part + ending: values[one] for part, values in parts.items()}
         there = ~np.isnan(known["target"][one]) if known else np.zeros(len(mean), bool)
-        for name, deviation in {NETWORK: noise, _POSTERIOR: sd}.items() if there.any() else ():
-            center, own, truth = (values[there, index] for values in (mean, deviation, known["target"]))
+        for name, version in versions.items() if there.any() else ():
+            center, own, truth = (values[there, index] for values in (*version, known["target"]))
             response = distributions.Normal(torch.as_tensor(center), torch.as_tensor(own))
             (covered,) = metrics.interval_coverage(center, own**2, truth, [level])
             scores[name + of] = scores_of(response, torch.as_tensor(truth))
@@ -80,7 +89,10 @@ def _numbers(
     return Described(columns, scores)
 
 
-def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any] | None, level: float) -> Described:
+def _classes(
+    model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any] | None, level: float,
+    training: NDArray[Any] | None,
+) -> Described:
     p, inputs, sets = model.predict_proba(x), model.network_inputs(x), None
     if model.posterior_.fitted.exact:  # another has no leave-one-out to make sets from
         with untold():  # the reasons of predictive_fit_, which are told, and too few points
@@ -95,10 +107,11 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
         return Described(columns)
     alone = model.posterior_.predict(inputs, "map").mean.detach().cpu().double()[there]
     labels = model.network_targets(y[there].astype(model.classes_.dtype))
-    scores = {
-        name: scores_of(distributions.Categorical(probs=probs), labels)
-        for name, probs in {NETWORK: alone, _POSTERIOR: torch.as_tensor(p[there])}.items()
-    }
+    versions = {NETWORK: alone, _POSTERIOR: torch.as_tensor(p[there])}
+    if training is not None:
+        shares = np.unique(training, return_counts=True)[1] / len(training)
+        versions = {_WITHOUT: torch.as_tensor(shares).expand(len(labels), -1), **versions}
+    scores = {name: scores_of(distributions.Categorical(probs=probs), labels) for name, probs in versions.items()}
     note = ""
     if sets is not None:
         mask = sets.mask.cpu()[torch.as_tensor(there)]
