@@ -78,6 +78,57 @@ def test_a_hyperparameter_without_effect_is_refused() -> None:
     assert posterior.fit_hyperparameters(parameters=["precision"]).converged
 
 
+class Named(Plain):
+    """Two hyperparameters that move the outputs, under given names."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        for name in (first, second):
+            self.register_parameter(name, nn.Parameter(torch.tensor(100.0).double()))
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(f + sum(self.parameters()), y + 230.0)
+
+
+@pytest.mark.parametrize("names", [("log_a", "a"), ("log_precision", "shift")])
+def test_hyperparameters_of_one_name_are_refused(names: tuple[str, str]) -> None:
+    network, data = case()
+    posterior = ntkl.laplace(network, data, Named(*names), structure="full")
+    with pytest.raises(ntkl.HyperparameterError, match=r"different names; got '(a|precision)' twice.* of Named"):
+        posterior.fit_hyperparameters()
+
+
+def test_a_hyperparameter_that_is_no_logarithm_has_no_bounds_and_is_told_as_it_is() -> None:
+    network, data = case()
+    posterior = ntkl.laplace(network, data, Named("log_a", "shift"), structure="full")
+    history = posterior.fit_hyperparameters(parameters=["shift"])
+    assert history.values[history.best] == [posterior.likelihood.shift.item()] and history.converged
+    assert 125.0 < posterior.likelihood.shift.item() < 135.0 and history.at_bounds == {}
+
+
+class Weibull(ntkl.Likelihood):
+    """Times y of log scale f, with a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_shape = nn.Parameter(torch.zeros(()).double())
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        z = self.log_shape.exp() * (y.log() - f)
+        return (self.log_shape + z - y.log() - z.exp()).sum(1)
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_a_search_comes_back_from_where_the_evidence_is_infinite(structure: str) -> None:
+    """A step of the search goes to a shape of exp(8) or more, where no double holds the log density."""
+    network, (x, _) = case()
+    logs = 0.2 * x[:, :1] + (network(x).detach() if structure == "gp" else 3.0 * x[:, 1:])
+    posterior = ntkl.laplace(network, (x, logs.exp()), Weibull(), structure=structure)
+    before = float(posterior.log_marginal_likelihood())
+    history = posterior.fit_hyperparameters()
+    assert history.converged and history.evidence[history.best] > before + 0.1
+
+
 class Multiple(ntkl.PosteriorPrecision):
     """H = P0 + c I."""
 

@@ -83,7 +83,8 @@ def _history(
     top.plot(steps, evidence, color=DARK_BLUE, marker=marker)
     top.set_ylabel("evidence, nats")
     for number, name in enumerate(names[:_MOST_LINES]):
-        bottom.semilogy(steps, [row[number] for row in values], label=name, marker=marker)
+        bottom.plot(steps, [row[number] for row in values], label=name, marker=marker)
+    bottom.set_yscale("log" if all(value > 0 for row in values for value in row[:_MOST_LINES]) else "symlog")
     shown = f"\n(first {_MOST_LINES} of {len(names)})" if len(names) > _MOST_LINES else ""
     bottom.set(xlabel=axis, ylabel="hyperparameter" + shown)
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import (
     HyperparameterError,
+    NonFiniteError,
     NumericalError,
     UnsupportedError,
     require_bounds,
@@ -251,9 +253,12 @@ def _lbfgs(search: _Search) -> None:
         nonlocal last
         point = search.inside(torch.as_tensor(logs))
         try:
-            last = search.at(point)
-        except NumericalError:
+            found = search.at(point)
+        except (NumericalError, NonFiniteError):
             return search.wall(point)
+        if not (math.isfinite(found.value) and found.gradient.isfinite().all()):
+            return search.wall(point)
+        last = found
         return -last.value, -last.gradient.numpy()
 
     def after(_: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""The optimized hyperparameters as one flat vector of logarithms."""
+"""The optimized hyperparameters as one flat vector: logarithms, and parameters that are not named ``log_<name>``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,24 @@ class Variables:
     """The log precisions and the likelihood's log hyperparameters to optimize.
 
     `which` are "precision", "noise", "temperature", or names of the likelihood's parameters; "likelihood" is all of
-    those, and None all but a temperature, which must be named.
+    those, and None all but a temperature, which must be named. HyperparameterError if two have one name, or one of the
+    likelihood's is called "precision".
     """
 
     def __init__(self, posterior: Evidence, which: Sequence[str] | None) -> None:
         there: dict[str, nn.Parameter] = {"precision": posterior.prior.log_precision}
-        there |= {name.removeprefix("log_"): own for name, own in posterior.likelihood.named_parameters()}
+        logarithms = {"precision"}
+        for full, own in posterior.likelihood.named_parameters():
+            path, dot, last = full.rpartition(".")
+            name = path + dot + last.removeprefix("log_")
+            if name in there:
+                raise HyperparameterError("hyperparameters of different names",
+                                          f"{name!r} twice, one of them {full} of {type(posterior.likelihood).__name__}"
+                                          + (", the other the prior's" if name == "precision" else ""),
+                                          "Rename the parameter.")
+            there[name] = own
+            if last.startswith("log_"):
+                logarithms.add(name)
         known = f"hyperparameters among {', '.join(there)}"
         named = which is None or isinstance(which, str)
         if not (named or (isinstance(which, Sequence) and all(isinstance(name, str) for name in which))):
@@ -37,6 +49,7 @@ class Variables:
                                       f"This likelihood is {type(posterior.likelihood).__name__}.")
         self.posterior = posterior
         self.parameters = {name: there[name] for name in dict.fromkeys(chosen)}
+        self._logarithms = logarithms
         if any(parameter.is_inference() for parameter in self.parameters.values()):
             raise HyperparameterError("hyperparameters that can change", "tensors made in torch.inference_mode()",
                                       "Copy the posterior outside of it.")
@@ -76,14 +89,15 @@ class Variables:
     def box(self, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
         """Lower and upper bounds of the logarithms; parameters without a logarithm are unbounded."""
         low, high = (torch.tensor(bound, dtype=torch.float64).log() for bound in bounds)
-        free = torch.cat([torch.full((p.numel(),), name == "coupling") for name, p in self.parameters.items()])
+        free = torch.cat([torch.full((p.numel(),), name not in self._logarithms)
+                          for name, p in self.parameters.items()])
         infinite = torch.full((len(free),), float("inf"), dtype=torch.float64)
         return torch.where(free, -infinite, low), torch.where(free, infinite, high)
 
     def shown(self, values: Tensor) -> list[float]:
         """Variances, precisions, temperatures for the logarithms; parameters without a logarithm as they are."""
         parts = zip(self.parameters, self._split(values), strict=True)
-        return torch.cat([own if name == "coupling" else own.exp() for name, own in parts]).tolist()
+        return torch.cat([own.exp() if name in self._logarithms else own for name, own in parts]).tolist()
 
     def _split(self, values: Tensor) -> tuple[Tensor, ...]:
         """The flat values of each parameter."""
