@@ -262,7 +262,8 @@ def require_whole(what: str, value: object, least: int, remedy: str) -> int:
         If `value` is not such an integer.
     """
     if not is_whole(value, least):
-        raise HyperparameterError(f"{what} as a whole number, at least {least}", f"{value!r}", remedy)
+        raise HyperparameterError(f"{what} as a whole number, at least {least}", repr(value).splitlines()[0][:80],
+                                  remedy)
     if int(value) >= 2**63:
         raise HyperparameterError(f"{what} below 2**63", f"{value!r}", remedy)
     return int(value)

@@ -34,6 +34,73 @@ class WrongSign(Plain):
         return f - y
 
 
+class Asymmetric(Plain):
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return torch.ones(2, 2).triu().to(f).expand(len(f), 2, 2)
+
+
+class OtherRoot(Plain):
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return 2.0 * torch.eye(2).to(f).expand(len(f), 2, 2)
+
+
+class FlatRoot(Plain):
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return torch.ones_like(f)
+
+
+class Single(Plain):
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        return (y - f).float()
+
+
+class Detached(Plain):
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(f.detach(), y)
+
+
+class InPlace(Plain):
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(f, y.mul_(2.0))
+
+
+class ClosedForms(Plain):
+    """Derivatives that hide from autograd that examples mix."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(f - f.mean(0).detach(), y)
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        return y - f + f.mean(0)
+
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return torch.eye(2).to(f).expand(len(f), 2, 2)
+
+
+class PartialLikelihood(Plain):
+    """Cox's, of examples in the order of falling times, of which the first five are censored."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return (y[:, 1] > 0.0) * (f[:, 0] - f[:, 0].logcumsumexp(0)) - f.square().sum(1)
+
+
+class FlatMean(Plain):
+    def mean(self, f: Tensor) -> Tensor:
+        return f[:, 0]
+
+
+class Inverted(Plain):
+    """It takes what is there for missing."""
+
+    def observed(self, y: Tensor) -> Tensor:
+        return y[:, 0] > 0.0
+
+
+class Events(Plain):
+    def event_shape(self, num_outputs: int) -> torch.Size:
+        return torch.Size((3,))
+
+
 def case() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     x = torch.randn(12, 2).double()
@@ -43,11 +110,77 @@ def case() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize(("likelihood", "words"), [
     (Total, r"shape \(4,\) from Total.log_prob; got \(\)"), (NotFinite, "NotFinite.log_prob; got .* not finite"),
     (WrongSign, "WrongSign.residual, the derivative of its log_prob in f; got a difference of"),
+    (Asymmetric, "Asymmetric.curvature that is symmetric; got a difference of 1"),
+    (OtherRoot, "OtherRoot.root, S with S Sᵀ equal to its curvature; got a difference of 3"),
+    (FlatRoot, r"shape \(4, 2, 2\) from FlatRoot.root; got \(4, 2\)"),
+    (Single, r"Single.residual in torch.float64, as f; got torch.float32"),
+    (Detached, "that autograd can differentiate in f; got one without a gradient"),
+    (InPlace, r"InPlace.log_prob\(f, y\) to leave y as it is"),
+    (ClosedForms, "treats examples apart; got one that changes at example 0"),
+    (PartialLikelihood, "treats examples apart; got one that changes at example ([6-9]|1.) "),
+    (FlatMean, r"shape \(4, 2\) from FlatMean.mean, of 2 responses; got \(4,\)"),
+    (Inverted, "Inverted.log_prob of 0 where its `observed` is False; got another at example 0"),
+    (Events, r"targets of shape \(12, 3\) for Events; got shape \(12, 2\)"),
 ])
 def test_methods_that_contradict_each_other_are_refused(likelihood: type[ntkl.Likelihood], words: str) -> None:
+    x = torch.linspace(-1.0, 0.9, 12).double()[:, None]
+    with pytest.raises(ntkl.NTKLaplaceError, match=words):
+        ntkl.laplace(nn.Linear(1, 2).double(), (x, torch.cat([x, x], 1)), likelihood(), structure="full")
+
+
+class NotANumber(Plain):
+    """NaN at one example, beyond those at which methods are compared."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(f, y) + torch.where(y[:, 0] == 0.8, torch.nan, 0.0)
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_a_log_density_that_is_no_number_names_its_example(structure: str) -> None:
+    x = torch.arange(12).double()[:, None] / 10
+    with pytest.raises(ntkl.NonFiniteError, match="log densities of NotANumber that are numbers; got NaN at example 8"):
+        ntkl.laplace(nn.Linear(1, 1).double(), (x, x), NotANumber(), structure=structure)
+
+
+def test_a_residual_that_is_no_number_is_not_blamed_on_the_network() -> None:
+    class Closed(Plain):
+        def residual(self, f: Tensor, y: Tensor) -> Tensor:
+            return (y - f) / (y != 0.8)
+
+    x = torch.arange(12).double()[:, None] / 10
+    posterior = ntkl.laplace(nn.Linear(1, 1).double(), (x, x), Closed())
+    with pytest.raises(ntkl.NonFiniteError, match="a finite residual of Closed; got NaN or infinity at example 8"):
+        posterior.log_marginal_likelihood(correction=True)
+
+
+def test_a_log_density_of_straight_lines_says_that_the_posterior_is_the_prior() -> None:
     network, data = case()
-    with pytest.raises(ntkl.UnsupportedError, match=words):
-        ntkl.laplace(network, data, likelihood(), structure="full")
+    pinball = ntkl.CustomLikelihood(lambda f, y: -torch.maximum(0.9 * (y - f), -0.1 * (y - f)).sum(1))
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="no curvature at any point, so the posterior is the prior"):
+        ntkl.laplace(network, data, pinball)
+    ntkl.laplace(network, data, pinball, curvature="ef")
+
+
+@ntkl.register_likelihood
+class Forgets(Plain):
+    """A scale and a number of hyperparameters that its record does not have."""
+
+    def __init__(self, scale: float = 1.0, count: int = 1) -> None:
+        super().__init__()
+        self.scale, self.shift = scale, nn.Parameter(torch.zeros(count).double())
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.scale * super().log_prob(f + self.shift.sum(), y)
+
+
+def test_a_record_without_an_argument_is_refused(tmp_path) -> None:
+    network, data = case()
+    with pytest.raises(ntkl.UnsupportedError, match=r"a record\(\) of Forgets that builds an equal likelihood; got"):
+        ntkl.laplace(network, data, Forgets(2.0)).save(tmp_path / "p.pt", include_data=True)
+    ntkl.laplace(network, data, Forgets(1.0, 2)).save(tmp_path / "p.pt", include_data=True)
+    with pytest.raises(ntkl.UnsupportedError, match=r"hyperparameters of the fit; got size mismatch for shift.*record"):
+        ntkl.load(tmp_path / "p.pt", network)
+    assert ntkl.load(tmp_path / "p.pt", network, likelihood=Forgets(1.0, 2)).likelihood.shift.shape == (2,)
 
 
 def test_consistent_methods_are_accepted() -> None:

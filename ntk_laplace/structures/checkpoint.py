@@ -16,7 +16,12 @@ from ntk_laplace.errors import DataError, NetworkError, UnsupportedError, warn
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches, Missing
-from ntk_laplace.model.likelihoods import Likelihood, likelihood_from_record, likelihood_record
+from ntk_laplace.model.likelihoods import (
+    Likelihood,
+    likelihood_from_record,
+    likelihood_record,
+    registered_likelihoods,
+)
 from ntk_laplace.model.network import Network, require_module
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.serialization import FileFormat
@@ -61,7 +66,7 @@ def posterior_record(
         "num_outputs": structure.points.num_outputs,
         "scalar": network.scalar,
         "form": _plain_containers(network.input_format),
-        "likelihood": likelihood_record(model.likelihood),
+        "likelihood": _checked_record(model.likelihood, structure.points),
         "prior": model.prior.record(),
         "fitted_at": model.fitted_at,
         "displacement": model.displacement,
@@ -71,6 +76,24 @@ def posterior_record(
         "points": structure.points.record(model.likelihood, include_data),
         "calibration": None if calibration is None else asdict(calibration),
     }
+
+
+def _checked_record(likelihood: Likelihood, points: TrainingPoints) -> dict[str, Any]:
+    """The likelihood's record, of which `load` makes an equal one where its class is registered (UnsupportedError)."""
+    record = likelihood_record(likelihood)
+    if isinstance(points, UnsavedPoints) or type(likelihood) not in registered_likelihoods().values():
+        return record
+    try:
+        other = likelihood_from_record(record).to(points.f.device)
+    except UnsupportedError:  # load() says so, and takes the likelihood itself
+        return record
+    other.bind(points.num_examples, points.num_outputs)
+    saved, own = (points.log_likelihood(one).detach() for one in (other, likelihood))
+    if not torch.isclose(saved, own, rtol=torch.finfo(own.dtype).eps ** 0.5, equal_nan=True):
+        raise UnsupportedError(f"a record() of {type(likelihood).__name__} that builds an equal likelihood",
+                               f"one whose log likelihood is {float(saved):.6g} nats, not {float(own):.6g}",
+                               "Return all arguments of the constructor from record().")
+    return record
 
 
 def _outputs_before(structure: Structure) -> dict[str, Tensor | None]:

@@ -62,7 +62,7 @@ class FittedModel:
         spec.prepare(model, batches.first()[0], batches)
         found = spec.fit(model, batches)
         found.points.require_information(model.likelihood)
-        found.points.require_consistent(model.likelihood)
+        found.points.require_consistent(model.likelihood, model.curvature_type)
         at = present_values(model.prior, model.likelihood)  # after the likelihood was bound
         fitted = cls(replace(model, fitted_at=at), found)
         fitted.precision  # noqa: B018

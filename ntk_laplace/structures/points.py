@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType, Draws
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError, warn
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
+from ntk_laplace.model.likelihoods.targets import first_bad
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 
 _CHECKED = 4  # points at which the methods of a likelihood are compared
+_BRANCH = "torch.where and nansum keep the NaN of a derivative that they do not take: replace its argument first."
 _AGREEMENT = 1e-3  # relative difference of a residual and the derivative: float32 likelihoods differ by rounding
 
 
@@ -77,8 +82,14 @@ class TrainingPoints:
         return self.f.dtype if self.rounded is None else self.rounded
 
     def log_likelihood(self, likelihood: Likelihood) -> Tensor:
-        """Σ log p(y_n | f_n), nats."""
-        return self.log_prob(likelihood).sum()
+        """Σ log p(y_n | f_n), nats. NonFiniteError if one of them is NaN."""
+        each = self.log_prob(likelihood)
+        bad = each.detach().isnan()
+        if bad.any():
+            raise NonFiniteError(f"log densities of {type(likelihood).__name__} that are numbers",
+                                 f"NaN at example {first_bad(bad)}",
+                                 "Look at its log_prob there; override `targets` to refuse what it cannot take.")
+        return each.sum()
 
     def ordered(self, likelihood: Likelihood) -> float:
         """Σ (n/N) log p(y_n | f_n), which tells the same points in another order from these."""
@@ -95,7 +106,7 @@ class TrainingPoints:
 
     def residual(self, likelihood: Likelihood) -> Tensor:
         """r_n, (N, C), times the weights."""
-        return self._times(likelihood.residual(self.f, self.targets))
+        return self._times(_derivative("residual", likelihood, likelihood.residual(self.f, self.targets)))
 
     def log_prob_and_residual(self, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
         """Both, (N,) and (N, C), times the weights."""
@@ -104,7 +115,8 @@ class TrainingPoints:
 
     def root(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """S_n, (N, C, R), times the square roots of the weights."""
-        return self._times(curvature_type.root(likelihood, self._at, self.targets, self.drawn), 0.5)
+        root = curvature_type.root(likelihood, self._at, self.targets, self.drawn)
+        return self._times(_derivative("curvature", likelihood, root), 0.5)
 
     def left_inverse(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor | None:
         """L_n (N, R, C) with L_n S_n = I, if the range of Λ_n is constant in the hyperparameters; zero at zero weight.
@@ -159,45 +171,87 @@ class TrainingPoints:
         """Number of examples in the log likelihood: Σ w_n over those with a target."""
         return float(self.observed_counts(likelihood).sum())
 
-    def require_consistent(self, likelihood: Likelihood) -> None:
-        """Refuse a likelihood whose methods contradict each other at the first points.
+    def require_consistent(self, likelihood: Likelihood, curvature_type: CurvatureType) -> None:
+        """Refuse a likelihood whose methods contradict each other at the first points, or that is NaN at any.
 
         Raises
         ------
         UnsupportedError
-            If a shape is wrong, a value is not finite, or the residual is not the derivative of the log density.
+            If a shape or dtype is wrong, a value is not finite, examples mix, targets are changed, the residual is not
+            the derivative of the log density, the curvature is not symmetric or not that of the root, or a missing
+            target has a log density.
+        NonFiniteError
+            If the log density of a point is NaN.
         """
         part = slice(0, min(_CHECKED, self.num_examples))
-        whole = likelihood.at(part)
+        whole, name = likelihood.at(part), type(likelihood).__name__
         own, (f, y) = whole.at_position(), whole.apart(self.f[part].detach(), self.targets[part])
         if own is not whole:
             f, y = f[:_CHECKED], y[:_CHECKED]
+        y, given = y.clone(), y
         with torch.enable_grad():
             f_graph = f.clone().requires_grad_()
             log_prob = own.log_prob(f_graph, y)
             differentiable = isinstance(log_prob, Tensor) and log_prob.requires_grad
             slope = torch.autograd.grad(log_prob.sum(), f_graph, allow_unused=True)[0] if differentiable else None
-        n, c = f.shape
-        methods: dict[str, tuple[Callable[[], object], tuple[int, ...]]] = {
+        if not torch.equal(y.nan_to_num(), given.nan_to_num()):
+            raise UnsupportedError(f"{name}.log_prob(f, y) to leave y as it is", "a change in place",
+                                   "Compute new tensors, such as 2 * y in place of y.mul_(2).")
+        (n, c), d = f.shape, own.num_responses(f.shape[1])
+        methods: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
             "log_prob": (lambda: log_prob, (n,)), "residual": (lambda: own.residual(f, y), (n, c)),
             "curvature": (lambda: own.curvature(f, y), (n, c, c)),
         }
         found: dict[str, Tensor] = {}
         for method, (compute, shape) in methods.items():  # one after the other: a default uses those before it
-            value = compute()
-            if not isinstance(value, Tensor) or value.shape != shape or not bool(torch.isfinite(value).all()):
-                got = f"{tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"[:80]
-                got += " with values that are not finite" if isinstance(value, Tensor) and value.shape == shape else ""
-                raise UnsupportedError(f"finite values of shape {shape} from {type(likelihood).__name__}.{method}", got,
-                                       "Correct the method: one row per example; examples must not mix.")
-            found[method] = value
-        residual = found["residual"].detach()
+            value = found[method] = _of_shape(f"{name}.{method}", compute(), shape)
+            if not bool(torch.isfinite(value).all()):
+                raise UnsupportedError(f"finite values from {name}.{method}", "values that are not finite",
+                                       f"Look at log_prob for the first targets. {_BRANCH}")
+            if method == "log_prob":
+                own.require_apart(f, y)
+            elif value.dtype != f.dtype:
+                raise UnsupportedError(f"{name}.{method} in {f.dtype}, as f", f"{value.dtype}",
+                                       "Convert what it is computed from, with .to(f).")
         if slope is not None and bool(torch.isfinite(slope).all()):
-            scale = 1.0 + float(slope.abs().max())
-            if float((residual - slope).abs().max()) > _AGREEMENT * scale:
-                raise UnsupportedError(f"{type(likelihood).__name__}.residual, the derivative of its log_prob in f",
-                                       f"a difference of {float((residual - slope).abs().max()):.3g}",
-                                       "Correct one of the two, or leave out `residual`, which is then differentiated.")
+            _require_equal(f"{name}.residual, the derivative of its log_prob in f", found["residual"], slope,
+                           "Correct one of the two, or leave out `residual`, which is then differentiated.")
+        curvature = found["curvature"].detach()
+        _require_equal(f"{name}.curvature that is symmetric", curvature, curvature.mT, "Correct the method.")
+        if type(own).root is not Likelihood.root:
+            root = _of_shape(f"{name}.root", own.root(f, y), (n, c, own.rank(c)))
+            _require_equal(f"{name}.root, S with S Sᵀ equal to its curvature", root @ root.mT, curvature,
+                           "Correct one of the two, or leave out `root`, which is then computed from the curvature.")
+        for method, shape in {"mean": (n, d), "response_covariance": (n, d, d)}.items():
+            if method == "mean" or own.diagonal_form(f, y) is None:  # many outputs have no room for matrices
+                with contextlib.suppress(NotImplementedError):
+                    found[method] = getattr(own, method)(f)
+                if method in found:
+                    _of_shape(f"{name}.{method}, of {d} responses", found[method], shape,
+                              "Correct the method, or let num_responses(C) return the number of responses.")
+        self._require_absent(likelihood)
+        likelihood.require_apart(self.f.detach(), self.targets)
+        self.log_likelihood(likelihood)
+        if curvature_type.kind == "ggn" and not curvature.any():
+            self._tell_flat(likelihood)
+
+    def _require_absent(self, likelihood: Likelihood) -> None:
+        """Refuse a log density of examples that have no target at all."""
+        present = self.present(likelihood)
+        if present is None or bool(present.all()):
+            return
+        index = (~present).nonzero().squeeze(1)[:_CHECKED]
+        if bool(likelihood.at(index).log_prob(self.f[index], self.targets[index]).any()):
+            raise UnsupportedError(f"{type(likelihood).__name__}.log_prob of 0 where its `observed` is False",
+                                   f"another at example {int(index[0])}", "Correct one of the two.")
+
+    def _tell_flat(self, likelihood: Likelihood) -> None:
+        """Warn where the curvature is zero at all points."""
+        parts = panels(self.num_examples, 1, tuning.HESSIAN_EXAMPLES)
+        if not any(bool(likelihood.at(part).curvature(self.f[part].detach(), self.targets[part]).any())
+                   for part in parts):
+            warn(f"the log density of {type(likelihood).__name__} has no curvature at any point, so the posterior is "
+                 "the prior; round off its kinks, override `curvature`, or take curvature=\"ef\"")
 
     def require_log_likelihood(self, likelihood: Likelihood, before: float, precision: torch.dtype) -> float:
         """Refuse points whose log likelihood is not that of a fit beyond the rounding of a network in this type.
@@ -404,6 +458,34 @@ def _summary(points: TrainingPoints | UnsavedPoints, likelihood: Likelihood) -> 
     value = points.log_likelihood(likelihood).detach()
     return {"num_examples": points.num_examples, "log_likelihood": value, "total": points.total(likelihood),
             "precision": points.precision, "drawn": points.drawn}
+
+
+def _derivative(what: str, likelihood: Likelihood, values: Tensor) -> Tensor:
+    """A derivative of log densities, with a row per example; NonFiniteError if it is not finite."""
+    bad = ~values.detach().isfinite()
+    if bad.any():
+        raise NonFiniteError(f"a finite {what} of {type(likelihood).__name__}",
+                             f"NaN or infinity at example {first_bad(bad)}",
+                             f"Look at its log_prob there. {_BRANCH}")
+    return values
+
+
+def _of_shape(
+    method: str, value: Any, shape: tuple[int, ...],
+    remedy: str = "Correct the method: one row per example; examples must not mix.",
+) -> Tensor:
+    """What a method returned, a tensor of this shape."""
+    if not isinstance(value, Tensor) or value.shape != shape:
+        got = f"{tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"[:80]
+        raise UnsupportedError(f"values of shape {shape} from {method}", got, remedy)
+    return value
+
+
+def _require_equal(expected: str, one: Tensor, other: Tensor, remedy: str) -> None:
+    """Refuse two results that differ beyond the rounding of float32."""
+    difference = float((one.detach() - other.detach()).abs().max())
+    if difference > _AGREEMENT * (1.0 + float(other.detach().abs().max())):
+        raise UnsupportedError(expected, f"a difference of {difference:.3g}", remedy)
 
 
 def _of_some(draws: Draws, index: slice | Tensor) -> Draws:

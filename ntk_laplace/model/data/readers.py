@@ -123,8 +123,9 @@ def reader_of(data: Any, batch_size: int, targets: str | None) -> TensorReader |
         x, y = as_tensors(data[0]), as_tensors(data[1])
         if not isinstance(y, Tensor):
             raise DataError("targets as one tensor or array of numbers in (X, y)", f"a {type(y).__name__}",
-                            "Number classes from 0 if these are their names; pass a DataLoader if these are "
-                            "batches, one (X, y) after the other.")
+                            "Number classes from 0 if these are their names; make columns of several types one "
+                            "array, frame.to_numpy(float) or torch.stack([time, event], 1); pass a DataLoader if "
+                            "these are batches, one (X, y) after the other.")
         number_of_pairs(x, y)
         return TensorReader(x, y, weights)
     if isinstance(data, DataLoader):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import TargetError, UnsupportedError
 from ntk_laplace.model.likelihoods import differentiation
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.linearized import LinearizedResponse
@@ -64,6 +64,10 @@ class Likelihood(nn.Module):
             if isinstance(likelihood, Tensor):
                 raise UnsupportedError("a likelihood object", f"a tensor of shape {tuple(likelihood.shape)}",
                                        f"Pass the data as one pair, (X, y), and then the likelihood. {remedy}")
+            if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
+                remedy = f"Call the class: {likelihood.__name__}(...)."
+            elif callable(likelihood):
+                remedy = f"{remedy} A log density of your own is CustomLikelihood(log_density)."
             raise UnsupportedError("a likelihood object", f"{likelihood!r}", remedy)
         return likelihood
 
@@ -88,7 +92,8 @@ class Likelihood(nn.Module):
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check targets and convert them to canonical form, one row per example.
 
-        By default they do not change, except that (N,) becomes (N, 1) for one response, to match ``y - f``.
+        By default they do not change, except that (N,) becomes (N, 1) for one response, to match ``y - f``. If this
+        method is not overridden, each target must have the `event_shape`, where that is fixed.
 
         Raises
         ------
@@ -97,8 +102,14 @@ class Likelihood(nn.Module):
         NonFiniteError
             If an entry is NaN or infinite.
         """
-        y = read(y, num_examples)
-        return y.unsqueeze(1) if y.dim() == 1 and self.num_responses(num_outputs) == 1 else y
+        y, shape = read(y, num_examples), self.event_shape(num_outputs)
+        if y.dim() == 1 and shape != Size() and self.num_responses(num_outputs) == 1:
+            y = y.unsqueeze(1)
+        if type(self).targets is Likelihood.targets and shape is not None and y.shape[1:] != shape:
+            raise TargetError(f"targets of shape {(num_examples, *shape)} for {type(self).__name__}",
+                              f"shape {tuple(y.shape)}",
+                              "Give each example one row, with torch.stack([time, event], 1) for instance.")
+        return y
 
     def num_responses(self, num_outputs: int) -> int:
         """D, the number of responses of C outputs: the columns of `mean`; C by default.
@@ -188,7 +199,7 @@ class Likelihood(nn.Module):
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """Gradient of `log_prob` in f, (N, C)."""
-        self._require_apart(f, y)
+        self.require_apart(f, y)
         return differentiation.gradient(lambda f: self.log_prob(f, y), f)
 
     def log_prob_and_residual(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,16 +345,24 @@ class Likelihood(nn.Module):
             raise UnsupportedError(f"a record with the arguments of {cls.__name__}", f"{error}",
                                    "Override record() and from_record(), or pass likelihood= to load().") from error
 
-    def _require_apart(self, f: Tensor, y: Tensor) -> None:
-        """Check that half of the examples have the same log densities without the other half."""
-        half = len(f) // 2
+    def require_apart(self, f: Tensor, y: Tensor) -> None:
+        """Check that each half of the examples has the same log densities without the other half.
+
+        Raises
+        ------
+        UnsupportedError
+            If it has not.
+        """
+        middle, end = len(f) // 2, len(f)
         with torch.no_grad():
-            whole = self.log_prob(f, y)[:half]
+            whole = self.log_prob(f, y)
             try:
-                part = self.at(slice(0, half)).log_prob(f[:half], y[:half])
+                halves = [self.at(half).log_prob(f[half], y[half])
+                          for half in (slice(0, middle), slice(middle, end)) if half.stop > half.start]
+                parts = torch.cat(halves)
             except (RuntimeError, IndexError) as error:
-                raise self._mixing(f"an error for {half} of {len(f)} examples: {error}") from error
-        bad = ~torch.isclose(part, whole, rtol=torch.finfo(f.dtype).eps ** 0.5, equal_nan=True)
+                raise self._mixing(f"an error for {middle} of {end} examples: {error}") from error
+        bad = ~torch.isclose(parts, whole, rtol=torch.finfo(f.dtype).eps ** 0.5, equal_nan=True)
         if bad.any():
             raise self._mixing(f"one that changes at example {first_bad(bad)} when others are left out")
 

@@ -19,7 +19,7 @@ def gradient(log_density: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
     keep = torch.is_grad_enabled()
     with torch.enable_grad():
         f = _leaf(f)
-        return _rows(log_density(f), f, create_graph=keep)
+        return _rows(_differentiable(log_density(f), "log density"), f, create_graph=keep)
 
 
 def jacobian(function: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
@@ -27,18 +27,17 @@ def jacobian(function: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
     keep = torch.is_grad_enabled()
     with torch.enable_grad():
         f = _leaf(f)
-        columns = function(f).unbind(1)
-        # one backward pass per output instead of vmap, which some differentiable functions do not support
-        return torch.stack([_rows(column, f, create_graph=keep, retain_graph=True) for column in columns], 1)
+        values = _differentiable(function(f), "mean response")
+        return _columns(values, f, keep)
 
 
 def negative_hessian(log_density: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
     """Minus the second derivative in f of ``log_density(f)`` (N,), (N, C, C)."""
-
-    def negative_gradient(f: Tensor) -> Tensor:
-        return -_rows(log_density(f), f, create_graph=True)
-
-    hessian = jacobian(negative_gradient, f)
+    keep = torch.is_grad_enabled()
+    with torch.enable_grad():
+        f = _leaf(f)
+        slope = _rows(_differentiable(log_density(f), "log density"), f, create_graph=True)
+        hessian = -_columns(slope, f, keep)
     return 0.5 * (hessian + hessian.mT)  # symmetric up to rounding before this line
 
 
@@ -69,6 +68,23 @@ def root_of_hessian(hessian: Tensor) -> Tensor:
             'curvature="ef", which needs no second derivative.',
         )
     return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
+
+
+def _differentiable(outputs: Tensor, what: str) -> Tensor:
+    """Outputs that have a gradient in f (UnsupportedError): a derivative of zero would be wrong without a word."""
+    if not outputs.requires_grad:
+        raise UnsupportedError(f"a {what} that autograd can differentiate in f", "one without a gradient",
+                               "Compute it from f by torch operations, without numpy, item() or detach(); or override "
+                               "its derivatives too.")
+    return outputs
+
+
+def _columns(values: Tensor, f: Tensor, keep: bool) -> Tensor:
+    """Per-example derivatives in f of values (N, K), (N, K, C): one backward pass for each of the K.
+
+    vmap would not do, because some differentiable functions do not support it.
+    """
+    return torch.stack([_rows(column, f, create_graph=keep, retain_graph=True) for column in values.unbind(1)], 1)
 
 
 def _leaf(f: Tensor) -> Tensor:

@@ -105,14 +105,20 @@ def _is_plain(value: Any) -> bool:
 def likelihood_from_record(record: Mapping[str, Any], given: Likelihood | None = None) -> Likelihood:
     """The likelihood of a `likelihood_record`, with its hyperparameters; the given one takes them, if there is one.
 
-    UnsupportedError if the class is not registered and none is given, or the given one has another class.
+    UnsupportedError if the class is not registered and none is given, or the given one has another class or other
+    hyperparameters.
     """
     name = record["name"]
     if given is not None and type(given).__name__ != name:
         raise UnsupportedError(f"a likelihood {name}, as in the fit", type(given).__name__,
                                "Pass the likelihood of the fit, or leave it out.")
     found = built(name, record["options"]) if given is None else given
-    found.load_state_dict(record["state"])
+    try:
+        found.load_state_dict(record["state"])
+    except RuntimeError as error:
+        raise UnsupportedError(f"a {name} with the hyperparameters of the fit", str(error).splitlines()[-1].strip(),
+                               "Return all arguments of the constructor from record(), or pass likelihood= to load()."
+                               ) from error
     return found
 
 
