@@ -959,3 +959,21 @@ def test_loaders_that_resample_are_refused(sampler: torch.utils.data.Sampler) ->
     own = inputs(), labels()
     found = ntkl.train_with_evidence(network(), loader, ntkl.Categorical(), epochs=1, evidence_data=own)
     assert found.posterior.num_examples == N  # minibatches alone are resampled
+
+
+# ------------------------------------------------------------------------------------------ likelihoods of a user
+
+
+@pytest.mark.parametrize(("data", "likelihood", "remedy"), [
+    ((inputs(), pandas.DataFrame({"time": [1.0] * N, "event": [True] * N})), None, r"frame.to_numpy\(float\)"),
+    (None, ntkl.Poisson, r"Call the class: Poisson\(...\)"),
+    (None, lambda f, y: f, r"of your own is CustomLikelihood\(log_density\)"),
+])
+def test_what_a_user_brings_has_the_line_that_mends_it(data, likelihood, remedy):
+    with refused(errors.NTKLaplaceError, "targets as one|a likelihood object", ".", remedy):
+        fit(data=data, likelihood=likelihood)
+
+
+def test_data_in_place_of_a_number_are_shown_in_one_line():
+    with pytest.raises(errors.HyperparameterError, match=r"at least 1; got \(tensor[^\n]*$"):
+        fit().importance_evidence((inputs(), inputs()))

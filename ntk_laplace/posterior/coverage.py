@@ -119,7 +119,9 @@ class CoverageVerbs(CalibrationVerbs):
             if targets.shape != center.shape:
                 raise UnsupportedError(f"one target for each response, {tuple(center.shape)}",
                                        f"targets of shape {tuple(targets.shape)}",
-                                       "Let `targets` of the likelihood return one column for each column of `mean`.")
+                                       "Let `targets` of the likelihood return one column for each column of `mean`. "
+                                       "Targets with a censoring or an exposure beside the response have no such "
+                                       "intervals: predict(x) has their distribution.")
             error = (targets.to(f) - center).abs() / scale(f, variance)
             there = torch.ones_like(error, dtype=torch.bool) if there is None else there.view(error.shape)
             kept = there & (counts > 0).unsqueeze(1)
