@@ -207,3 +207,9 @@ def test_long_names_become_numbers_with_a_key() -> None:
     figure = plotting.model_ranking(("evidence", [-2.0, -1.0]), ("test", [0.1, 0.3]), names, [1, 2], 1.0, [False] * 2)
     assert [text.get_text() for text in figure.axes[0].texts] == ["1", "2"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"{i}  {n}" for i, n in enumerate(names, 1)]
+
+
+@pytest.mark.parametrize(("value", "scale"), [(1.0, "log"), (-1.0, "symlog")])
+def test_hyperparameters_that_are_no_logarithms_are_on_the_axis(value, scale):
+    history = HyperparameterHistory("lbfgs", ["noise", "shift"], [-9.0, -5.0], [[2.0, value], [1.0, value]])
+    assert plotting.hyperparameter_history(history).axes[1].get_yscale() == scale
