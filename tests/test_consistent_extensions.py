@@ -239,6 +239,30 @@ def test_a_hyperparameter_that_is_no_logarithm_has_no_bounds_and_is_told_as_it_i
     assert 125.0 < posterior.likelihood.shift.item() < 135.0 and history.at_bounds == {}
 
 
+class Sharp(Plain):
+    """Its curvature is 1e10 in the first output; a hyperparameter that is far below that is the second's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_weight = nn.Parameter(torch.zeros(()).double())
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        weights = torch.stack([self.log_weight.new_tensor(1e10), self.log_weight.exp()])
+        return -0.5 * (weights.to(f) * (y - f).square()).sum(1)
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac", "diag"])
+def test_sums_follow_a_small_change_of_a_small_curvature(structure: str) -> None:
+    """It is below the rounding of the largest curvature; the sums of the fit were kept."""
+    x = case()[1][0]
+    posterior = ntkl.laplace(nn.Linear(2, 2).double(), (x, 2.0 * x), Sharp(), structure=structure)
+    before = posterior.evidence().log_det
+    (slope,) = torch.autograd.grad(before, posterior.likelihood.log_weight)
+    with torch.no_grad():
+        posterior.likelihood.log_weight += 1e-5
+    assert float(posterior.evidence().log_det - before) == pytest.approx(1e-5 * float(slope), rel=0.05)
+
+
 class Weibull(ntkl.Likelihood):
     """Times y of log scale f, with a shape."""
 

@@ -193,8 +193,11 @@ def common_factor(model: LinearizedModel, before: Likelihood, points: TrainingPo
             for likelihood in (model.likelihood, before)
         )
         if factor is None:
-            size = old.square().sum()
-            factor = float((new * old).sum() / size) if float(size) else 1.0
-        if float((new - factor * old).abs().max()) > tolerance * float(new.abs().max()):
+            square = old.square().sum()
+            factor = float((new * old).sum() / square) if float(square) else 1.0
+        # each entry beside the diagonal of its own example: others may be larger by any factor
+        root = new.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
+        size = root.unsqueeze(2) * root.unsqueeze(1)
+        if bool(((new - factor * old).abs() > tolerance * size).any()):
             return None
     return factor
