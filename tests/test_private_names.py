@@ -44,7 +44,7 @@ FOREIGN = {
     "_backward_hooks", "_base", "_dynamo", "_forward_hooks", "_index_put_impl_", "_make_wrapper_subclass", "_schema",
     "_setup_privateuseone_for_python_backend", "_to_copy", "_version", "_C", "_input_metadata",
     "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported", "_modules", "_backward_pre_hooks",
-    "_local_scalar_dense", "_interleaved",
+    "_local_scalar_dense", "_interleaved", "_exit",
 }
 # strings that only look like names
 WORDS = {

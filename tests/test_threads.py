@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ntk_laplace as ntkl
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.network import Network
-from ntk_laplace.runtime.threads import ReadersAndWriters
+from ntk_laplace.runtime.threads import ProcessWide, ReadersAndWriters
 
 
 class Pausing(nn.Module):
@@ -225,3 +229,81 @@ def test_readers_that_write_wait_for_each_other_and_nest():
     for thread in threads:
         thread.join(10.0)
     assert sorted(done) == [0, 0, 1, 1]
+
+
+class Setting:
+    """Changed for the whole process in a block."""
+
+    changed = False
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        before = self.changed
+        try:
+            self.changed = True
+            yield
+        finally:
+            self.changed = before
+
+
+BLOCKS: dict[str, Callable[[ReadersAndWriters, ProcessWide], AbstractContextManager[None]]] = {
+    "reads": lambda lock, _: lock.reading(), "writes": lambda lock, _: lock.writing(),
+    "changes a setting": lambda _, wide: wide.entered(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process is forked on Windows")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python 3.12: a process with threads is forked
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_forked_process_waits_for_no_thread_of_the_first(block: str) -> None:
+    """It waited for ever for a thread that it does not have, whose setting it kept."""
+    setting, lock, inside, done = Setting(), ReadersAndWriters(), threading.Event(), threading.Event()
+    wide = ProcessWide(setting.change)
+
+    def hold() -> None:
+        with BLOCKS[block](lock, wide):
+            inside.set()
+            done.wait(10.0)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    assert inside.wait(10.0)
+    if (child := os.fork()) == 0:
+        signal.alarm(2)  # ends a process that waits
+        with lock.reading(), lock.writing():
+            os._exit(setting.changed)
+    done.set()
+    holding.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timer that interrupts")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_an_interrupt_leaves_nothing_behind(block: str) -> None:
+    """One in a hundred left a reader behind, for whom each writer of another thread waited for ever."""
+    setting, lock, ready = Setting(), ReadersAndWriters(), False
+    wide = ProcessWide(setting.change)
+
+    def interrupt(*_: object) -> None:
+        if ready:
+            raise KeyboardInterrupt
+
+    rng, before = random.Random(0), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(1000):
+            with suppress(KeyboardInterrupt):
+                ready = True
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 5e-5))
+                for _ in range(100):
+                    with BLOCKS[block](lock, wide), lock.reading():
+                        pass
+            ready = False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with wide.entered():
+        writer = threading.Thread(target=lambda: lock.writing().__enter__(), daemon=True)
+        writer.start()
+        writer.join(5.0)
+    assert not writer.is_alive() and not setting.changed

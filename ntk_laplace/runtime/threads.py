@@ -1,67 +1,95 @@
-"""What threads of one process share: objects that a block changes for a while, and settings of the whole process."""
+"""What threads of one process share: objects that a block changes for a while, and settings of the whole process.
+
+A process that was forked has one thread: it waits for none of the others, and has no settings of theirs. An interrupt
+(Ctrl-C), wherever it comes, leaves no other thread waiting.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 
-class ReadersAndWriters:
+class _Shared:
+    """What threads share; in a process that was forked it begins anew."""
+
+    def __init__(self) -> None:
+        self._begin()
+        _EVERYTHING.add(self)
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+
+_EVERYTHING: WeakSet[_Shared] = WeakSet()
+
+
+def _begin_anew() -> None:
+    for one in list(_EVERYTHING):
+        one._begin()
+
+
+if hasattr(os, "register_at_fork"):  # no process is forked on Windows
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
+_INTERRUPTED = 0.1  # seconds after which a writer looks by itself: an interrupt may come before it is told
+
+
+class ReadersAndWriters(_Shared):
     """Blocks that read an object run side by side; a block that changes it, and changes it back, runs alone.
 
     A block may contain others in the same thread. One that reads and then writes does not count as a reader while
     it waits: it finds the object as it was. A copy, or one from a pickle, is a lock of its own.
     """
 
-    def __init__(self) -> None:
-        self._entry, self._empty = threading.RLock(), threading.Condition()
-        self._readers = 0
-        self._own = threading.local()
+    def _begin(self) -> None:
+        self._entry, self._told = threading.RLock(), threading.RLock()
+        self._left = threading.Condition(self._told)
+        # the thread of each block that reads, and of each that writes, which does not count as a reader
+        self._readers, self._writers = dict[object, int](), dict[object, int]()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Run a block beside those of other readers."""
-        if self._depth == 0:
-            with self._entry:  # taken while a writer is inside or waits
-                self._add(1)
-        self._own.depth = self._depth + 1
+        block, thread = object(), threading.get_ident()
         try:
+            if thread in self._readers.values():
+                self._readers[block] = thread
+            else:
+                with self._entry:  # taken while a writer is inside or waits
+                    self._readers[block] = thread
             yield
         finally:
-            self._own.depth -= 1
-            if self._own.depth == 0:
-                self._add(-1)
+            self._readers.pop(block, None)
+            self._tell()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Run a block alone."""
-        depth = self._depth
-        if depth:
-            self._add(-1)
+        block, thread = object(), threading.get_ident()
         try:
+            self._writers[block] = thread
+            self._tell()
             with self._entry:
-                with self._empty:
-                    self._empty.wait_for(lambda: self._readers == 0)
-                self._own.depth = 0
+                with self._told:
+                    while set(self._readers.values()) - set(self._writers.values()):
+                        self._left.wait(_INTERRUPTED)
                 yield
         finally:
-            self._own.depth = depth
-            if depth:
-                with self._entry:
-                    self._add(1)
+            try:
+                with self._entry:  # another writer counts on it
+                    pass
+            finally:
+                self._writers.pop(block, None)
 
-    @property
-    def _depth(self) -> int:
-        """How many blocks that read contain this one."""
-        depth: int = getattr(self._own, "depth", 0)
-        return depth
-
-    def _add(self, count: int) -> None:
-        with self._empty:
-            self._readers += count
-            self._empty.notify_all()
+    def _tell(self) -> None:
+        with self._told:
+            self._left.notify_all()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadersAndWriters:
         return ReadersAndWriters()
@@ -70,27 +98,47 @@ class ReadersAndWriters:
         return ReadersAndWriters, ()
 
 
-class ProcessWide:
+class ProcessWide(_Shared):
     """A context that changes the whole process: the first thread inside enters it, the last one leaves it.
 
     Two threads that each restored what they found would leave the change behind.
     """
 
     def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._context, self._entered = context, ExitStack()
-        self._lock, self._inside = threading.Lock(), 0
+        self._context = context
+        self._entered: AbstractContextManager[Any] | None = None
+        super().__init__()
+
+    def _begin(self) -> None:
+        self._lock, self._inside = threading.Lock(), set[object]()
+        self._close()  # where another thread was inside, which a forked process does not have
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run a block in the context."""
-        with self._lock:
-            if self._inside == 0:
-                self._entered.enter_context(self._context())
-            self._inside += 1
+        one = object()
         try:
+            with self._lock:
+                if not self._inside:
+                    context = self._context()
+                    context.__enter__()
+                    self._entered = context
+                self._inside.add(one)
             yield
         finally:
-            with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
-                    self._entered.close()
+            try:
+                self._leave(one)
+            except BaseException:  # interrupted
+                self._leave(one)
+                raise
+
+    def _leave(self, one: object) -> None:
+        with self._lock:
+            self._inside.discard(one)
+            if not self._inside:
+                self._close()
+
+    def _close(self) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(None, None, None)
+            self._entered = None

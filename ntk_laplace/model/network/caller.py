@@ -118,8 +118,8 @@ class Caller(nn.Module):
 @contextmanager
 def _without_fast_path() -> Iterator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)

@@ -58,8 +58,8 @@ class Autocast:
                 if dtype != _autocast_dtype(kind):
                     own = torch.get_autocast_dtype(kind) if dtype is None else dtype
                     stack.enter_context(torch.autocast(kind, own, dtype is not None, cache_enabled=False))
-            torch.set_autocast_cache_enabled(False)
             try:
+                torch.set_autocast_cache_enabled(False)
                 yield
             finally:
                 torch.set_autocast_cache_enabled(cached)
@@ -147,8 +147,8 @@ def _without_tf32() -> Iterator[None]:
     if "tf32" not in before:
         yield
         return
-    cudnn.allow_tf32 = False  # sets both: torch refuses to read it where only these are set
     try:
+        cudnn.allow_tf32 = False  # sets both: torch refuses to read it where only these are set
         for part in parts:
             if part.fp32_precision == "tf32":  # which it has from the setting for all operations
                 part.fp32_precision = "ieee"
