@@ -177,6 +177,27 @@ def test_verbs_do_not_depend_on_the_default_device() -> None:
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_answers_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    """torch rounds the first point of a Sobol sequence to it: probabilities and `elbo` had half of their digits."""
+    torch.manual_seed(0)
+    x, (_, y) = data()[0], data()
+    network, labels = nn.Linear(3, 3).double(), (y[:, 0] > 0).long()
+    likelihood, before = ntkl.Categorical(), torch.get_default_dtype()
+
+    def answers() -> list[Tensor]:
+        posterior = ntkl.laplace(network, (x, labels), likelihood, ntkl.GaussianPrior(1.0), "full")
+        return [posterior.predict(x).probs, posterior.predict(x.tolist()).probs, posterior.elbo().value]
+
+    expected = answers()
+    torch.set_default_dtype(dtype)
+    try:
+        found = answers()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(map(torch.equal, found, expected)) and torch.equal(found[0], found[1])
+
+
 def test_a_writer_is_alone():
     """It waits for readers that are inside, and those that come later wait for it; readers do not wait for readers."""
     lock, order, inside = ReadersAndWriters(), list[str](), threading.Event()

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Generator, Tensor
-from torch.quasirandom import SobolEngine
 
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.model.likelihoods.base import Likelihood
@@ -21,6 +20,7 @@ from ntk_laplace.model.likelihoods.quadrature import expectation_by_output, repe
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.sampling import scrambled_sobol
 
 _RANDOMIZATIONS = 8  # independent shifts of the points of an example, from which its standard error follows
 _FEWEST = 4  # draws: two pairs
@@ -133,7 +133,7 @@ class Expectation:
             basis = basis.to(mean)
             root = basis @ covariance_root(basis.mT @ covariance @ basis)
         d = root.shape[2]
-        base = SobolEngine(d, scramble=True, seed=self._seed).draw(count, dtype=torch.float64).to(mean.device)
+        base = scrambled_sobol(count, d, self._seed).to(mean.device)
         generator = Generator().manual_seed(self._seed)
         shift = torch.rand(shifts, n, d, generator=generator, dtype=torch.float64)
         for part in panels(n, 2 * shifts * count * c * each, tuning.AVERAGED_OUTPUTS):

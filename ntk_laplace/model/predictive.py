@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Generator, Tensor
-from torch.quasirandom import SobolEngine
 
 from ntk_laplace.errors import UnsupportedError, require_choice, require_whole
 from ntk_laplace.model.likelihoods.base import Likelihood
@@ -15,6 +14,7 @@ from ntk_laplace.model.likelihoods.mixture import plug_in
 from ntk_laplace.model.likelihoods.responses import Response, no_join
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.sampling import scrambled_sobol
 
 SAMPLES = 1000  # points of f of a prediction, by default
 
@@ -177,7 +177,7 @@ def normal_points(samples: int, dimension: int, generator: Generator | None = No
     seed = 0
     if generator is not None:
         seed = int(torch.randint(2**31 - 1, (1,), generator=generator, device=generator.device))
-    uniform = SobolEngine(dimension, scramble=True, seed=seed).draw(samples, dtype=torch.float64)
+    uniform = scrambled_sobol(samples, dimension, seed)
     return torch.special.ndtri(uniform + 2.0**-31)  # the center of the engine's cells of width 2⁻³⁰, never 0
 
 

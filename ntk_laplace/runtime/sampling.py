@@ -1,9 +1,10 @@
-"""Random draws of weights: the generator that a caller gives, and how many at a time."""
+"""Random draws: the generator that a caller gives, how many at a time, and evenly spread points."""
 
 from __future__ import annotations
 
 import torch
 from torch import Generator, Tensor
+from torch.quasirandom import SobolEngine
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.runtime import tuning
@@ -31,3 +32,11 @@ def draw_sizes(count: int, numbers: int, like: Tensor, most: int | None = None) 
     """
     step = max(1, min(tuning.WEIGHT_SAMPLE_BYTES // (numbers * like.element_size()), count if most is None else most))
     return [min(step, count - first) for first in range(0, count, step)]
+
+
+def scrambled_sobol(count: int, dimension: int, seed: int) -> Tensor:
+    """Points of a scrambled Sobol sequence in the unit cube, (count, dimension), float64."""
+    engine = SobolEngine(dimension, scramble=True, seed=seed)
+    found = engine.draw(count, dtype=torch.float64)
+    found[:1] = engine.shift.double() * 2.0**-engine.MAXBIT  # torch rounds the first point to its default dtype
+    return found

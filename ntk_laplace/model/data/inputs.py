@@ -217,7 +217,10 @@ def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
         array = array.astype(array.dtype.newbyteorder("="), order="C")  # torch takes neither
     read_only = isinstance(array, np.ndarray) and not array.flags.writeable
     with _READ_ONLY.entered() if read_only else nullcontext():
-        return torch.as_tensor(array, dtype=dtype)
+        found = torch.as_tensor(array, dtype=dtype)
+    if dtype is None and isinstance(x, (list, tuple)) and found.is_floating_point():
+        return torch.as_tensor(x, dtype=torch.float64)  # which Python's numbers have; torch took its default
+    return found
 
 
 @contextmanager
