@@ -185,6 +185,17 @@ def test_files_that_are_no_checkpoint(content: object, tmp_path: Path) -> None:
         ntkl.load(None, network())
 
 
+def test_a_damaged_file(tmp_path: Path) -> None:
+    """torch.load gave other numbers, without a word."""
+    path = tmp_path / "posterior.pt"
+    torch.save({"format": "ntk_laplace posterior", "version": 1, "numbers": torch.full((1000,), 3.0)}, path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255  # one of these numbers
+    path.write_bytes(content)
+    with pytest.raises(ntkl.DataError, match=r"got a damaged one, whose \S+ has another checksum\. Copy"):
+        ntkl.load(path, network())
+
+
 @pytest.mark.parametrize("place", ["nowhere/posterior.pt", "", None])
 def test_places_where_nothing_can_be_written(place: str | None, tmp_path: Path) -> None:
     with pytest.raises(ntkl.DataError, match=r"as checkpoint; got None|a checkpoint in an existing"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ class FileFormat:
         Raises
         ------
         DataError
-            If it is not such a file, or one of a later version.
+            If it is not such a file, if it is damaged, or if it is one of a later version.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise DataError(f"a path of {self.what}", repr(path), self.remedy)
@@ -77,6 +78,7 @@ class FileFormat:
         try:
             record = read_record(path, device) if is_safetensors(path) else torch.load(
                 path, map_location=device, weights_only=True)
+            damaged = _damaged(path)
         except FileNotFoundError as error:
             raise DataError(place, "no such file", self.remedy) from error
         except DataError:
@@ -85,6 +87,8 @@ class FileFormat:
             raise DataError(place, f"what cannot be read as one ({type(error).__name__})", self.remedy) from error
         if not self.matches(record):
             raise DataError(place, "another file", self.remedy)
+        if damaged is not None:
+            raise DataError(place, f"a damaged one, whose {damaged} has another checksum", "Copy or save it again.")
         return self.supported(record)
 
     def state(self, resume: Any, device: torch.device, run: str) -> dict[str, Any]:
@@ -102,6 +106,14 @@ class FileFormat:
             raise DataError(f"a checkpoint of version {self.version} or older", f"version {record['version']}",
                             "Update ntk_laplace.")
         return record
+
+
+def _damaged(path: str | os.PathLike[str]) -> str | None:
+    """The first entry of torch's file that has another checksum; torch reads it, unless it was told to write none."""
+    if is_safetensors(path) or not torch.serialization.get_crc32_options() or not zipfile.is_zipfile(path):
+        return None
+    with zipfile.ZipFile(path) as archive:
+        return archive.testzip()
 
 
 def require_same(saved: Mapping[str, str], now: Mapping[str, str], run: str) -> None:
