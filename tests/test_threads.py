@@ -198,6 +198,24 @@ def test_answers_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
     assert all(map(torch.equal, found, expected)) and torch.equal(found[0], found[1])
 
 
+def test_one_thread_factorizes_after_a_change_of_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them did, and threw away what another was about to use, which ended in an AssertionError."""
+    posterior, (x, _), made = fitted(structure="full"), data(), list[int]()
+    kind = type(posterior.fitted.structure)
+    factorize = kind.posterior_precision
+
+    def slowly(*arguments: Any) -> Any:
+        made.append(1)
+        threading.Event().wait(0.03)
+        return factorize(*arguments)
+
+    monkeypatch.setattr(kind, "posterior_precision", slowly)
+    posterior.prior.log_precision.data += 1.0
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: posterior.predict(x).variance, range(4)))
+    assert len(made) == 1 and all(torch.equal(one, found[0]) for one in found)
+
+
 def test_a_writer_is_alone():
     """It waits for readers that are inside, and those that come later wait for it; readers do not wait for readers."""
     lock, order, inside = ReadersAndWriters(), list[str](), threading.Event()
@@ -278,14 +296,16 @@ BLOCKS: dict[str, Callable[[ReadersAndWriters, ProcessWide], AbstractContextMana
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python 3.12: a process with threads is forked
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_forked_process_waits_for_no_thread_of_the_first(block: str) -> None:
-    """It waited for ever for a thread that it does not have, whose setting it kept."""
+    """It waited for ever for a thread that it does not have, whose setting it kept, or the weights it had put in."""
     setting, lock, inside, done = Setting(), ReadersAndWriters(), threading.Event(), threading.Event()
     wide = ProcessWide(setting.change)
 
     def hold() -> None:
         with BLOCKS[block](lock, wide):
+            setting.changed = setting.changed or block == "writes"
             inside.set()
-            done.wait(10.0)
+            done.wait(0.1 if block == "writes" else 10.0)  # a fork waits for a writer
+            setting.changed = setting.changed and block != "writes"
 
     holding = threading.Thread(target=hold)
     holding.start()

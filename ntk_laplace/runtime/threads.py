@@ -1,7 +1,8 @@
 """What threads of one process share: objects that a block changes for a while, and settings of the whole process.
 
-A process that was forked has one thread: it waits for none of the others, and has no settings of theirs. An interrupt
-(Ctrl-C), wherever it comes, leaves no other thread waiting.
+A process that was forked has one thread: it waits for none of the others, has no settings of theirs, and finds no
+object changed, since a fork waits for writers. An interrupt (Ctrl-C), wherever it comes, leaves no other thread
+waiting.
 """
 
 from __future__ import annotations
@@ -24,19 +25,40 @@ class _Shared:
     def _begin(self) -> None:
         raise NotImplementedError
 
+    def _wait(self) -> Callable[[], None] | None:
+        """Wait until it is as it was, and keep it so until the returned function is called."""
+        return None
+
 
 _EVERYTHING: WeakSet[_Shared] = WeakSet()
 
 
-def _begin_anew() -> None:
+_KEPT: dict[int, list[Callable[[], None]]] = {}  # by the thread that forks
+
+
+def _before_fork() -> None:
+    kept = _KEPT[threading.get_ident()] = []
+    for one in list(_EVERYTHING):
+        if (release := one._wait()) is not None:
+            kept.append(release)
+
+
+def _in_parent() -> None:
+    for release in _KEPT.pop(threading.get_ident(), []):
+        release()
+
+
+def _in_child() -> None:
+    _KEPT.clear()
     for one in list(_EVERYTHING):
         one._begin()
 
 
 if hasattr(os, "register_at_fork"):  # no process is forked on Windows
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
+_PATIENCE = 10.0  # seconds that a fork waits for a writer
 _INTERRUPTED = 0.1  # seconds after which a writer looks by itself: an interrupt may come before it is told
 
 
@@ -52,6 +74,11 @@ class ReadersAndWriters(_Shared):
         self._left = threading.Condition(self._told)
         # the thread of each block that reads, and of each that writes, which does not count as a reader
         self._readers, self._writers = dict[object, int](), dict[object, int]()
+
+    def _wait(self) -> Callable[[], None] | None:
+        if threading.get_ident() in self._readers.values():  # no writer is inside
+            return None
+        return self._entry.release if self._entry.acquire(timeout=_PATIENCE) else None
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
+from ntk_laplace.runtime.threads import ReadersAndWriters
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import Structure, StructureSpec, require_laplace
@@ -39,6 +40,7 @@ class _Cached:
     precision: PosteriorPrecision | None = None
     at: tuple[Tensor, ...] = ()
     made: dict[str, Any] = field(default_factory=dict)
+    threads: ReadersAndWriters = field(default_factory=ReadersAndWriters)
 
 
 @dataclass(frozen=True)
@@ -145,16 +147,21 @@ class FittedModel:
         """What belongs to the present hyperparameters, factorized."""
         cached, modules = self._cached, (self.prior, self.likelihood)
         if cached.precision is None or not unmoved(cached.at, *modules):
-            cached.precision = None  # free the old factorization before computing the new one
-            cached.made.clear()
-            with torch.inference_mode(False):  # gradients may be needed later
-                found = self.structure.posterior_precision(self.model)
-            if not isinstance(found, PosteriorPrecision):
-                raise UnsupportedError(f"a PosteriorPrecision of structure={self.structure.name!r}", f"{found!r}"[:80],
-                                       "Return one from `precision` of the specification.")
-            cached.precision = found
-            cached.at = present_values(*modules)
+            with cached.threads.writing():
+                if cached.precision is None or not unmoved(cached.at, *modules):  # not by another thread meanwhile
+                    self._factorize(cached)
         return cached
+
+    def _factorize(self, cached: _Cached) -> None:
+        cached.precision = None  # free the old factorization before computing the new one
+        cached.made.clear()
+        with torch.inference_mode(False):  # gradients may be needed later
+            found = self.structure.posterior_precision(self.model)
+        if not isinstance(found, PosteriorPrecision):
+            raise UnsupportedError(f"a PosteriorPrecision of structure={self.structure.name!r}", f"{found!r}"[:80],
+                                   "Return one from `precision` of the specification.")
+        cached.precision = found
+        cached.at = present_values(self.prior, self.likelihood)
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """What `make` returns, called once at the present hyperparameters; a name stands for one thing."""
