@@ -16,9 +16,11 @@ from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import HyperparameterError, NumericalError, is_whole
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, solve_lower, symmetric_eigen
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reflections import Basis, Reflections
-from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.resources import buffer_bytes, require_memory
 
 
 def chosen_rank(values: Tensor, rank: int | float | str) -> int:
@@ -282,11 +284,14 @@ class InfBlock(BlockPrecision):
 
     def blocks(self, rows: Jacobian) -> Tensor:
         weights, _, _ = self._pieces
-        own = self.block.rows(rows)
-        half = self._half(rows)
         k, n = rows.num_cotangents, rows.num_examples
-        half = half.view(-1, n, k).permute(1, 2, 0)
-        return own.inner(weights.unsqueeze(0)) - half @ half.mT
+        found = self.block.rows(rows).inner(weights.unsqueeze(0))
+        room = buffer_bytes(tuning.CHUNK_BYTES, weights.device)
+        for part in panels(n, k * self.low.size * weights.element_size(), room):
+            half = self._half(rows if part == slice(0, n) else rows.subset(part))
+            half = half.view(len(half), -1, k).permute(1, 2, 0)
+            found[part] -= half @ half.mT
+        return found
 
     def joint(self, rows: Jacobian) -> Tensor:
         weights, _, _ = self._pieces

@@ -183,7 +183,7 @@ class BlockSpec(StructureSpec):
 
         found = {"first pass": max(count * each, rows + largest(_summed_bytes, count)),
                  "eigenvectors": problem.chunk_bytes,
-                 "prediction": problem.chunk_bytes + largest(_solved_bytes, problem.chunk),
+                 "prediction": problem.chunk_bytes + largest(self.solved_bytes, problem.chunk),
                  "responses": problem.response_bytes}
         if self.second_pass:  # whose first batch is there when the eigenvectors are made
             found["second pass"] = max(count * each, rows + largest(_squared_bytes, count))
@@ -194,6 +194,10 @@ class BlockSpec(StructureSpec):
         """Layers of these weights, with the fused sums that are sufficient for a pass."""
         weights = {} if self.factor_rank is not None else weights  # a sketch is made of rows
         return FusedLayers(weights, squared=self.kind == "diagonal", moments=moments)
+
+    def solved_bytes(self, problem: Problem, count: int, block: ParameterBlock, rows: LayerRows) -> int:
+        """Bytes of a prediction: a panel of rows, written out, where they are sums over positions."""
+        return (_positions(rows) > 1) * problem.written_bytes(rows, problem.num_outputs, count)
 
     def finalized(self, summaries: Sequence[Summary], eigenbases: Sequence[Eigenbasis]) -> Sequence[Any]:
         """Extra state of each parameter block after the fit; None by default."""
@@ -242,11 +246,6 @@ def _squared_bytes(problem: Problem, count: int, block: ParameterBlock, rows: La
     written = isinstance(rows, SummedRows) or _positions(rows) > 1
     panel = written * problem.written_bytes(rows, problem.num_columns, count)
     return count * _outer_bytes(problem, block, rows) + panel
-
-
-def _solved_bytes(problem: Problem, count: int, block: ParameterBlock, rows: LayerRows) -> int:
-    """Prediction: a panel of rows, written out, where they are sums over positions."""
-    return (_positions(rows) > 1) * problem.written_bytes(rows, problem.num_outputs, count)
 
 
 def _block(summary: Summary, precision: Tensor) -> DenseParameterBlock:

@@ -10,13 +10,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import BlockPrecision, Eigenbasis, LowRank, Summary
+from ntk_laplace.curvature import BlockPrecision, Eigenbasis, LowRank, ParameterBlock, Summary
 from ntk_laplace.curvature.block_summary import SHARING
 from ntk_laplace.curvature.inf import InfBlock, check_rank
 from ntk_laplace.curvature.spectral import DampedKroneckerBlock, KroneckerBlock, SpectralBlock
 from ntk_laplace.errors import HyperparameterError, require_choice, require_whole, warn
+from ntk_laplace.jacobian import LayerRows
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.block_spec import HasEigenbasis
+from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.structures.registry import register_structure
 from ntk_laplace.structures.structured import StructuredSpec
 
@@ -174,6 +177,15 @@ class INF(KroneckerSpec):
         super().__post_init__()
         vars(self)["rank"] = check_rank(self.rank)
         require_choice(self.violation, ("shrink", "raise"), 'violation "shrink" or "raise"')
+
+    def solved_bytes(self, problem: Problem, count: int, block: ParameterBlock, rows: LayerRows) -> int:
+        """Bytes of a prediction: rows on their way to the kept eigenvectors, of as many as there may be."""
+        if block.kind != "kronecker" or block.table:
+            return super().solved_bytes(problem, count, block, rows)
+        o, i = block.entries[1:]
+        p, q = (min(side, self.rank) if isinstance(self.rank, int) else side for side in (o, i))
+        each = (problem.num_outputs * p * (o + q) + q * (o + i)) * problem.element
+        return min(count * each, max(each, problem.buffer(tuning.WRITTEN_BYTES)))
 
     def finalized(self, summaries: Sequence[Summary], eigenbases: Sequence[Eigenbasis]) -> Sequence[LowRank | None]:
         """The kept eigenvectors of each parameter block; checks the two conditions of [S20] lemma 3."""

@@ -109,6 +109,7 @@ def projected(b: Tensor, a: Tensor, weights: Tensor, left: Tensor, right: Tensor
         few = b[:, part].permute(1, 2, 3, 0).contiguous()  # small, unlike a copy of its products
         own = (few.unsqueeze(-1) * left.unsqueeze(2)).flatten(3)  # (n, G, o, K p)
         out[part] = (own.mT @ inner).unflatten(2, (k, p)).transpose(1, 2)
+        del inner, own  # before the next are computed
     return out
 
 

@@ -219,9 +219,20 @@ class Categorical(Likelihood):
 
     def average(self, f: Tensor, scalar: bool = False) -> Response:
         """Average the probabilities over samples of f (S, n, C)."""
-        logits = self._log_probabilities(f).logsumexp(0) - math.log(f.shape[0])
-        epistemic = self.mean(f).var(0, correction=0)
-        return CategoricalResponse(self, logits, epistemic, self.response_variance(f).mean(0))
+        if type(self) is not Categorical:  # a subclass may override the probabilities
+            return CategoricalResponse(self, self._average_logits(f), self.mean(f).var(0, correction=0),
+                                       self.response_variance(f).mean(0))
+        p, others = _with_complement(f / self._temperature(f))
+        mean, aleatoric = p.mean(1), (p * others).mean(1)
+        del others  # samples are large
+        vanishes = bool((mean < torch.finfo(p.dtype).tiny ** 0.9).any())  # its logarithm does not
+        logits = self._average_logits(f) if vanishes else mean.log().T
+        p = p - p[:, :1]  # zero where all samples are equal, and so is their variance then
+        epistemic = (p - p.mean(1, keepdim=True)).square().mean(1)
+        return CategoricalResponse(self, logits, epistemic.T, aleatoric.T)
+
+    def _average_logits(self, f: Tensor) -> Tensor:
+        return self._log_probabilities(f).logsumexp(0) - math.log(f.shape[0])
 
     def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """``softmax(κ f/T)`` with ``κ_c = (1 + π v_c/(8 T²))^-½``, v the variances of f.
@@ -259,6 +270,21 @@ def complement(p: Tensor) -> Tensor:
     top = p.argmax(-1, keepdim=True)
     others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
     return (1 - p).scatter(-1, top, others)
+
+
+def _with_complement(f: Tensor) -> tuple[Tensor, Tensor]:
+    """p = softmax(f) for f (S, n, C), and ``1 - p``, exact where p is near 1, (C, S, n).
+
+    Classes come first, since vector instructions run along the examples.
+    """
+    f = f.movedim(-1, 0).contiguous()
+    largest, top = f.max(0, keepdim=True)
+    f = (f - largest).exp_()
+    rest = f.scatter(0, top, 0.0).sum(0, keepdim=True)
+    share = (1 + rest).reciprocal()
+    p = f * share
+    del f
+    return p, (1 - p).scatter_(0, top, rest * share)
 
 
 def _checked(temperature: Any) -> Tensor:
