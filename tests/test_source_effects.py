@@ -243,6 +243,9 @@ def test_what_makes_no_sense() -> None:
         posterior.source_effects(x_new, SOURCES, y=y_new[:3])
     with refused(ntkl.UnsupportedError, 'structure="gp", "full" or "iterative"', "'kfac'", "moving"):
         case("classes", "kfac")[0].source_effects(x_new, SOURCES, by="variance")
+    loader = DataLoader(TensorDataset(inputs(), labels()), batch_size=4, shuffle=True)
+    with refused(ntkl.DataError, "a fit to data in a known order", "a DataLoader that shuffles", "shuffle=False"):
+        ntkl.laplace(network(), loader, ntkl.Categorical()).source_effects(x_new, SOURCES)
     small = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(),
                          settings=ntkl.Settings(memory_budget=2**13))
     with refused(ntkl.MemoryBudgetError, "the weights of 4 networks", "predicted need", "fewer groups"):

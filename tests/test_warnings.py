@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace.runtime import tuning
@@ -34,12 +35,22 @@ def far() -> ntkl.Posterior:
     return ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(1e-3))
 
 
+def shuffled() -> ntkl.Posterior:
+    loader = DataLoader(TensorDataset(inputs(), labels()), batch_size=4, shuffle=True)
+    return ntkl.laplace(network(), loader, ntkl.Categorical(), ntkl.GaussianPrior(3.0))
+
+
 DEEP: dict[str, Callable[[], object]] = {
     "a fit": lambda: ntkl.laplace(Products(), (inputs(), labels()), ntkl.Categorical()),
     "a what-if": lambda: far().remove(0, linearization="moving"),
     "many what-ifs": lambda: far().what_ifs([[0], [1]]),
     "under no_grad": lambda: torch.no_grad()(far().what_ifs)([[0], [1]]),
     "a predictive": lambda: far().fit_predictive("loo", strict=False),
+    "numbers of shuffled points to explain": lambda: shuffled().explain(inputs(2)),
+    "their effects": lambda: shuffled().add(inputs(1), labels(1)).removal_effects(inputs(2)),
+    "their leave-one-out": lambda: shuffled().subset([0, 1, 2]).leave_one_out(),
+    "their removal": lambda: shuffled().remove(0),
+    "groups of them": lambda: shuffled().what_ifs([[0]], linearization="fixed"),
     "an estimate": lambda: far().importance_evidence(samples=20, model="nn"),
 }
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import InputData
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior.explain import SPREADS, ExplanationRequest, SourceEffects, Sources, numbered
@@ -61,7 +62,7 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, LatentVerbs):
         ------
         DataError
             If the labels are not one for each training point, a label is missing, there is one source alone or one for
-            each point; or as `what_ifs` and `explain`.
+            each point; if the data of the fit were shuffled by a loader; or as `what_ifs` and `explain`.
         MemoryBudgetError
             As `what_ifs`; nothing was computed.
         UnsupportedError
@@ -76,6 +77,9 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, LatentVerbs):
         >>> found.names, found.effect.shape
         (('anna', 'ben', 'carl'), torch.Size([3, 3]))
         """
+        if self._shuffled:
+            raise DataError("a fit to data in a known order, to give each training point its label",
+                            "a DataLoader that shuffles", "Fit with shuffle=False, or with the data set itself.")
         points = self._points()
         counts = points.counts
         names, number = numbered(sources, points.observed_counts(self.likelihood))

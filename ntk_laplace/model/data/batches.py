@@ -111,6 +111,11 @@ class Batches:
         """Number of examples if it is known without a pass (a loader that drops its last batch yields fewer)."""
         return self._length
 
+    @property
+    def shuffled(self) -> bool:
+        """Whether a loader gives its examples in another order than that of its data set."""
+        return self._source.shuffled if self._whole is None else self._whole.shuffled
+
     def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
         """Global numbers of this process's examples in reading order, and the number of examples of all processes.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.batches import BATCH_BYTES
@@ -24,10 +24,9 @@ from ntk_laplace.model.data.inputs import (
     to_device,
     with_members,
 )
-from ntk_laplace.model.data.loaders import batches_of, samplers_of
+from ntk_laplace.model.data.loaders import batches_of, random_samplers_of
 from ntk_laplace.runtime import tuning
 
-_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _READ = 64  # examples of a dataset that are collated at a time
 _MOST_MEMBERS = 3  # of a batch that is a tuple: inputs, targets and weights
 
@@ -149,11 +148,10 @@ def _part_like(x: Any, form: Inputs) -> Inputs | None:
 
 def _require_order(loader: DataLoader) -> None:
     """Raise an error for a loader whose examples come in an unknown order (DataError)."""
-    for sampler in samplers_of(loader):
-        if isinstance(sampler, _RANDOM) or getattr(sampler, "shuffle", False) is True:
-            raise DataError("a loader that keeps the order of its data, so that results can be matched by position",
-                            f"one that shuffles ({type(sampler).__name__})",
-                            "Pass DataLoader(dataset, batch_size=..., shuffle=False), or the dataset itself.")
+    for sampler in random_samplers_of(loader):
+        raise DataError("a loader that keeps the order of its data, so that results can be matched by position",
+                        f"one that shuffles ({type(sampler).__name__})",
+                        "Pass DataLoader(dataset, batch_size=..., shuffle=False), or the dataset itself.")
 
 
 def _none() -> DataError:

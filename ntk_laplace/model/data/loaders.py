@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ntk_laplace.errors import DataError
+
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def batches_of(loader: DataLoader) -> Iterator[Any]:
@@ -67,6 +69,12 @@ def samplers_of(loader: DataLoader) -> list[Any]:
         inner = (value for value in _attributes(owner) if isinstance(value, Sampler))
         found += [sampler for sampler in inner if all(sampler is not one for one in found)]
     return found
+
+
+def random_samplers_of(loader: DataLoader) -> list[Any]:
+    """Those of a loader's samplers that shuffle."""
+    return [sampler for sampler in samplers_of(loader)
+            if isinstance(sampler, _RANDOM) or getattr(sampler, "shuffle", False) is True]
 
 
 def _attributes(owner: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.inputs import Inputs, as_tensors, num_examples, take
 from ntk_laplace.model.data.loaders import (
     length_of,
+    random_samplers_of,
     require_every_example_once,
     with_own_randomness,
     with_own_workers,
@@ -41,6 +42,7 @@ class TensorReader:
     weights: Tensor | None
 
     divisible = True
+    shuffled = False
 
     @property
     def length(self) -> int:
@@ -87,6 +89,11 @@ class LoaderReader:
     def divisible(self) -> bool:
         """Whether its batches may be cut anywhere."""
         return self.dataset is not None
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether examples come in another order than that of the data set."""
+        return bool(random_samplers_of(self.loader))
 
     def triples(self, batch_size: int) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
         """Inputs, targets and weights of each batch, whose size is the loader's own."""

@@ -58,6 +58,11 @@ class Joined:
         return sum(known) if len(known) == len(lengths) else None
 
     @property
+    def shuffled(self) -> bool:
+        """Whether some source is."""
+        return any(source.shuffled for source in self.sources)
+
+    @property
     def batch_size(self) -> int:
         """Batch size of the first source."""
         return self.sources[0].batch_size
@@ -91,6 +96,11 @@ class _Derived:
     def device(self) -> torch.device:
         """Device of the batches."""
         return self.source.device
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether the source is."""
+        return self.source.shuffled
 
     @property
     def batch_size(self) -> int:
@@ -224,6 +234,7 @@ class Missing:
     length: int | None = None
     weights: Tensor | None = None
     read = 0
+    shuffled = False
 
     @property
     def device(self) -> torch.device:
