@@ -35,22 +35,12 @@ def far() -> ntkl.Posterior:
     return ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(1e-3))
 
 
-def shuffled() -> ntkl.Posterior:
-    loader = DataLoader(TensorDataset(inputs(), labels()), batch_size=4, shuffle=True)
-    return ntkl.laplace(network(), loader, ntkl.Categorical(), ntkl.GaussianPrior(3.0))
-
-
 DEEP: dict[str, Callable[[], object]] = {
     "a fit": lambda: ntkl.laplace(Products(), (inputs(), labels()), ntkl.Categorical()),
     "a what-if": lambda: far().remove(0, linearization="moving"),
     "many what-ifs": lambda: far().what_ifs([[0], [1]]),
     "under no_grad": lambda: torch.no_grad()(far().what_ifs)([[0], [1]]),
     "a predictive": lambda: far().fit_predictive("loo", strict=False),
-    "numbers of shuffled points to explain": lambda: shuffled().explain(inputs(2)),
-    "their effects": lambda: shuffled().add(inputs(1), labels(1)).removal_effects(inputs(2)),
-    "their leave-one-out": lambda: shuffled().subset([0, 1, 2]).leave_one_out(),
-    "their removal": lambda: shuffled().remove(0),
-    "groups of them": lambda: shuffled().what_ifs([[0]], linearization="fixed"),
     "an estimate": lambda: far().importance_evidence(samples=20, model="nn"),
 }
 
@@ -65,6 +55,21 @@ def test_the_line_is_the_callers(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     for one in own:
         line = linecache.getline(one.filename, one.lineno)
         assert one.filename == __file__ and inspect.getsource(DEEP[name]).count(line.strip()) > 0, (one, line)
+
+
+@pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")
+def test_numbers_of_points_that_a_loader_shuffles() -> None:
+    loader = DataLoader(TensorDataset(inputs(), labels()), batch_size=4, shuffle=True)
+    posterior = ntkl.laplace(network(), loader, ntkl.Categorical(), ntkl.GaussianPrior(3.0))
+    for verb in (
+        lambda: posterior.explain(inputs(2)),
+        lambda: posterior.add(inputs(1), labels(1)).removal_effects(inputs(2)),
+        lambda: posterior.subset([0, 1, 2]).leave_one_out(),
+        lambda: posterior.relabel(0, 1),
+        lambda: posterior.cross_validate(2, linearization="fixed"),
+    ):
+        with pytest.warns(ntkl.NTKLaplaceWarning, match="DataLoader of the fit shuffles.*shuffle=False"):
+            verb()
 
 
 def test_all_warnings_go_one_way() -> None:
