@@ -263,7 +263,7 @@ def test_inputs_of_other_lengths_among_themselves():
 
 
 def test_batches_that_are_no_pairs():
-    with refused(errors.DataError, "pairs", "length 3", "Group several inputs"):
+    with refused(errors.DataError, "pairs", "length 3", "such as names; group several inputs"):
         fit(data=DataLoader(TensorDataset(inputs(), inputs(), ZEROS), batch_size=3))
 
 

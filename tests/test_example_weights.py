@@ -231,6 +231,16 @@ class Restless(Dataset):
         return self.x[index], self.y[index], self.asked
 
 
+def test_numbers_of_rows_are_told_from_weights() -> None:
+    """A data set of (x, y, index): each index would be a weight."""
+    x, rows = torch.randn(12, 4).double(), torch.arange(12)
+    for data in ((x, rows % 3, rows), TensorDataset(x, rows % 3, 40 - 3 * rows)):
+        with pytest.warns(ntkl.NTKLaplaceWarning, match="12 different whole numbers, as indices are.*leave them out"):
+            ntkl.laplace(nn.Linear(4, 3).double(), data, ntkl.Categorical())
+    ntkl.laplace(nn.Linear(4, 3).double(), (x, rows % 3, rows.clamp(max=10)), ntkl.Categorical())
+    ntkl.laplace(nn.Linear(4, 3).double(), (x, rows % 3, rows / 2), ntkl.Categorical())
+
+
 def test_weights_that_change_between_passes_are_refused() -> None:
     with pytest.raises(ntkl.DataError, match="in every pass over the data"):
         fit("deep_mlp", LIKELIHOODS["categorical"].build(), Restless(*data_of("deep_mlp", "categorical")), "full")

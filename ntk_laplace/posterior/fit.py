@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
-from ntk_laplace.errors import UnsupportedError, is_choice, require_choice
+from ntk_laplace.errors import UnsupportedError, is_choice, require_choice, warn
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.data import Batches, Inputs, take
 from ntk_laplace.model.likelihoods import Likelihood, positions_of
@@ -38,6 +38,7 @@ from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.structures.points import present_values
 
 _LOG = logging.getLogger("ntk_laplace")
+_FEWEST_NUMBERS = 10  # different whole weights that are taken for numbers of rows
 
 
 def laplace(
@@ -256,7 +257,17 @@ def fitted_to(spec: StructureSpec | Auto, model: LinearizedModel, batches: Batch
         if settings.reducer.world_size > 1:
             values = digest(*present_values(model.prior))
             settings.reducer.require_equal("model", (str(spec), values, dict(ModelSignature(model))))
-        return Posterior(FittedModel.of(model, spec, batches), reason)
+        fitted = FittedModel.of(model, spec, batches)
+        _warn_of_numbers(fitted.points.counts)
+        return Posterior(fitted, reason)
+
+
+def _warn_of_numbers(weights: Tensor) -> None:
+    """Warn of example weights that look like numbers of rows: the third member of (x, y, index) is taken as them."""
+    found = weights.unique()
+    if len(weights) == len(found) >= _FEWEST_NUMBERS and bool((found == found.round()).all()):
+        warn(f"the example weights w of (x, y, w) are {len(found):,} different whole numbers, as indices are: an "
+             f"example counts up to {float(found[-1]):g} times. If they are indices, leave them out: data are (x, y)")
 
 
 def _problem(model: LinearizedModel, batches: Batches, x: Inputs) -> Problem:

@@ -169,7 +169,8 @@ def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
         return x, torch.as_tensor(y)
     got = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if hasattr(batch, "__len__") else "")
     raise DataError("batches that are pairs (inputs, targets), or (inputs, targets, weights)", got,
-                    "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
+                    "Leave out what is neither, such as names; group several inputs as one: ((x1, x2), y) or "
+                    "({'x1': x1, 'x2': x2}, y).")
 
 
 def _apart(batch: Mapping[str, Any], targets: str | None) -> tuple[Inputs, Tensor]:
