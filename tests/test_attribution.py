@@ -161,7 +161,7 @@ def test_refusals(ridge_posterior):
         attribution.additive(np.zeros((2, 3)), np.ones((4, 5)))
     with refused(ntkl.DataError, "not all the same", "3", "more points"):
         attribution.leave_one_out_agreement([1, 1, 1], [1, 2, 3])
-    with refused(ntkl.DataError, "some labels wrong", "0 wrong", "Flip"):
+    with refused(ntkl.DataError, "some labels wrong", "0 wrong", "mask of booleans"):
         attribution.mislabel_auroc([1.0, 2.0], [False, False])
     with refused(ntkl.DataError, "every training point once", "2 entries", "argsort"):
         attribution.removal_curve(lambda kept: 0.0, {"x": [0, 0]}, [1])

@@ -250,6 +250,7 @@ def test_what_does_not_fit_is_refused() -> None:
     posterior, x, _, x_new, targets = case("classes")
     for arguments, words in (
         ({"training": x[:5]}, "expected the 30 training inputs of the fit; got 5"),
+        ({"training": x.flip(0)}, "expected the inputs of the fit, in its order; got outputs that differ by"),
         ({"targets": targets[:3]}, "expected targets for 12 examples; got shape (3,)"),
         ({"targets": targets + 1}, "expected class labels in 0..2; got 3 at example"),
         ({"targets": targets + 0.5}, "expected class labels that are whole numbers; got"),

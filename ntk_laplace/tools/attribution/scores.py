@@ -264,5 +264,5 @@ def _suspects(suspicion: ArrayLike, wrong: ArrayLike) -> tuple[NDArray[np.float6
     if suspicion.shape != wrong.shape or suspicion.ndim != 1 or wrong.all() or not wrong.any():
         raise DataError("one suspicion per training point, some labels wrong and some right",
                         f"shapes {suspicion.shape} and {wrong.shape}, {int(wrong.sum())} wrong",
-                        "Flip some labels, and pass their indices.")
+                        "Pass a mask of booleans, true where a label is wrong.")
     return suspicion, wrong

@@ -18,6 +18,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import Explanation, GroupRemoval, LeaveOneOut, Ranking, Removals, leave_one_out
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.progress import track
+from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.tools.explorer.display import rounded, rounded_each, spread_of
 from ntk_laplace.tools.explorer.sprites import images_of, sheet
 
@@ -74,8 +75,8 @@ def gather(
     Raises
     ------
     DataError
-        If sizes or names do not match, the targets do not fit the likelihood, or the structure keeps no Jacobian and
-        the training data cannot be read again.
+        If sizes or names do not match, `training` are not the inputs of the fit in its order, the targets do not fit
+        the likelihood, or the structure keeps no Jacobian and the training data cannot be read again.
     """
     n = num_examples(x)
     training = None if training is None else as_tensors(training)
@@ -137,9 +138,12 @@ def _texts(names: Sequence[str] | None) -> list[str] | None:
 
 
 def _check(posterior: Posterior, n: int, training: Inputs | None, naming: Naming) -> None:
-    if training is not None and num_examples(training) != posterior.num_examples:
-        raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{num_examples(training):,}",
-                        "Pass the inputs that the posterior was fitted to, in their order.")
+    if training is not None:
+        if num_examples(training) != posterior.num_examples:
+            raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{num_examples(training):,}",
+                            "Pass the inputs that the posterior was fitted to, in their order.")
+        with torch.no_grad():
+            training_inputs(posterior.fitted.model, posterior.fitted.structure, training)  # refuses others
     if naming.shape is not None:
         require_picture(naming.shape)
     names = naming.classes

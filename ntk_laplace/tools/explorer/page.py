@@ -160,7 +160,8 @@ def explore(
     Raises
     ------
     DataError
-        If sizes or names do not match, or as `Posterior.rerank`.
+        If sizes or names do not match, `training` are not the inputs of the fit in its order, or as
+        `Posterior.rerank`.
     """
     if posterior.likelihood.positions is not None:
         raise UnsupportedError("one row of outputs per example, for the page", "outputs at many positions",
