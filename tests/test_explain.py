@@ -268,6 +268,20 @@ def test_effects_are_differences_of_the_quantity(by):
     assert (table["meaning"].str.contains("lowers") == (table["removal_effect"] < 0)).all()
 
 
+@pytest.mark.parametrize("by, words", [
+    ("output", "the output of class 1"), ("logit", "the logit of class 1"),
+    ("probability", "the probability of class 1"),
+    ("variance", "raises the variance of the output of class 1"), ("log_likelihood", "the log likelihood by .* nats"),
+    ("probability_variance", "the variance of the probability of class 1"),
+])
+def test_one_output_of_two_classes_is_that_of_class_one(by, words):
+    """An "output 0" would be read as class 0."""
+    x = torch.randn(6, 2).double()
+    posterior = ntkl.laplace(nn.Linear(2, 1).double(), (x, (x[:, :1] > 0).double()), ntkl.Bernoulli())
+    meaning = posterior.explain(x, k=1, by=by, y=torch.ones(6)).to_dataframe()["meaning"]
+    assert meaning.str.contains(words).all()
+
+
 def test_supporters_of_a_sure_prediction_are_those_that_make_it_sure():
     """A variance can but rise: there is one side, and the strongest come first."""
     explanation = fit(*CATEGORICAL, "gp").explain(problem("deep_mlp").x_new, k=3, by="variance")

@@ -207,6 +207,9 @@ def test_what_makes_no_sense():
     ):
         with refused(error, expected, ".", "."):
             posterior.what_ifs(groups)
+    for by_name in (posterior.what_ifs, lambda groups: posterior.rerank(inputs(1), groups=groups)):
+        with refused(ntkl.DataError, "groups of training points", "a dict", r"list\(groups.values\(\)\)"):
+            by_name({0: [2, 3]})
     with refused(ntkl.UnsupportedError, 'linearization="fixed" or "moving"', "'no'", "moving"):
         posterior.what_ifs([[0]], linearization="no")
     for folds in (1, 10, 2.5, "all", [0] * 9, [0, 1], torch.rand(9)):

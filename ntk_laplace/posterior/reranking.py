@@ -15,7 +15,7 @@ from ntk_laplace.posterior.explain.quantity import Output, quantity_of, require_
 from ntk_laplace.posterior.explain.ranked import strongest
 from ntk_laplace.posterior.explain.reranking import Reranking
 from ntk_laplace.posterior.explanation import ExplanationVerbs
-from ntk_laplace.posterior.what_ifs import WhatIfsVerbs, changed_weights
+from ntk_laplace.posterior.what_ifs import WhatIfsVerbs, changed_weights, require_no_names
 from ntk_laplace.structures.what_if import Indices, positions
 
 _GUARANTEES = (
@@ -79,6 +79,7 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         if by in SPREADS:
             raise UnsupportedError("a quantity of the outputs, to rank by the network's own changes", repr(by),
                                    'Use by="output", "probability" or "log_likelihood", or explain(x, by="variance").')
+        require_no_names(groups)
         try:
             groups = list(groups)
         except TypeError as cause:

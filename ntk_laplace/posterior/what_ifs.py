@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,6 +260,13 @@ class WhatIfsVerbs(WhatIfVerbs):
         return CrossValidation(f, density, names[numbers.cpu()], found.converged, counts)
 
 
+def require_no_names(groups: object) -> None:
+    """Refuse a mapping, which would be the numbers that are its keys (DataError)."""
+    if isinstance(groups, Mapping):
+        raise DataError("groups of training points", f"a {type(groups).__name__}",
+                        "Pass the groups without their names, list(groups.values()).")
+
+
 def changed_weights(groups: Sequence[Indices] | Tensor, counts: Tensor, present: Tensor | None) -> Tensor:
     """Example weights of each change, (G, N), from those of before, (N,); `present` as in `require_left`.
 
@@ -270,6 +277,7 @@ def changed_weights(groups: Sequence[Indices] | Tensor, counts: Tensor, present:
     """
     n = len(counts)
     remedy = f"Pass lists of numbers from 0 to {n - 1}, or a matrix with {n} columns."
+    require_no_names(groups)
     try:
         given = len(groups)
     except TypeError as error:

@@ -85,6 +85,9 @@ class Quantity:
     def words(self, i: int) -> str:
         """Description of the quantity of input i."""
         words = _WORDS[self.by]
+        if self.likelihood.classifies and self.num_values == 1:  # a 0 would be read as class 0
+            words = words.replace("the mean response", "the probability").replace("{0}", "of class 1")
+            return words.replace("output of", "the output of").replace("logit of", "the logit of")
         if self.by.startswith("probability") and self.likelihood.classifies:
             of_classes = self.likelihood.at_position().event_shape(2) == ()
             one = "the probability of class {0}" if of_classes else "probability {0}"
