@@ -66,6 +66,7 @@ def test_numbers_of_points_that_a_loader_shuffles() -> None:
         lambda: posterior.add(inputs(1), labels(1)).removal_effects(inputs(2)),
         lambda: posterior.subset([0, 1, 2]).leave_one_out(),
         lambda: posterior.relabel(0, 1),
+        lambda: ntkl.explore(posterior, inputs(2)),
         lambda: posterior.cross_validate(2, linearization="fixed"),
     ):
         with pytest.warns(ntkl.NTKLaplaceWarning, match="DataLoader of the fit shuffles.*shuffle=False"):

@@ -73,7 +73,7 @@ class ExplanationVerbs(Fitted):
         MemoryBudgetError
             If the inverse of B does not fit in memory, for structure "gp"; nothing was computed.
         """
-        self._warn_of_order()
+        self._fitted.warn_of_order()
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(k, output, by, y)
         if self._fitted.structure.spec.keeps_jacobian:
             return joined(self._explained(chunks, request), chunks.length or 0)
@@ -95,7 +95,7 @@ class ExplanationVerbs(Fitted):
             The effects that `explain` ranks by: exact differences with structure "gp", otherwise approximations as
             its `guarantees` state.
         """
-        self._warn_of_order()
+        self._fitted.warn_of_order()
         chunks = self._chunks(x, batch_size)
         found = self._removal_effects(chunks, ExplanationRequest(1, output, by, y), batch_size)
         return fill_buffer(found, chunks.length or 0).rows
@@ -139,7 +139,7 @@ class ExplanationVerbs(Fitted):
             indefinite. With `points`, if the curvature is approximate and not the GGN.
         """
         require_flags(strict=strict)
-        self._warn_of_order()
+        self._fitted.warn_of_order()
         if points is None:
             found = leave_one_out(self._fitted)
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ntk_laplace.curvature import CurvatureType, ParameterBlock, PosteriorPrecision
-from ntk_laplace.errors import UnsupportedError, is_choice, require_flags, warn
+from ntk_laplace.errors import UnsupportedError, is_choice, require_flags
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import InputData
@@ -240,18 +240,6 @@ class Fitted:
     def _derived(self, fitted: FittedModel) -> Self:
         """A posterior of other data."""
         return type(self)(fitted, self.reason)
-
-    @property
-    def _shuffled(self) -> bool:
-        """Whether training points have other numbers than in the data set, because a loader shuffles."""
-        source = self._fitted.structure.source
-        return source is not None and source.shuffled
-
-    def _warn_of_order(self) -> None:
-        if self._shuffled:
-            warn("the DataLoader of the fit shuffles: training points are numbered in the order in which it was read, "
-                 "not in that of your data set. Fit with shuffle=False, or with the data set, for the numbers of your "
-                 "rows")
 
     def _chunks(self, x: InputData, batch_size: int | None = None) -> Chunks:
         return Chunks(self._fitted.model, x, batch_size)

@@ -77,7 +77,7 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, LatentVerbs):
         >>> found.names, found.effect.shape
         (('anna', 'ben', 'carl'), torch.Size([3, 3]))
         """
-        if self._shuffled:
+        if self._fitted.shuffled:
             raise DataError("a fit to data in a known order, to give each training point its label",
                             "a DataLoader that shuffles", "Fit with shuffle=False, or with the data set itself.")
         points = self._points()

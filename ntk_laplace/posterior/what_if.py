@@ -262,7 +262,7 @@ class WhatIfVerbs(Fitted):
              "posterior is unchanged; refit() goes to the optimum of the linearized model")
 
     def _changed(self, points: TrainingPoints, steps: int | None, linearization: str) -> Self:
-        self._warn_of_order()
+        self._fitted.warn_of_order()
         require_left(points.counts, points.present(self.likelihood))
         if not is_moving(linearization, steps):
             return self._at_fixed(points, steps)

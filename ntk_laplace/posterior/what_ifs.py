@@ -205,7 +205,7 @@ class WhatIfsVerbs(WhatIfVerbs):
         torch.Size([3, 4, 1])
         """
         moving = is_moving(linearization, None)
-        self._warn_of_order()
+        self._fitted.warn_of_order()
         points = self._points()
         weights = changed_weights(groups, points.counts.to(self._fitted.theta), points.present(self.likelihood))
         with torch.inference_mode(False):

@@ -17,7 +17,7 @@ from ntk_laplace.curvature import (
     PosteriorPrecision,
     accumulate_ggn,
 )
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import UnsupportedError, warn
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
@@ -132,6 +132,19 @@ class FittedModel:
     def require_laplace(self, what: str) -> None:
         """Refuse what needs the Laplace approximation's precision; see `structures.structure.require_laplace`."""
         require_laplace(self.structure.spec, what)
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether training points have other numbers than in the data set, because a loader shuffles."""
+        source = self.structure.source
+        return source is not None and source.shuffled
+
+    def warn_of_order(self) -> None:
+        """Warn where numbers of training points, in an answer or a request, are not those of the data set."""
+        if self.shuffled:
+            warn("the DataLoader of the fit shuffles: training points are numbered in the order in which it was read, "
+                 "not in that of your data set. Fit with shuffle=False, or with the data set, for the numbers of your "
+                 "rows")
 
     # --- the posterior precision
 

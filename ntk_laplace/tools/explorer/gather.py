@@ -78,6 +78,7 @@ def gather(
         If sizes or names do not match, `training` are not the inputs of the fit in its order, the targets do not fit
         the likelihood, or the structure keeps no Jacobian and the training data cannot be read again.
     """
+    posterior.fitted.warn_of_order()
     n = num_examples(x)
     training = None if training is None else as_tensors(training)
     _check(posterior, n, training, naming)
