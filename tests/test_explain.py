@@ -407,7 +407,7 @@ def test_questions_that_make_no_sense():
     posterior, x = fit(*CATEGORICAL, "gp"), problem("deep_mlp").x_new
     with refused(ntkl.UnsupportedError, "output, logit, probability", "'loss'", "output"):
         posterior.explain(x, by="loss")
-    with refused(ntkl.DataError, "an output from 0 to 4", "5", "outputs"):
+    with refused(ntkl.DataError, "an output from 0 to 4", "5", "by its number, the same at all inputs"):
         posterior.explain(x, output=5)
     with refused(ntkl.DataError, "k of at least 1", "0", "one or more"):
         posterior.explain(x, k=0)

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from exact_cases import TURNS, fit, ids, trained
@@ -379,3 +379,15 @@ def test_the_sums_of_a_what_if_have_no_graph():
     other = posterior.remove([1]).fitted
     assert posterior.likelihood.log_temperature.requires_grad
     assert not any(total.requires_grad for total in other.structure.sums(other.model).values())
+
+
+def test_a_step_that_goes_too_far_is_told():
+    """A sure network at new labels: its curvature is near zero, and one step flips every prediction."""
+    x = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]]).double()
+    sure = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(sure.weight, 4.0)
+    posterior = ntkl.laplace(sure, (x, (x > 0).double()), ntkl.Bernoulli(), ntkl.GaussianPrior(0.01))
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="goes too far: .* from .* to .* nats. Use steps=None"):
+        far = posterior.relabel([0], [1.0])
+    near = posterior.relabel([0], [1.0], steps=None)
+    assert abs(far.outputs(x)[0]) > 4 * abs(near.outputs(x)[0])

@@ -49,9 +49,9 @@ class ExplanationVerbs(Fitted):
         k : int
             Training points to show for and against.
         output : int or sequence of int, optional
-            The output to explain; by default the predicted class at each input (of several labels the most probable
-            one), and the first output where they are no classes. Under `Everywhere` also as its position and number
-            there, such as (row, column, class).
+            The output to explain, the same at all inputs; by default the predicted class at each input (of several
+            labels the most probable one), and the first output where they are no classes. Under `Everywhere` also as
+            its position and number there, such as (row, column, class).
         by : str
             The quantity whose change ranks the training points: "output" (or "logit"), "probability" (the mean
             response), "log_likelihood" of `y`, in nats, "variance" of the output, "probability_variance" (variance

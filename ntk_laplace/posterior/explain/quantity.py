@@ -199,7 +199,8 @@ def _number(positions: Size, output: int | Sequence[int], count: int, responses:
         return int(output)
     what, whose = ("a response", "likelihood's responses") if responses else ("an output", "network's outputs")
     if not positions:
-        raise DataError(f"{what} from 0 to {count - 1}", f"{output}", f"Choose one of the {whose}.")
+        raise DataError(f"{what} from 0 to {count - 1}", f"{output!r}"[:80],
+                        f"Choose one of the {whose} by its number, the same at all inputs.")
     shape = (*positions, count // prod(positions))
     place = list(output) if isinstance(output, Sequence) and not isinstance(output, str) else []
     if len(place) != len(shape) or not all(is_whole(i, 0) and i < m for i, m in zip(place, shape, strict=True)):

@@ -12,11 +12,13 @@ A refit goes to the linearized model's own optimum, where no gradient remains; w
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import replace
 
 import torch
 
-from ntk_laplace.errors import warn
+from ntk_laplace.errors import NonFiniteError, warn
 from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, Structure
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, ChangedPrecision
@@ -56,9 +58,22 @@ def stepped(
         changed = FittedModel(model, structure.changed(model, points, added))
         problem = (Objective.own(changed) if model.refitted else
                    Objective.tilted(changed, points, structure.trained_points))
-        before, at = descend(problem, Iterate(model.moved, points.f), steps)
+        start = Iterate(model.moved, points.f)
+        before, at = descend(problem, start, steps)
+        if steps is not None:
+            _warn_of_rise(problem, start, at)
     moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
     return fitted.derived(structure.changed(model, moved, added), replace(model, displacement=at.displacement))
+
+
+def _warn_of_rise(problem: Objective, start: Iterate, at: Iterate) -> None:
+    """Warn of full Newton steps that have gone too far: with the changed data the objective is larger than before."""
+    value, reached = problem.value(start), math.inf
+    with contextlib.suppress(NonFiniteError):
+        reached = problem.value(at)
+    if not reached <= value + math.sqrt(torch.finfo(at.f.dtype).eps) * (1.0 + abs(value)):
+        warn(f"Newton's method goes too far: it raises the objective of the changed data from {value:.4g} to "
+             f'{reached:.4g} nats. Use steps=None for the optimum of the linearized network, or linearization="moving"')
 
 
 def at_optimum(fitted: FittedModel) -> FittedModel:
