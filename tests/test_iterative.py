@@ -604,6 +604,7 @@ def test_samples_have_the_exact_covariance() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Newton's method goes too far")
 def test_what_ifs_equal_those_of_full_weight_space() -> None:
     x, y = digits_like(8, seed=2)[1:]
     found, exact = classes(COMPLETE), classes("full")

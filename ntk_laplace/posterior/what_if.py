@@ -41,7 +41,8 @@ class WhatIfVerbs(Fitted):
     Training points keep their indices, removed ones too,
     so changes can be chained. The mean is that of the linearized network at the new weights θ, f + J(θ - θ*).
     ``steps=1`` is one Newton step, in closed form; more steps iterate; ``steps=None`` continues to the optimum of the
-    convex linearized model, its exact refit. If training stopped before its optimum, the remaining gradient is kept
+    convex linearized model, its exact refit. A warning tells where limited steps raise the objective of the changed
+    data. If training stopped before its optimum, the remaining gradient is kept
     fixed: without a change of the data the weights do not move. So ``remove([], steps=None)`` is not a refit, and a
     warning is issued; `refit` is one, and what-ifs after it leave no gradient.
 

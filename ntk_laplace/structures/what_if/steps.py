@@ -60,7 +60,7 @@ def stepped(
                    Objective.tilted(changed, points, structure.trained_points))
         start = Iterate(model.moved, points.f)
         before, at = descend(problem, start, steps)
-        if steps is not None:
+        if steps is not None and fitted.exact:
             _warn_of_rise(problem, start, at)
     moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
     return fitted.derived(structure.changed(model, moved, added), replace(model, displacement=at.displacement))
