@@ -19,6 +19,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.errors import untold
 from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table, scores_of
+from ntk_laplace.tools.estimators.base import training_data
 from ntk_laplace.tools.explorer import rounded, spread_of
 
 _WITHOUT, _POSTERIOR = "without inputs", "posterior"
@@ -37,10 +38,12 @@ class Described:
 
 
 def describe(
-    model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float,
-    training: NDArray[Any] | None = None,
+    model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
 ) -> Described:
     """Describe the predictions of an estimator.
+
+    The prediction that is the same for every input, the mean and standard deviation of the training targets or the
+    share of each class, is scored too.
 
     Parameters
     ----------
@@ -52,26 +55,23 @@ def describe(
         Names of the targets; the columns of several are named after them.
     level : float
         Of the intervals or sets.
-    training : ndarray, (N,) or (N, targets), optional
-        Targets of the training rows. The prediction that is the same for every input, their mean and standard
-        deviation or the share of each class, is scored too then.
     """
     if isinstance(model, ntkl.LaplaceClassifier):
-        return _classes(model, x, y, level, training)
-    return _numbers(model, x, y, targets, level, training)
+        return _classes(model, x, y, level)
+    return _numbers(model, x, y, targets, level)
 
 
 def _numbers(
-    model: ntkl.LaplaceRegressor, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float,
-    training: NDArray[Any] | None,
+    model: ntkl.LaplaceRegressor, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
 ) -> Described:
     mean, sd = (_columns(values) for values in model.predict(x, return_std=True))
     known = {} if y is None or pandas.isna(y).all() else {"target": _columns(y)}
     noise = np.broadcast_to(np.sqrt(model.noise_), mean.shape)
     versions = {NETWORK: (mean, noise), _POSTERIOR: (mean, sd)}
-    if training is not None and (spread := _columns(training).std(0)).all():
-        same = np.broadcast_arrays(_columns(training).mean(0), spread, mean)[:2]
-        versions = {_WITHOUT: (same[0], same[1]), **versions}
+    training, weights = _columns(model.y_train_), _weights(model)
+    center = np.average(training, 0, weights)
+    if (spread := np.average((training - center) ** 2, 0, weights) ** 0.5).all():
+        versions = {_WITHOUT: (np.full(mean.shape, center), np.full(mean.shape, spread)), **versions}
     half = NormalDist().inv_cdf(0.5 + level / 2) * sd
     parts = {"mean": mean, "sd": sd, "lower": mean - half, "upper": mean + half} | known
     scores, columns = {}, dict[str, Any]()
@@ -81,18 +81,15 @@ def _numbers(
         columns |= {part + ending: values[one] for part, values in parts.items()}
         there = ~np.isnan(known["target"][one]) if known else np.zeros(len(mean), bool)
         for name, version in versions.items() if there.any() else ():
-            center, own, truth = (values[there, index] for values in (*version, known["target"]))
-            response = distributions.Normal(torch.as_tensor(center), torch.as_tensor(own))
-            (covered,) = metrics.interval_coverage(center, own**2, truth, [level])
+            at, own, truth = (values[there, index] for values in (*version, known["target"]))
+            response = distributions.Normal(torch.as_tensor(at), torch.as_tensor(own))
+            (covered,) = metrics.interval_coverage(at, own**2, truth, [level])
             scores[name + of] = scores_of(response, torch.as_tensor(truth))
             scores[name + of][f"coverage of {100 * level:g}%"] = covered
     return Described(columns, scores)
 
 
-def _classes(
-    model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any] | None, level: float,
-    training: NDArray[Any] | None,
-) -> Described:
+def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any] | None, level: float) -> Described:
     p, inputs, sets = model.predict_proba(x), model.network_inputs(x), None
     if model.posterior_.fitted.exact:  # another has no leave-one-out to make sets from
         with untold():  # the reasons of predictive_fit_, which are told, and too few points
@@ -107,10 +104,10 @@ def _classes(
         return Described(columns)
     alone = model.posterior_.predict(inputs, "map").mean.detach().cpu().double()[there]
     labels = model.network_targets(y[there].astype(model.classes_.dtype))
-    versions = {NETWORK: alone, _POSTERIOR: torch.as_tensor(p[there])}
-    if training is not None:
-        shares = np.unique(training, return_counts=True)[1] / len(training)
-        versions = {_WITHOUT: torch.as_tensor(shares).expand(len(labels), -1), **versions}
+    of_class = np.unique(model.y_train_, return_inverse=True)[1]
+    shares = np.bincount(of_class, _weights(model)) / _weights(model).sum()
+    versions = {_WITHOUT: torch.as_tensor(shares).expand(len(labels), -1), NETWORK: alone,
+                _POSTERIOR: torch.as_tensor(p[there])}
     scores = {name: scores_of(distributions.Categorical(probs=probs), labels) for name, probs in versions.items()}
     note = ""
     if sets is not None:
@@ -157,6 +154,12 @@ def tell_first(predictions: pandas.DataFrame, level: float) -> None:
 
 def _in_digits(value: float, spread: float) -> str:
     return f"{rounded(float(value), spread):.15g}"
+
+
+def _weights(model: Model) -> NDArray[np.float64]:
+    """How many rows of the training data each training point stands for, (N,)."""
+    data = training_data(model.posterior_)
+    return np.asarray(data[2], dtype=np.float64) if len(data) > 2 else np.ones(len(data[1]))
 
 
 def _columns(values: NDArray[Any]) -> NDArray[Any]:

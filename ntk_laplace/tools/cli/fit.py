@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
               f"out what only numbers the rows: {drop}.")
     estimator = ntkl.LaplaceClassifier if examples.classes else ntkl.LaplaceRegressor
     model = estimator(**settings).fit(training.x, training.y)
-    found = describe(model, new.x, new.y, new.targets, options.level, training.y)
+    found = describe(model, new.x, new.y, new.targets, options.level)
     predictions = pandas.concat([new.named.reset_index(drop=True), pandas.DataFrame(found.columns)], axis=1)
     tell_scores(found, f"Scores of the {len(held_out):,} held-out rows")
     _tell_evidence(model)
