@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -317,6 +318,58 @@ def test_a_forked_process_waits_for_no_thread_of_the_first(block: str) -> None:
     done.set()
     holding.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process is forked on Windows")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_keeps_nothing_while_it_waits_for_a_writer() -> None:
+    """A writer that asked for another object waited for the fork, which waited for the writer, ten seconds long."""
+    held, others, inside, left = ReadersAndWriters(), [ReadersAndWriters() for _ in range(20)], threading.Event(), []
+
+    def hold() -> None:
+        with held.writing():
+            inside.set()
+            threading.Event().wait(0.05)
+            for other in others:
+                with other.reading():
+                    pass
+            left.append(True)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    assert inside.wait(10.0)
+    if (child := os.fork()) == 0:
+        os._exit(not left)
+    holding.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process is forked on Windows")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_while_another_thread_makes_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of them changed size meanwhile, and the fork waited for none."""
+    errors, done, interval = list[Any](), threading.Event(), sys.getswitchinterval()
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    kept = [ReadersAndWriters() for _ in range(1000)]
+
+    def make() -> None:
+        while not done.is_set():
+            kept.append(ReadersAndWriters())
+
+    making = threading.Thread(target=make)
+    making.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        making.join()
+    assert not errors
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timer that interrupts")

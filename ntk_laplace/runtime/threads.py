@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 
 class _Shared:
@@ -20,27 +21,44 @@ class _Shared:
 
     def __init__(self) -> None:
         self._begin()
-        _EVERYTHING.add(self)
+        _EVERYTHING.add(ref(self, _EVERYTHING.discard))
 
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _wait(self) -> Callable[[], None] | None:
-        """Wait until it is as it was, and keep it so until the returned function is called."""
-        return None
+    def _keep(self, seconds: float) -> Callable[[], None] | None:
+        """Keep it as it was until the returned function is called; None if it is not so within this time."""
+        return _nothing
 
 
-_EVERYTHING: WeakSet[_Shared] = WeakSet()
-
-
+_EVERYTHING = set["ref[_Shared]"]()  # a WeakSet cannot be listed while another thread adds to it
 _KEPT: dict[int, list[Callable[[], None]]] = {}  # by the thread that forks
 
 
+def _nothing() -> None:
+    """Release what needs no release."""
+
+
+def _everything() -> list[_Shared]:
+    return [one for reference in list(_EVERYTHING) if (one := reference()) is not None]
+
+
 def _before_fork() -> None:
-    kept = _KEPT[threading.get_ident()] = []
-    for one in list(_EVERYTHING):
-        if (release := one._wait()) is not None:
-            kept.append(release)
+    """Keep everything as it was, but nothing while another is waited for, whose thread may wait for what is kept."""
+    kept, until, busy = _KEPT.setdefault(threading.get_ident(), []), time.monotonic() + _PATIENCE, None
+    while True:
+        left = max(0.0, until - time.monotonic())
+        for one in sorted(_everything(), key=lambda one: one is not busy):
+            release = one._keep(left if one is busy else 0.0)
+            if release is not None:
+                kept.append(release)
+            elif left:
+                busy = one
+                break
+        else:
+            return
+        while kept:
+            kept.pop()()
 
 
 def _in_parent() -> None:
@@ -50,7 +68,7 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     _KEPT.clear()
-    for one in list(_EVERYTHING):
+    for one in _everything():
         one._begin()
 
 
@@ -75,10 +93,10 @@ class ReadersAndWriters(_Shared):
         # the thread of each block that reads, and of each that writes, which does not count as a reader
         self._readers, self._writers = dict[object, int](), dict[object, int]()
 
-    def _wait(self) -> Callable[[], None] | None:
+    def _keep(self, seconds: float) -> Callable[[], None] | None:
         if threading.get_ident() in self._readers.values():  # no writer is inside
-            return None
-        return self._entry.release if self._entry.acquire(timeout=_PATIENCE) else None
+            return _nothing
+        return self._entry.release if self._entry.acquire(timeout=seconds) else None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
