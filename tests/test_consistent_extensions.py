@@ -354,3 +354,33 @@ def test_precisions_move_alone_where_the_likelihood_has_no_gradient() -> None:
     assert slope.item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-6)
     posterior.likelihood.requires_grad_(True)
     assert posterior.fit_hyperparameters(parameters=["precision"]).converged
+
+
+def test_a_log_density_may_compute_in_float32() -> None:
+    """Its products of matrices round by the number of rows; and an empty batch is no sign of examples that mix."""
+    torch.manual_seed(1)
+    weights = torch.randn(16, 16)
+
+    def log_density(f: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(f.float() @ weights[:8]) @ weights[:, :1]
+        return (-0.5 * (f - y).square().sum(1) - 0.01 * hidden.float().squeeze(1).square()).double()
+
+    likelihood = ntkl.CustomLikelihood(log_density)
+    f = torch.randn(1001, 8).double()
+    for count in (0, 1, 4, 5, 7, 9, 1001):
+        assert likelihood.residual(f[:count], f[:count] + 0.1).shape == (count, 8)
+
+
+class Spread(ntkl.Everywhere):
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        raise AssertionError("matrices of all positions")
+
+
+def test_missing_first_labels_cost_no_matrices_of_all_positions() -> None:
+    """Their curvature is zero, and others were looked at in matrices that took gigabytes: 4,096 examples at a time."""
+    torch.manual_seed(0)
+    labels = torch.full((12, 3), -100)
+    labels[5:] = 1
+    fitted = ntkl.laplace(nn.Linear(2, 6).double(), (torch.randn(12, 2).double(), labels),
+                          Spread(ntkl.Categorical(), positions=3), structure="full").fitted
+    assert fitted.points.total(fitted.likelihood) == 7

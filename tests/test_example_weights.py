@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,11 @@ def test_numbers_of_rows_are_told_from_weights() -> None:
     for data in ((x, rows % 3, rows), TensorDataset(x, rows % 3, 40 - 3 * rows)):
         with pytest.warns(ntkl.NTKLaplaceWarning, match="12 different whole numbers, as indices are.*leave them out"):
             ntkl.laplace(nn.Linear(4, 3).double(), data, ntkl.Categorical())
-    ntkl.laplace(nn.Linear(4, 3).double(), (x, rows % 3, rows.clamp(max=10)), ntkl.Categorical())
-    ntkl.laplace(nn.Linear(4, 3).double(), (x, rows % 3, rows / 2), ntkl.Categorical())
+    cells = torch.tensor([13, 57, 102, 33, 21, 8, 77, 90, 44, 61, 19, 250])  # counts of a table
+    for weights in (rows.clamp(max=10), rows / 2, cells):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ntkl.laplace(nn.Linear(4, 3).double(), (x, rows % 3, weights), ntkl.Categorical())
 
 
 def test_weights_that_change_between_passes_are_refused() -> None:

@@ -265,7 +265,10 @@ def fitted_to(spec: StructureSpec | Auto, model: LinearizedModel, batches: Batch
 def _warn_of_numbers(weights: Tensor) -> None:
     """Warn of example weights that look like numbers of rows: the third member of (x, y, index) is taken as them."""
     found = weights.unique()
-    if len(weights) == len(found) >= _FEWEST_NUMBERS and bool((found == found.round()).all()):
+    if len(weights) != len(found) or len(found) < _FEWEST_NUMBERS or bool((found != found.round()).any()):
+        return
+    # as many numbers of so small a range would hardly be all different if they were counts
+    if len(found) ** 2 >= 4 * float(found[-1] - found[0] + 1):
         warn(f"the example weights w of (x, y, w) are {len(found):,} different whole numbers, as indices are: an "
              f"example counts up to {float(found[-1]):g} times. If they are indices, leave them out: data are (x, y)")
 

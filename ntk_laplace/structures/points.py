@@ -247,11 +247,16 @@ class TrainingPoints:
 
     def _tell_flat(self, likelihood: Likelihood) -> None:
         """Warn where the curvature is zero at all points."""
-        parts = panels(self.num_examples, 1, tuning.HESSIAN_EXAMPLES)
-        if not any(bool(likelihood.at(part).curvature(self.f[part].detach(), self.targets[part]).any())
-                   for part in parts):
-            warn(f"the log density of {type(likelihood).__name__} has no curvature at any point, so the posterior is "
-                 "the prior; round off its kinks, override `curvature`, or take curvature=\"ef\"")
+        present, c = self.present(likelihood), self.num_outputs
+        there = torch.arange(self.num_examples, device=self.f.device) if present is None else present.nonzero()[:, 0]
+        each = c * c // likelihood.num_positions(c) * self.f.element_size()  # of matrices of each position
+        for part in panels(len(there), each, tuning.OUTPUTS_BYTES):
+            index = there[part]
+            some = likelihood.at(index)
+            if some.at_position().curvature(*some.apart(self.f[index].detach(), self.targets[index])).any():
+                return
+        warn(f"the log density of {type(likelihood).__name__} has no curvature at any point, so the posterior is the "
+             "prior; round off its kinks, override `curvature`, or take curvature=\"ef\"")
 
     def require_log_likelihood(self, likelihood: Likelihood, before: float, precision: torch.dtype) -> float:
         """Refuse points whose log likelihood is not that of a fit beyond the rounding of a network in this type.
