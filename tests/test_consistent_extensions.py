@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.runtime import tuning
 
 
 class Plain(ntkl.Likelihood):
@@ -384,3 +385,28 @@ def test_missing_first_labels_cost_no_matrices_of_all_positions() -> None:
     fitted = ntkl.laplace(nn.Linear(2, 6).double(), (torch.randn(12, 2).double(), labels),
                           Spread(ntkl.Categorical(), positions=3), structure="full").fitted
     assert fitted.points.total(fitted.likelihood) == 7
+
+
+class Wide(ntkl.Gaussian):
+    largest = 0
+
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        found = super().curvature(f, y)
+        Wide.largest = max(Wide.largest, found.nbytes)
+        return found
+
+
+def test_one_factor_of_wide_curvatures_is_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 matrices of a thousand outputs were compared at a time; targets of the first examples may be missing."""
+    torch.manual_seed(0)
+    x, reads = torch.randn(40, 2).double(), list[int]()
+    y = torch.randn(40, 6).double()
+    y[:20] = torch.nan
+    network = nn.Linear(2, 6).double()
+    posterior = ntkl.laplace(network, (x, y), Wide(0.1, missing="nan"), structure="kfac")
+    monkeypatch.setattr(tuning, "HESSIAN_BYTES", 2000)
+    monkeypatch.setattr(type(posterior.fitted.structure.at.accumulated), "again", lambda *_: reads.append(1))
+    Wide.largest = 0
+    posterior.likelihood.noise = 0.3
+    posterior.log_marginal_likelihood()
+    assert not reads and 0 < Wide.largest <= 2000

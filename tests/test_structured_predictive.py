@@ -110,7 +110,7 @@ def test_samples_have_the_covariance(structure):
     assert deviation.abs().max() < 5 * (2 / count) ** 0.5
 
 
-PIECES = ("WRITTEN_BYTES", "SQUARED_INPUT_BYTES", "COVARIANCE_BYTES", "HESSIAN_EXAMPLES")
+PIECES = ("WRITTEN_BYTES", "SQUARED_INPUT_BYTES", "COVARIANCE_BYTES", "HESSIAN_BYTES")
 
 
 @pytest.mark.parametrize("structure", CHOSEN)

@@ -187,17 +187,16 @@ def common_factor(model: LinearizedModel, before: Likelihood, points: TrainingPo
         return 1.0
     factor: float | None = None
     tolerance = 64 * torch.finfo(points.f.dtype).eps
-    for part in panels(len(points.f), 1, tuning.HESSIAN_EXAMPLES):
+    for part in panels(len(points.f), points.num_outputs**2 * points.f.element_size(), tuning.HESSIAN_BYTES):
         new, old = (
             model.curvature_type.curvature(likelihood.at(part), points.f[part], points.targets[part]).detach()
             for likelihood in (model.likelihood, before)
         )
-        if factor is None:
-            square = old.square().sum()
-            factor = float((new * old).sum() / square) if float(square) else 1.0
+        if factor is None and bool(old.any()):  # targets of the first examples may be missing
+            factor = float((new * old).sum() / old.square().sum())
         # each entry beside the diagonal of its own example: others may be larger by any factor
         root = new.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
         size = root.unsqueeze(2) * root.unsqueeze(1)
-        if bool(((new - factor * old).abs() > tolerance * size).any()):
+        if bool(((new - (factor or 0.0) * old).abs() > tolerance * size).any()):
             return None
-    return factor
+    return 1.0 if factor is None else factor

@@ -250,7 +250,7 @@ class TrainingPoints:
         present, c = self.present(likelihood), self.num_outputs
         there = torch.arange(self.num_examples, device=self.f.device) if present is None else present.nonzero()[:, 0]
         each = c * c // likelihood.num_positions(c) * self.f.element_size()  # of matrices of each position
-        for part in panels(len(there), each, tuning.OUTPUTS_BYTES):
+        for part in panels(len(there), each, tuning.HESSIAN_BYTES):
             index = there[part]
             some = likelihood.at(index)
             if some.at_position().curvature(*some.apart(self.f[index].detach(), self.targets[index])).any():
