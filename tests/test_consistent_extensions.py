@@ -85,6 +85,22 @@ class PartialLikelihood(Plain):
         return (y[:, 1] > 0.0) * (f[:, 0] - f[:, 0].logcumsumexp(0)) - f.square().sum(1)
 
 
+class NoMean(Plain):
+    def mean(self, f: Tensor) -> Tensor:
+        raise ValueError("Cauchy's distribution has no mean")
+
+
+class HalfGaussian(ntkl.Gaussian):
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * super().log_prob(f, y)
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * super().residual(f, y)
+
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return 0.5 * super().curvature(f, y)
+
+
 class FlatMean(Plain):
     def mean(self, f: Tensor) -> Tensor:
         return f[:, 0]
@@ -113,6 +129,7 @@ def case() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     (WrongSign, "WrongSign.residual, the derivative of its log_prob in f; got a difference of"),
     (Asymmetric, "Asymmetric.curvature that is symmetric; got a difference of 1"),
     (OtherRoot, "OtherRoot.root, S with S Sᵀ equal to its curvature; got a difference of 3"),
+    (HalfGaussian, "HalfGaussian.root, S with S Sᵀ .* root = Likelihood.root, which uses the curvature"),
     (FlatRoot, r"shape \(4, 2, 2\) from FlatRoot.root; got \(4, 2\)"),
     (Single, r"Single.residual in torch.float64, as f; got torch.float32"),
     (Detached, "that autograd can differentiate in f; got one without a gradient"),
@@ -152,6 +169,13 @@ def test_a_residual_that_is_no_number_is_not_blamed_on_the_network() -> None:
     posterior = ntkl.laplace(nn.Linear(1, 1).double(), (x, x), Closed())
     with pytest.raises(ntkl.NonFiniteError, match="a finite residual of Closed; got NaN or infinity at example 8"):
         posterior.log_marginal_likelihood(correction=True)
+
+
+def test_a_likelihood_may_have_no_mean() -> None:
+    network, data = case()
+    posterior = ntkl.laplace(network, data, NoMean())
+    with pytest.raises(ValueError, match="Cauchy's distribution has no mean"):
+        posterior.predict(data[0], "map").mean  # noqa: B018
 
 
 def test_a_log_density_of_straight_lines_says_that_the_posterior_is_the_prior() -> None:

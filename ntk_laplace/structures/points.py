@@ -221,10 +221,10 @@ class TrainingPoints:
         if type(own).root is not Likelihood.root:
             root = _of_shape(f"{name}.root", own.root(f, y), (n, c, own.rank(c)))
             _require_equal(f"{name}.root, S with S Sᵀ equal to its curvature", root @ root.mT, curvature,
-                           "Correct one of the two, or leave out `root`, which is then computed from the curvature.")
+                           "Correct one of the two, or write root = Likelihood.root, which uses the curvature.")
         for method, shape in {"mean": (n, d), "response_covariance": (n, d, d)}.items():
             if method == "mean" or own.diagonal_form(f, y) is None:  # many outputs have no room for matrices
-                with contextlib.suppress(NotImplementedError):
+                with contextlib.suppress(Exception):  # there may be no mean; it is told where one is asked for
                     found[method] = getattr(own, method)(f)
                 if method in found:
                     _of_shape(f"{name}.{method}, of {d} responses", found[method], shape,
