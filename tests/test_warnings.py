@@ -71,6 +71,9 @@ def test_numbers_of_points_that_a_loader_shuffles() -> None:
     ):
         with pytest.warns(ntkl.NTKLaplaceWarning, match="DataLoader of the fit shuffles.*shuffle=False"):
             verb()
+    with pytest.warns(ntkl.NTKLaplaceWarning) as told:
+        posterior.rerank(inputs(2), 1, groups=[[0, 1]])
+    assert sum("shuffles" in str(one.message) for one in told) == 1
 
 
 def test_all_warnings_go_one_way() -> None:

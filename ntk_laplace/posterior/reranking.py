@@ -92,11 +92,11 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         self._require_outputs(len(linear), len(points) + len(chosen))
         weights = self._without(points.unsqueeze(1), chosen)
         base, refitted = self._at_minimum()
-        found = base.what_ifs(weights)
+        found = base._what_ifs(weights, True)
         back, outputs = found.comes_back()[1:], found.outputs(x)  # before, and after each change
         f, after = outputs[0], outputs[1:].transpose(0, 1)
         joint_weights = torch.cat([weights[:1], weights[1 + len(points) :]])
-        fixed = self.what_ifs(joint_weights, linearization="fixed").outputs(x) if chosen else outputs[:1]
+        fixed = self._what_ifs(joint_weights, False).outputs(x) if chosen else outputs[:1]
         joint_outputs = f.unsqueeze(1) + (fixed[1:] - fixed[0]).transpose(0, 1)
         quantity = quantity_of(self._fitted.model.likelihood, f, by, output, y)
         moving, joint = quantity.change(f, after).split([len(points), len(chosen)], 1)

@@ -206,6 +206,10 @@ class WhatIfsVerbs(WhatIfVerbs):
         """
         moving = is_moving(linearization, None)
         self._fitted.warn_of_order()
+        return self._what_ifs(groups, moving)
+
+    def _what_ifs(self, groups: Sequence[Indices] | Tensor, moving: bool) -> WhatIfs:
+        """`what_ifs`, where the order of the training points has been told."""
         points = self._points()
         weights = changed_weights(groups, points.counts.to(self._fitted.theta), points.present(self.likelihood))
         with torch.inference_mode(False):
