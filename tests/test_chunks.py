@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,31 @@ def test_a_response_that_cannot_be_put_together():
 
 
 # --------------------------------------------------------------------------------------------------- bounded memory
+
+
+class Watched(ntkl.Categorical):
+    """Counts the responses of earlier chunks that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.most = 0
+
+    def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        self.most = max(self.most, sum(one() is not None for one in self.seen))
+        found = super().linearize(mean, covariance, scalar)
+        self.seen.append(weakref.ref(found))
+        return found
+
+
+def test_few_responses_are_kept_until_the_end():
+    """Each chunk's own would fragment the memory: it grew with the chunks, by more than the responses take."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 3).double()
+    own = ntkl.laplace(nn.Linear(3, 3).double(), (x, torch.arange(64) % 3), Watched(), structure="diag")
+    found = own.predict(x, "blr", batch_size=1)
+    assert len(own.likelihood.seen) == 64 and own.likelihood.most <= 2
+    close(found.probs, own.predict(x, "blr").probs)
 
 
 class Recorded(nn.Module):

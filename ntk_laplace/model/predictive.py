@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -98,11 +98,11 @@ class Predictive:
             self._points = normal_points(self.samples, mean.shape[-1], self._generator).to(mean)
         z, root = self._points, covariance_root(covariance)
         rows = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
-        return joined([
+        return joined(
             # f = mean + V^½ z, the same z at every input
             self.likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), self.scalar)
             for m, w in zip(mean.split(rows), root.split(rows), strict=True)
-        ])
+        )
 
 
 def response_bytes(
@@ -138,14 +138,27 @@ def response_bytes(
     return (points + chunk * outputs**2 + averaged) * element
 
 
-def joined(parts: Sequence[Response]) -> Response:
-    """Concatenate responses for consecutive inputs.
+def joined(parts: Iterable[Response]) -> Response:
+    """Concatenate responses for consecutive inputs, while they are computed.
+
+    Two neighbors that stand for as many parts are joined at once. One small response per part would fragment the memory
+    between the large temporary ones, and memory would grow with the number of parts.
 
     Raises
     ------
     UnsupportedError
         If there are several and their class does not support concatenation.
     """
+    found: list[tuple[int, Response]] = []  # with the number of parts in each, which halves at least
+    for part in parts:
+        count = 1
+        while found and found[-1][0] == count:
+            part, count = _join([found.pop()[1], part]), 2 * count
+        found.append((count, part))
+    return _join([part for _, part in found])
+
+
+def _join(parts: Sequence[Response]) -> Response:
     if len(parts) == 1:
         return parts[0]
     if not isinstance(parts[0], Response):

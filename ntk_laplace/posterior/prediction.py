@@ -125,8 +125,5 @@ def _responses(
     """Responses from the moments or samples of f, chunk by chunk or all at once; `axis` is the axis of examples."""
     if not apart:
         parts = [tuple(torch.cat(same, axis) for same in zip(*parts, strict=True))]
-    found = []
-    for part in parts:
-        with torch.no_grad():  # a temperature requires grad
-            found.append(respond(*part))
-    return joined(found)
+    without_grad = torch.no_grad()(respond)  # a temperature requires grad
+    return joined(without_grad(*part) for part in parts)
