@@ -29,7 +29,8 @@ class FullWeightSpace(SummedSpec):
         p = model.network.num_parameters
         _matrices(p, model.jacobian_pass.dtype.itemsize).require(
             model, f"the {p:,} x {p:,} matrices of weight space",
-            'Use structure="gp" (memory (N R)²/2), structure="kfac" (approximate) or parameters="last_layer".',
+            'Use structure="iterative" (exact without a matrix), structure="gp" (memory (N R)²/2), structure="kfac" '
+            '(approximate) or parameters="last_layer".',
         )
 
     def forecast(self, problem: Problem) -> Forecast:

@@ -248,9 +248,10 @@ def _require_memory(problem: Problem, held: bool = False) -> None:
     n, c = problem.num_examples, problem.num_outputs
     what = (f"the last layer with one matrix for each of {c:,} outputs (N = {n:,})" if forecast.note else
             f"B of {size:,} x {size:,} (N = {n:,}, C = {c}; half of it is stored) and its rows")
-    fits = f'structure="full", which takes {format_bytes(full)} (P = {p:,}), with ' if full <= memory_of(model) else ""
+    fits = f'structure="full", which takes {format_bytes(full)} (P = {p:,}), ' if full <= memory_of(model) else ""
     forecast.require(
         model, what,
-        f'Fit with {fits}structure="kfac", whose memory does not grow with N, or with curvature="ef", '
-        'parameters="last_layer", fewer points or dtype=torch.float32.', forecast.stored["rows of J"] if held else 0,
+        f'Fit with {fits}structure="iterative", exact without a matrix, or structure="kfac", which approximates; with '
+        'curvature="ef", parameters="last_layer", fewer points or dtype=torch.float32.',
+        forecast.stored["rows of J"] if held else 0,
     )
