@@ -98,8 +98,9 @@ class ChangedPrecision(PosteriorPrecision):
         one = self.base.cross_covariance(self._one_cotangent(self.rows.subset(slice(0, 1)), 0)).numbers
         require_memory((one * m * r + 4 * (m * r) ** 2) * self.rows.f.element_size(), self.rows.f.device,
                        f"{m:,} points that change ({m * r:,} rows)",
-                       'Change fewer points at a time, or use linearization="moving". At the same weights, '
-                       "subset(points that stay) removes any number, and condition(data) adds them.", budget)
+                       "Change fewer points at a time. At the same weights, subset(points that stay) removes any "
+                       'number, and condition(data) adds them; linearization="moving" trains to the new optimum.',
+                       budget)
 
     @staticmethod
     def _one_cotangent(rows: Jacobian, cotangent: int) -> Jacobian:
