@@ -348,6 +348,9 @@ def test_averages_keep_small_probabilities() -> None:
     assert float(response.log_prob(torch.zeros(1, 1))) == pytest.approx(expected, rel=1e-13)
     response = predictive_from_samples(Categorical(), torch.cat([f, torch.zeros_like(f)], -1))
     assert float(response.log_prob(torch.tensor([1])).detach()) == pytest.approx(expected, rel=1e-13)
+    f = torch.tensor([[[2000.0, 0.0]], [[1900.0, 0.0]]], dtype=torch.float64)  # no double holds the probability
+    response = predictive_from_samples(Categorical(), f)
+    assert float(response.log_prob(torch.tensor([1])).detach()) == pytest.approx(-1900 - math.log(2), rel=1e-13)
 
 
 # --- even points -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch.func import functional_call
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.predictive import predictive
+from ntk_laplace.runtime import tuning
 from pairwise import pairwise
 from reference import outputs, relative_error
 from registry import LIKELIHOODS, problem, targets
@@ -88,6 +89,15 @@ def test_factors_of_the_variants(structure):
     if not isinstance(structure, ntkl.KFAC):
         precision = posterior.posterior_precision.information() + 40.0 * eye
         assert relative_error(inverse, torch.linalg.inv(precision)) < 1e-10
+
+
+def test_covariances_of_inf_are_computed_a_few_inputs_at_a_time(monkeypatch):
+    case = "deep_mlp", "categorical", "layer", "ggn", "inf"
+    x, jac = problem("deep_mlp").x_new, jacobians("deep_mlp")[1]
+    expected = jac @ truth(*case).covariance @ jac.mT
+    monkeypatch.setattr(tuning, "CHUNK_BYTES", 1)
+    _, found = fit(*case).latent_moments(x, batch_size=len(x))
+    assert relative_error(found, expected) < tolerance(case[0], 1e-8)
 
 
 @pytest.mark.parametrize("structure", CHOSEN)

@@ -288,7 +288,7 @@ class InfBlock(BlockPrecision):
         found = self.block.rows(rows).inner(weights.unsqueeze(0))
         room = buffer_bytes(tuning.CHUNK_BYTES, weights.device)
         for part in panels(n, k * self.low.size * weights.element_size(), room):
-            half = self._half(rows if part == slice(0, n) else rows.subset(part))
+            half = self._half(rows.subset(part))
             half = half.view(len(half), -1, k).permute(1, 2, 0)
             found[part] -= half @ half.mT
         return found

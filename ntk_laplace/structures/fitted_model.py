@@ -26,6 +26,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.threads import ReadersAndWriters
+from ntk_laplace.structures.likelihood_checks import require_consistent
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import Structure, StructureSpec, require_laplace
@@ -64,7 +65,7 @@ class FittedModel:
         spec.prepare(model, batches.first()[0], batches)
         found = spec.fit(model, batches)
         found.points.require_information(model.likelihood)
-        found.points.require_consistent(model.likelihood, model.curvature_type)
+        require_consistent(found.points, model.likelihood, model.curvature_type)
         at = present_values(model.prior, model.likelihood)  # after the likelihood was bound
         fitted = cls(replace(model, fitted_at=at), found)
         fitted.precision  # noqa: B018

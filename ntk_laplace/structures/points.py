@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType, Draws
-from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError, warn
+from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.model.likelihoods.targets import first_bad
-from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.panels import panels
 
-_CHECKED = 4  # points at which the methods of a likelihood are compared
-_BRANCH = "torch.where and nansum keep the NaN of a derivative that they do not take: replace its argument first."
-_AGREEMENT = 1e-3  # relative difference of a residual and the derivative: float32 likelihoods differ by rounding
+BRANCH = "torch.where and nansum keep the NaN of a derivative that they do not take: replace its argument first."
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
@@ -170,93 +165,6 @@ class TrainingPoints:
     def total(self, likelihood: Likelihood) -> float:
         """Number of examples in the log likelihood: Σ w_n over those with a target."""
         return float(self.observed_counts(likelihood).sum())
-
-    def require_consistent(self, likelihood: Likelihood, curvature_type: CurvatureType) -> None:
-        """Refuse a likelihood whose methods contradict each other at the first points, or that is NaN at any.
-
-        Raises
-        ------
-        UnsupportedError
-            If a shape or dtype is wrong, a value is not finite, examples mix, targets are changed, the residual is not
-            the derivative of the log density, the curvature is not symmetric or not that of the root, or a missing
-            target has a log density.
-        NonFiniteError
-            If the log density of a point is NaN.
-        """
-        part = slice(0, min(_CHECKED, self.num_examples))
-        whole, name = likelihood.at(part), type(likelihood).__name__
-        own, (f, y) = whole.at_position(), whole.apart(self.f[part].detach(), self.targets[part])
-        if own is not whole:
-            f, y = f[:_CHECKED], y[:_CHECKED]
-        y, given = y.clone(), y
-        with torch.enable_grad():
-            f_graph = f.clone().requires_grad_()
-            log_prob = own.log_prob(f_graph, y)
-            differentiable = isinstance(log_prob, Tensor) and log_prob.requires_grad
-            slope = torch.autograd.grad(log_prob.sum(), f_graph, allow_unused=True)[0] if differentiable else None
-        if not torch.equal(y.nan_to_num(), given.nan_to_num()):
-            raise UnsupportedError(f"{name}.log_prob(f, y) to leave y as it is", "a change in place",
-                                   "Compute new tensors, such as 2 * y in place of y.mul_(2).")
-        (n, c), d = f.shape, own.num_responses(f.shape[1])
-        methods: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-            "log_prob": (lambda: log_prob, (n,)), "residual": (lambda: own.residual(f, y), (n, c)),
-            "curvature": (lambda: own.curvature(f, y), (n, c, c)),
-        }
-        found: dict[str, Tensor] = {}
-        for method, (compute, shape) in methods.items():  # one after the other: a default uses those before it
-            value = found[method] = _of_shape(f"{name}.{method}", compute(), shape)
-            if not bool(torch.isfinite(value).all()):
-                raise UnsupportedError(f"finite values from {name}.{method}", "values that are not finite",
-                                       f"Look at log_prob for the first targets. {_BRANCH}")
-            if method == "log_prob":
-                own.require_apart(f, y)
-            elif value.dtype != f.dtype:
-                raise UnsupportedError(f"{name}.{method} in {f.dtype}, as f", f"{value.dtype}",
-                                       "Convert what it is computed from, with .to(f).")
-        if slope is not None and bool(torch.isfinite(slope).all()):
-            _require_equal(f"{name}.residual, the derivative of its log_prob in f", found["residual"], slope,
-                           "Correct one of the two, or leave out `residual`, which is then differentiated.")
-        curvature = found["curvature"].detach()
-        _require_equal(f"{name}.curvature that is symmetric", curvature, curvature.mT, "Correct the method.")
-        if type(own).root is not Likelihood.root:
-            root = _of_shape(f"{name}.root", own.root(f, y), (n, c, own.rank(c)))
-            _require_equal(f"{name}.root, S with S Sᵀ equal to its curvature", root @ root.mT, curvature,
-                           "Correct one of the two, or write root = Likelihood.root, which uses the curvature.")
-        for method, shape in {"mean": (n, d), "response_covariance": (n, d, d)}.items():
-            if method == "mean" or own.diagonal_form(f, y) is None:  # many outputs have no room for matrices
-                with contextlib.suppress(Exception):  # there may be no mean; it is told where one is asked for
-                    found[method] = getattr(own, method)(f)
-                if method in found:
-                    _of_shape(f"{name}.{method}, of {d} responses", found[method], shape,
-                              "Correct the method, or let num_responses(C) return the number of responses.")
-        self._require_absent(likelihood)
-        likelihood.require_apart(self.f.detach(), self.targets)
-        self.log_likelihood(likelihood)
-        if curvature_type.kind == "ggn" and not curvature.any():
-            self._tell_flat(likelihood)
-
-    def _require_absent(self, likelihood: Likelihood) -> None:
-        """Refuse a log density of examples that have no target at all."""
-        present = self.present(likelihood)
-        if present is None or bool(present.all()):
-            return
-        index = (~present).nonzero().squeeze(1)[:_CHECKED]
-        if bool(likelihood.at(index).log_prob(self.f[index], self.targets[index]).any()):
-            raise UnsupportedError(f"{type(likelihood).__name__}.log_prob of 0 where its `observed` is False",
-                                   f"another at example {int(index[0])}", "Correct one of the two.")
-
-    def _tell_flat(self, likelihood: Likelihood) -> None:
-        """Warn where the curvature is zero at all points."""
-        present, c = self.present(likelihood), self.num_outputs
-        there = torch.arange(self.num_examples, device=self.f.device) if present is None else present.nonzero()[:, 0]
-        each = c * c // likelihood.num_positions(c) * self.f.element_size()  # of matrices of each position
-        for part in panels(len(there), each, tuning.HESSIAN_BYTES):
-            index = there[part]
-            some = likelihood.at(index)
-            if some.at_position().curvature(*some.apart(self.f[index].detach(), self.targets[index])).any():
-                return
-        warn(f"the log density of {type(likelihood).__name__} has no curvature at any point, so the posterior is the "
-             "prior; round off its kinks, override `curvature`, or take curvature=\"ef\"")
 
     def require_log_likelihood(self, likelihood: Likelihood, before: float, precision: torch.dtype) -> float:
         """Refuse points whose log likelihood is not that of a fit beyond the rounding of a network in this type.
@@ -471,26 +379,8 @@ def _derivative(what: str, likelihood: Likelihood, values: Tensor) -> Tensor:
     if bad.any():
         raise NonFiniteError(f"a finite {what} of {type(likelihood).__name__}",
                              f"NaN or infinity at example {first_bad(bad)}",
-                             f"Look at its log_prob there. {_BRANCH}")
+                             f"Look at its log_prob there. {BRANCH}")
     return values
-
-
-def _of_shape(
-    method: str, value: Any, shape: tuple[int, ...],
-    remedy: str = "Correct the method: one row per example; examples must not mix.",
-) -> Tensor:
-    """What a method returned, a tensor of this shape."""
-    if not isinstance(value, Tensor) or value.shape != shape:
-        got = f"{tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"[:80]
-        raise UnsupportedError(f"values of shape {shape} from {method}", got, remedy)
-    return value
-
-
-def _require_equal(expected: str, one: Tensor, other: Tensor, remedy: str) -> None:
-    """Refuse two results that differ beyond the rounding of float32."""
-    difference = float((one.detach() - other.detach()).abs().max())
-    if difference > _AGREEMENT * (1.0 + float(other.detach().abs().max())):
-        raise UnsupportedError(expected, f"a difference of {difference:.3g}", remedy)
 
 
 def _of_some(draws: Draws, index: slice | Tensor) -> Draws:
