@@ -525,6 +525,19 @@ def test_fit_of_classes(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert list(joblib.load("out/model.joblib").classes_) == ["ant", "bee", "cat"]
 
 
+def test_the_prediction_without_inputs_counts_equal_rows() -> None:
+    frame, numbers = pandas.DataFrame({"height": [0.0, 0.0, 0.0, 1.0, 2.0]}), np.array([1.0, 1.0, 1.0, 2.0, 4.0])
+    model = ntkl.LaplaceRegressor(epochs=2, hidden_layer_sizes=(2,)).fit(frame, numbers)
+    assert len(model.y_train_) == 3
+    found = describe(model, frame, numbers, ["y"], 0.9).scores["without inputs"]
+    assert found["rmse"] == pytest.approx(numbers.std(), rel=1e-9)
+    names = np.where(numbers > 1.0, "b", "a")
+    classifier = ntkl.LaplaceClassifier(epochs=2, hidden_layer_sizes=(2,)).fit(frame, names)
+    found = describe(classifier, frame, names, ["y"], 0.9)
+    expected = 0.6 * np.log(0.6) + 0.4 * np.log(0.4)
+    assert found.scores["without inputs"]["log_likelihood"] == pytest.approx(expected, rel=1e-9)
+
+
 def test_names_with_commas_are_quoted_in_sets_of_labels() -> None:
     frame = pandas.DataFrame({"height": np.arange(20) % 7 + 0.0})
     names = np.where(frame["height"] > 3, "a, b", "c")

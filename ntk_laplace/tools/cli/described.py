@@ -19,7 +19,6 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.errors import untold
 from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table, scores_of
-from ntk_laplace.tools.estimators.base import training_data
 from ntk_laplace.tools.explorer import rounded, spread_of
 
 _WITHOUT, _POSTERIOR = "without inputs", "posterior"
@@ -68,7 +67,7 @@ def _numbers(
     known = {} if y is None or pandas.isna(y).all() else {"target": _columns(y)}
     noise = np.broadcast_to(np.sqrt(model.noise_), mean.shape)
     versions = {NETWORK: (mean, noise), _POSTERIOR: (mean, sd)}
-    training, weights = _columns(model.y_train_), _weights(model)
+    training, weights = _columns(model.y_train_), _counts(model)
     center = np.average(training, 0, weights)
     if (spread := np.average((training - center) ** 2, 0, weights) ** 0.5).all():
         versions = {_WITHOUT: (np.full(mean.shape, center), np.full(mean.shape, spread)), **versions}
@@ -105,8 +104,8 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
     alone = model.posterior_.predict(inputs, "map").mean.detach().cpu().double()[there]
     labels = model.network_targets(y[there].astype(model.classes_.dtype))
     of_class = np.unique(model.y_train_, return_inverse=True)[1]
-    shares = np.bincount(of_class, _weights(model)) / _weights(model).sum()
-    versions = {_WITHOUT: torch.as_tensor(shares).expand(len(labels), -1), NETWORK: alone,
+    shares = np.bincount(of_class, _counts(model))
+    versions = {_WITHOUT: torch.as_tensor(shares / shares.sum()).expand(len(labels), -1), NETWORK: alone,
                 _POSTERIOR: torch.as_tensor(p[there])}
     scores = {name: scores_of(distributions.Categorical(probs=probs), labels) for name, probs in versions.items()}
     note = ""
@@ -156,10 +155,9 @@ def _in_digits(value: float, spread: float) -> str:
     return f"{rounded(float(value), spread):.15g}"
 
 
-def _weights(model: Model) -> NDArray[np.float64]:
+def _counts(model: Model) -> NDArray[np.float64]:
     """How many rows of the training data each training point stands for, (N,)."""
-    data = training_data(model.posterior_)
-    return np.asarray(data[2], dtype=np.float64) if len(data) > 2 else np.ones(len(data[1]))
+    return model.posterior_.fitted.points.counts.double().cpu().numpy()
 
 
 def _columns(values: NDArray[Any]) -> NDArray[Any]:
