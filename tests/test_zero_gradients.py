@@ -267,3 +267,19 @@ def test_an_embedding_of_padding_alone(structure):
                    for own in (None, "2"))
     assert relative_error(found.log_det(), rest.log_det()) < 1e-12
     assert relative_error(found.latent_moments(data[0])[1], rest.latent_moments(data[0])[1]) < 1e-12
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac"])
+def test_the_joint_gradient_of_sparse_and_unread_parameters(structure):
+    """A structure that keeps no rows reads autograd's gradients, which are sparse, or not there."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2)).double()
+    network.register_parameter("unread", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    data = torch.arange(18).view(9, 2) % 5, torch.arange(9) % 2
+    posterior = ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, settings=ntkl.Settings(4))
+    dense = copy.deepcopy(network)
+    dense[0].sparse = False
+    loss = nn.functional.cross_entropy(dense(data[0]), data[1], reduction="sum")
+    (loss + 0.5 * sum(p.square().sum() for p in dense.parameters())).backward()
+    expected = torch.cat([p.grad.flatten() for p in dense.parameters()])
+    assert relative_error(posterior.fitted.joint_gradient(), expected) < 1e-12

@@ -138,6 +138,24 @@ class JacobianPass:
             else:
                 yield self._batch(x, part, root, offset, fused_layers, theta)
 
+    def vjp(self, x: Inputs, vectors: Tensor, batch_size: int | None = None, offset: int = 0) -> Tensor:
+        """Jᵀv, (P,), for v (N, C): autograd's gradient of the outputs, without rows.
+
+        `batch_size` and `offset` are those of `rows`.
+        """
+        network, parameters = self.network, list(self.checked.parameters.values())
+        total = torch.zeros(network.num_parameters, dtype=self.dtype, device=network.device)
+        most, _ = self.prepare(x).batch(1)
+        for part in panels(num_examples(x), 1, min(most, batch_size or most)):
+            with passing(network):
+                out = network.evaluate(differentiable(take(x, part)), offset + part.start)
+                if out.requires_grad:
+                    found = torch.autograd.grad(out, parameters, vectors[part].to(out), allow_unused=True)
+                    own = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in
+                           zip(parameters, found, strict=True)]  # sparse: of functional.embedding(..., sparse=True)
+                    total += torch.cat([gradient.flatten() for gradient in own]).to(self.dtype)
+        return total
+
     def prepare(self, x: Inputs) -> BatchSizes:
         """Probe the network and plan its rows on a few examples: the sizes of its batches; later calls return at once.
 

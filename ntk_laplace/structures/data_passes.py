@@ -109,9 +109,11 @@ def selected(model: LinearizedModel, batches: Source, index: Tensor, total: int)
 
 def vjp(model: LinearizedModel, batches: Source, residual: Tensor, max_batch: int | None) -> Tensor:
     """Jᵀr, (P,), for r (N, C): one backward pass per batch, with cotangent r."""
-    total = torch.zeros_like(model.theta)
-    for rows in read_rows(model, batches, residual.unsqueeze(-1), max_batch, "gradient"):
-        total += rows.vjp(rows.f.new_ones(rows.num_examples, 1), model.network.shapes)
+    total, seen, own = torch.zeros_like(model.theta), 0, own_rows(model, batches, residual)
+    for x, _ in read_batches(model, batches, "gradient"):
+        n = num_examples(x)
+        total += model.jacobian_pass.vjp(x, own[seen : seen + n], max_batch, seen)
+        seen += n
     model.settings.reducer.sum_(total)
     return total
 
