@@ -18,7 +18,7 @@ import ntk_laplace as ntkl
 from live_bytes import LiveBytes
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reduction import Reducer
-from ntk_laplace.structures import structure_names
+from ntk_laplace.structures import Auto, structure_names
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.tools.cli import main
 from processes import on_processes
@@ -347,6 +347,23 @@ def test_auto_takes_the_larger_matrix_if_only_that_fits() -> None:
     found = ntkl.laplace(network, data, ntkl.Categorical(), structure="auto",
                          settings=replace(QUIET, memory_budget=full))
     assert found.structure == "full" and "factors the larger matrix" in found.reason
+
+
+def test_auto_takes_no_matrix_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A structure without a matrix is taken where it needs far fewer operations; the end of a training refuses."""
+    network, data = problem(mlp, 900)  # P = 66
+    monkeypatch.setattr(tuning, "EXACT_OPERATIONS", 1e6)
+
+    def chosen(faster: float) -> ntkl.Posterior:
+        monkeypatch.setattr(tuning, "FASTER", faster)
+        return ntkl.laplace(network, data, ntkl.Categorical(), structure="auto", settings=QUIET)
+
+    assert chosen(1.0).structure == "full"  # products with these rows take longer
+    found = chosen(0.01)
+    assert found.structure == "iterative" and "'full' would take 8e+06 operations, so" in found.reason
+    model = Auto(None, 0.125)
+    with pytest.raises(ntkl.UnsupportedError, match=r"at most 1e\+05 operations; got \S+ of 'full'"):
+        ntkl.laplace(network, data, ntkl.Categorical(), structure=model, settings=QUIET)  # type: ignore[arg-type]
 
 
 # --- formulas

@@ -565,7 +565,7 @@ def test_without_memory_for_an_exact_posterior_the_training_structure_stays(monk
     with pytest.warns(ntkl.NTKLaplaceWarning, match=r"no predictive is fitted.* call posterior.calibrate"):
         result = predicted(mlp(1, 5, 1), epochs=10)
     assert result.posterior.structure == "kfac" and result.predictive is None
-    assert "does not fit: expected matrices to fit" in result.posterior.reason
+    assert "there is no exact one: expected matrices to fit" in result.posterior.reason
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from ntk_laplace.structures.checkpoint import restored_model
 from ntk_laplace.structures.data_passes import ModelSignature, digest
 from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.structures.points import present_values
+from ntk_laplace.structures.problem_sample import ProblemSample
 
 _LOG = logging.getLogger("ntk_laplace")
 _FEWEST_NUMBERS = 10  # different whole weights that are taken for numbers of rows
@@ -65,11 +66,11 @@ def laplace(
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
     structure : str or StructureSpec
         Exact: "gp" (function space, (NR)²/2 numbers), "full" (weight space, 2P²), "iterative" (by products alone, with
-        an error bar of the evidence), or "auto", the cheaper of the first two that fits in memory and else the third,
-        explained in ``posterior.reason``. For large data: "nystrom" (the low rank of "iterative" alone), and the
-        approximations "kfac", "ekfac", "inf", "diag". `plan` says what each takes. Or a
-        specification with its options: `FunctionSpace`, `FullWeightSpace`, `Iterative`, `Nystrom`, `KFAC`, `EKFAC`,
-        `INF`, `Diagonal`, or one of your own.
+        an error bar of the evidence), or "auto", the cheaper of the first two that fits in memory, and the third where
+        none fits or where it takes a tenth of more than 3e13 operations (3e15 on a GPU), as ``posterior.reason`` says.
+        For large data: "nystrom" (the low rank of "iterative" alone), and the approximations "kfac", "ekfac", "inf",
+        "diag". `plan` says what each takes. Or a specification with its options: `FunctionSpace`, `FullWeightSpace`,
+        `Iterative`, `Nystrom`, `KFAC`, `EKFAC`, `INF`, `Diagonal`, or one of your own.
     curvature : str or CurvatureType
         "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``CurvatureType("mc", samples, seed)``).
     parameters : optional
@@ -248,7 +249,8 @@ def fitted_to(spec: StructureSpec | Auto, model: LinearizedModel, batches: Batch
         if settings.reducer.world_size == 1 and batches.length is not None:
             model.likelihood.bind(batches.length, model.network.num_outputs)  # forecasts ask for single examples
         if isinstance(spec, Auto):
-            spec, reason = spec.chosen(_problem(model, batches, first))
+            problem = _problem(model, batches, first)
+            spec, reason = spec.chosen(problem, lambda: _sampled(problem, batches))
             _LOG.info(reason)
         if settings.resume is not None and not spec.resumable:
             raise UnsupportedError(
@@ -279,3 +281,10 @@ def _problem(model: LinearizedModel, batches: Batches, x: Inputs) -> Problem:
     alone = reducer.world_size == 1
     n = batches.length or sum(len(y) for _, y in batches) if alone else batches.numbers(reducer)[1]
     return Problem(model, n, model.jacobian_pass.rows(take(x, slice(0, 2))), reducer.world_size)
+
+
+def _sampled(problem: Problem, batches: Batches) -> Problem:
+    """The problem with the spectrum that examples of the first batch show."""
+    model = problem.model
+    sample = ProblemSample.of(model, *batches.first(), problem.num_examples, problem.processes)
+    return sample.problem(model, model.jacobian_pass.rows(sample.x))

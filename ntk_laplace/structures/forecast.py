@@ -15,6 +15,8 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import available_memory, buffer_bytes
 from ntk_laplace.structures.model import LinearizedModel
 
+_EIGH = 10  # flops of eigenvectors over n³
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -210,6 +212,16 @@ class Work:
         """The time at these rates, each in the unit of its attribute per second."""
         pairs = ((getattr(self, entry.name), getattr(rates, entry.name)) for entry in fields(self))
         return sum(amount / rate for amount, rate in pairs if amount)
+
+    @property
+    def algebra(self) -> float:
+        """Floating-point operations of dense linear algebra."""
+        return self.matmul + self.cholesky + _EIGH * self.eigh
+
+    def operations(self, problem: Problem) -> float:
+        """Floating-point operations, about, with those of rows and of products with them."""
+        passes = 2 * (1 + problem.num_outputs)
+        return self.algebra + problem.num_parameters * (passes * self.passes + 4 * self.products)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from ntk_laplace.posterior.fit import fitted_to, linearized, spec_of
 from ntk_laplace.runtime.serialization import load_tensors, module_tensors
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 
+_FITS = 8  # of an exact structure while the end of a training converges, about
+
 
 @dataclass(frozen=True)
 class Model:
@@ -29,7 +31,7 @@ class Model:
     likelihood: Likelihood
     prior: GaussianPrior
     data: Any
-    structure: str | StructureSpec
+    structure: str | StructureSpec | Auto
     curvature: CurvatureType
     dtype: torch.dtype | None
     settings: Settings
@@ -47,13 +49,13 @@ class Model:
     def spec(self) -> StructureSpec | Auto:
         """The structure; "auto" takes none whose evidence is an estimate, because its steps would follow the noise."""
         found = spec_of(self.structure)
-        return Auto(None) if isinstance(found, Auto) else found
+        return Auto(None, None) if isinstance(found, Auto) and found.otherwise else found
 
     def exact(self) -> Model:
         """The same model with an exact posterior; this one if it has one."""
         if self.spec.exact and self.curvature.kind == "ggn":
             return self
-        return replace(self, structure="auto", curvature=CurvatureType.of("ggn"))
+        return replace(self, structure=Auto(None, 1 / _FITS), curvature=CurvatureType.of("ggn"))
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of weights, buffers and hyperparameters."""

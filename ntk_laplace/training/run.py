@@ -162,8 +162,7 @@ class Run:
             except (MemoryBudgetError, UnsupportedError) as error:  # such as a density that only "ef" takes
                 if model is own:
                     raise
-                why = "does not fit" if isinstance(error, MemoryBudgetError) else "is not possible"
-                model, reason = own, f"as in the training, because exact inference {why}: {error}"
+                model, reason = own, f"as in the training, because there is no exact one: {error}"
                 found = own.posterior(quietly=True)
             reason = reason or found.reason
             return found.fitted

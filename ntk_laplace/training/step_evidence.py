@@ -68,7 +68,7 @@ class SubsetEvidence(StepEvidence):
         jacobian_pass = JacobianPass(model.network, model.jacobian_pass.dtype, budget=model.settings.memory_budget)
         plain = replace(model, jacobian_pass=jacobian_pass)
         try:
-            Auto(None).require_memory(Problem(plain, self.examples, plain.jacobian_pass.rows(x)))
+            Auto(None, None).require_memory(Problem(plain, self.examples, plain.jacobian_pass.rows(x)))
         except MemoryBudgetError as error:
             raise _too_many(self.examples, error) from error
 

@@ -37,7 +37,7 @@ from ntk_laplace.structures.weight_likelihood import (
 
 _REMEDY = "Take fewer groups at a time, or fewer training points."
 
-_GRADIENT, _EIGH = 6, 10  # flops of a gradient for each example and parameter, and of eigenvectors over n³
+_GRADIENT = 6  # flops of a gradient for each example and parameter
 
 _MATRICES = 5  # (P, P), at the peak of a Hessian that is written out, inverted and rounded
 
@@ -104,9 +104,8 @@ class Refit:
         if forecast is None or forecast.work is None or forecast.required > memory_of(model):
             return math.inf
         work = forecast.work
-        flops = work.matmul + work.cholesky + _EIGH * work.eigh
         rows = (work.passes * problem.num_columns + work.products) / n
-        return rows + flops / (_GRADIENT * n * problem.num_parameters)
+        return rows + work.algebra / (_GRADIENT * n * problem.num_parameters)
 
 
 @dataclass(eq=False)

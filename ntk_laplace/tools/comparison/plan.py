@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import NTKLaplaceError, UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian, JacobianPass
-from ntk_laplace.jacobian.gram import gram
-from ntk_laplace.model.data import Inputs, num_examples, take
+from ntk_laplace.model.data import Inputs
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
@@ -26,7 +25,7 @@ from ntk_laplace.runtime.meter import Stopwatch
 from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures import Auto, LinearizedModel, Settings, StructureSpec, structure_names
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
-from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.problem_sample import ProblemSample
 from ntk_laplace.tools.comparison.compare import in_words, labels_of
 from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of, notes_of
 
@@ -184,7 +183,7 @@ def plan(
     names = labels_of(structures)
     with torch.inference_mode(False):
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
-    model, batches = linearized(network, data, *own, Auto(None), curvature, parameters=parameters, dtype=dtype,
+    model, batches = linearized(network, data, *own, Auto(None, None), curvature, parameters=parameters, dtype=dtype,
                                 settings=settings, output=output, targets=targets)
     with torch.inference_mode(False), outside_autocast():
         x, y = batches.first()
@@ -230,44 +229,19 @@ class _Probe:
     """Rows of a few examples, and what they and dense linear algebra take on this device."""
 
     def __init__(self, model: LinearizedModel, x: Inputs, y: Tensor, count: int) -> None:
-        self.model, self._count = model, count
-        columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
-        each = Problem(model, count, model.jacobian_pass.rows(take(x, slice(0, 2)))).row_bytes(1)
-        # Λ, S and SᵀJ of one example; what their computation takes beside them
-        each += 4 * model.network.num_outputs * columns * model.jacobian_pass.dtype.itemsize
-        most = max(2, min(tuning.PROBED_EXAMPLES, tuning.WORKING_SET_BYTES // each, num_examples(x)))
-        index = torch.randperm(num_examples(x), generator=torch.Generator().manual_seed(0))[:most]
-        self._x, self._few = take(x, index), min(most, max(2, tuning.PROBED_ROWS // columns))
-        self._dense = _dense_rates(model)
+        self.model, self._sample, self._dense = model, ProblemSample.of(model, x, y, count), _dense_rates(model)
         self._problems: dict[bool, tuple[Problem, Work]] = {}
-        likelihood = model.likelihood.at(index)
-        f = model.network.without_grad(self._x).to(model.jacobian_pass.dtype)
-        targets = likelihood.targets(y[index.to(y.device)], len(index), model.network.num_outputs)
-        points = TrainingPoints(f, targets.to(f.device))
-        with torch.no_grad():
-            self._root = points.root(model.curvature_type, likelihood).detach()
-            joint = count / len(index) * points.log_likelihood(likelihood) - model.prior.energy(model.theta)
-        self._joint = float(joint)
 
     def measured(self, factored: bool) -> tuple[Problem, Work]:
         """The problem with rows in the storage of a structure, and work per second."""
         if factored not in self._problems:
-            given = self.model.jacobian_pass
+            given, sample = self.model.jacobian_pass, self._sample
             own = JacobianPass(given.network, given.dtype, factored, given.sizes.budget)
-            rows, each = _timed(lambda: own.rows(self._x), self.model)
-            few = rows.subset(slice(0, self._few)).weighted(self._root[: self._few])
-            problem = Problem(replace(self.model, jacobian_pass=own), self._count, rows, 1, self._spectrum(few),
-                              self._joint, self._root)
-            passes = rows.num_examples / each
-            rates = replace(self._dense, passes=passes, products=self._products(few))
-            self._problems[factored] = problem, rates
+            rows, each = _timed(lambda: own.rows(sample.x), self.model)
+            passes, products = rows.num_examples / each, self._products(sample.weighted(rows))
+            rates = replace(self._dense, passes=passes, products=products)
+            self._problems[factored] = sample.problem(replace(self.model, jacobian_pass=own), rows), rates
         return self._problems[factored]
-
-    def _spectrum(self, weighted: Jacobian) -> Tensor:
-        """Eigenvalues of SᵀKS of all examples, from those of the sample."""
-        matrix = gram(weighted, self.model.prior.variances())
-        values = torch.linalg.eigvalsh(matrix).clamp_min(0.0).flip(0)
-        return values * (self._count / weighted.num_examples)
 
     def _products(self, weighted: Jacobian) -> float:
         """Examples times vectors that a product forth and back takes in a second."""
