@@ -186,6 +186,20 @@ def test_relevance_is_learned_for_the_inputs_of_a_perceptron() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("examples", "starts"), [(10_000, 2), (10_001, 1)])
+def test_many_examples_have_one_start(examples: int, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, plain = [], torch.optim.Adam
+
+    def made(parameters: Any, lr: float, **options: Any) -> torch.optim.Adam:
+        rates.append(lr)
+        return plain(parameters, lr=lr, **options)
+
+    monkeypatch.setattr(torch.optim, "Adam", made)
+    x = np.linspace(-1.0, 1.0, examples)
+    ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(2,), predictive=None, learning_rate=0.07).fit(x[:, None], x)
+    assert rates.count(0.07) == starts
+
+
 def test_several_precisions_are_several_starts() -> None:
     x, y = sine()
     options = QUICK | {"groups": "layer"}

@@ -168,7 +168,7 @@ def train_with_evidence(
                   targets)
     by_batch = scheduler is not None and scheduler_interval == "batch"
     annealed = optimizer is None and scheduler is None
-    optimizer = _optimizer(_adam if optimizer is None else optimizer, network)
+    optimizer = _optimizer(adam if optimizer is None else optimizer, network)
     if annealed:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     scheduler = _scheduler(scheduler, optimizer, by_batch)
@@ -277,10 +277,10 @@ def _require_length(run: Run, epochs: int) -> None:
                                f"Pass total_steps={steps}, or fewer epochs.")
 
 
-def _adam(parameters: list[nn.Parameter]) -> torch.optim.Adam:
-    """The default: in one kernel where there is one, because the number of calls rules steps of small networks."""
+def adam(parameters: list[nn.Parameter], rate: float = _RATE) -> torch.optim.Adam:
+    """Adam in one kernel where there is one, because the number of calls rules steps of small networks."""
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
-    return torch.optim.Adam(parameters, lr=_RATE, fused=fused or None)
+    return torch.optim.Adam(parameters, lr=rate, fused=fused or None)
 
 
 def _optimizer(given: Any, network: nn.Module) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -43,9 +44,11 @@ from ntk_laplace.tools.estimators.networks import is_module, network_of, with_ou
 from ntk_laplace.tools.estimators.tables import Array, Standardized, require_numbers
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory, EvidenceSchedule, train_from_starts, train_with_evidence
+from ntk_laplace.training.train import adam
 
 _FOLDS = 5  # of predictive="folds"
-_PRECISIONS = (1.0, 0.1)  # prior precisions that the training of an "mlp" starts from
+# prior precisions that the training of an "mlp" starts from; of more examples the second start changes next to nothing
+_PRECISIONS, _FEW = (1.0, 0.1), 10_000
 
 
 class _Fitted(BaseEstimator):
@@ -98,7 +101,7 @@ class LaplaceEstimator(_Fitted):
         self._constant = np.ptp(x, axis=0) <= 4 * np.finfo(x.dtype).eps * np.abs(x).max(0)  # up to rounding
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = Settings(progress=bool(self.verbose))
-        precision, groups = self._precision, self._prior_groups(x.shape[1])
+        precision, groups = self._precision(len(x)), self._prior_groups(x.shape[1])
         starts = list(precision) if isinstance(precision, (Sequence, np.ndarray)) else None
         spread = self._spread if isinstance(groups, str) and groups == "input" else 1.0
         prior = GaussianPrior(precision if starts is None else 1.0, groups=groups, spread=spread)
@@ -122,7 +125,7 @@ class LaplaceEstimator(_Fitted):
             else:
                 options = {
                     "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
-                    "optimizer": lambda weights: torch.optim.Adam(weights, lr=self.learning_rate),
+                    "optimizer": partial(adam, rate=self.learning_rate),
                     "predictive": self.predictive and "loo", "batch_size": self.batch_size, "settings": settings,
                 } | self._schedules()
                 with _untold():
@@ -151,12 +154,11 @@ class LaplaceEstimator(_Fitted):
         """Options of the training that are not those of `train_with_evidence`."""
         return {}
 
-    @property
-    def _precision(self) -> Any:
-        """`precision`; of "auto" two for a perceptron, and 1 for another network."""
+    def _precision(self, examples: int = 1) -> Any:
+        """`precision`; of "auto" two for a perceptron and not too many examples, else 1."""
         if not (isinstance(self.precision, str) and self.precision == "auto"):
             return self.precision
-        return _PRECISIONS if isinstance(self.network, str) else 1.0
+        return _PRECISIONS if isinstance(self.network, str) and examples <= _FEW else 1.0
 
     def _prior_groups(self, features: int) -> Any:
         """`groups`; of "auto" those of a perceptron's inputs, if there are not too many, else those of the layers."""
@@ -193,7 +195,7 @@ class LaplaceEstimator(_Fitted):
         """Refuse what no later check names by the parameter of the estimator."""
         require_whole("epochs", self.epochs, 1, "Pass epochs=100, for instance.")
         require_number("a positive learning_rate", self.learning_rate, "Pass learning_rate=0.02.", above=0)
-        precision = self._precision
+        precision = self._precision()
         several = isinstance(precision, (Sequence, np.ndarray)) and not isinstance(precision, str)
         each = list(precision) if several else [precision]
         named = isinstance(precision, (Mapping, Tensor))  # the prior checks these

@@ -44,7 +44,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Of "mlp".
     precision : float, sequence of float, or "auto"
         Prior precision at the start. Of several, the network is trained from each, and leave-one-out chooses
-        (`train_from_starts`). "auto": 1 and 0.1 if the network is "mlp", else 1.
+        (`train_from_starts`). "auto": 1 and 0.1 if the network is "mlp" and there are at most 10,000 examples, else 1.
     groups : {"auto", "input", "layer", "all", "tensor"} or mapping
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 128 features and the structure supports it, else those of each layer. The spread
