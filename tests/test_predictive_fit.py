@@ -369,6 +369,17 @@ def test_structured_posteriors_leave_out_some_points() -> None:
         sampled.fit_predictive()
 
 
+def test_of_many_points_some_are_left_out() -> None:
+    torch.manual_seed(0)
+    x = torch.linspace(-1.0, 1.0, 50_001).double()[:, None]
+    network, data = nn.Linear(1, 1).double(), (x, x + 0.1 * torch.randn(len(x), 1).double())
+    network.weight.data.fill_(1.0), network.bias.data.zero_()
+    posterior = ntkl.laplace(network, data, ntkl.Gaussian(0.04), structure="full").refit()
+    fit, whole = (posterior.fit_predictive(points=points) for points in (None, range(50_001)))
+    assert (fit.num_points, whole.num_points) == (50_000, 50_001)
+    assert fit.noise == pytest.approx(whole.noise, rel=1e-3) and fit.noise == pytest.approx(0.25, rel=0.05)
+
+
 def test_named_points_with_noise_of_their_own() -> None:
     x, y = line()
     likelihood = ntkl.Gaussian(0.02 + 0.1 * torch.rand(25).double())

@@ -20,7 +20,8 @@ from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if import Indices, drawn
 
-_LEFT_OUT = 300  # training points, where the structure is fitted again without them
+# training points that are left out at most: of an exact structure, and of others, which are fitted again without them
+_MOST_LEFT_OUT, _LEFT_OUT = 50_000, 300
 _TEMPERATURES = {"draws": "temperature", "average": "average_temperature", "network": "temperature"}
 
 
@@ -48,8 +49,8 @@ class CalibrationVerbs(PredictionVerbs):
             of the noise covariance), or "common" alone (one factor for c and s, in closed form). By default scale and
             temperature of classes, scale and noise of a Gaussian, the scale of others.
         points, seed : optional
-            Which training points are left out, as in `leave_one_out`. By default all for an exact structure, and 300
-            drawn at random for the others, which are fitted again without them.
+            Which training points are left out, as in `leave_one_out`. By default all for an exact structure, but of
+            more than 50,000 as many drawn at random; and 300 drawn for the others, which are fitted again without them.
         strict : bool
             Raise an error if leave-one-out is not to be trusted. False fits all the same, and warns.
 
@@ -207,8 +208,9 @@ class CalibrationVerbs(PredictionVerbs):
         if fitted.curvature_type.kind != "ggn":
             raise UnsupportedError('curvature="ggn" for the objective "loo"', f"curvature={self.curvature_type.kind!r}",
                                    "Pass held-out data, calibrate(data).")
-        if points is None and not fitted.exact:
-            points = min(_LEFT_OUT, self.num_examples)
+        most = _MOST_LEFT_OUT if fitted.exact else _LEFT_OUT
+        if points is None and (self.num_examples > most or not fitted.exact):
+            points = min(most, self.num_examples)
         if points is None:
             index: Tensor | slice = slice(None)
             found = leave_one_out(fitted, samples=1)  # the draws are for its densities, which are not used here
