@@ -10,9 +10,8 @@ import numpy as np
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.tools.cli.estimator_file import load_estimator
-from ntk_laplace.tools.cli.files import require_writable
+from ntk_laplace.tools.cli.files import is_estimator, require_writable
 from ntk_laplace.tools.cli.model import bring, settings_of
-from ntk_laplace.tools.cli.options import is_estimator
 
 
 def run(options: argparse.Namespace) -> None:

@@ -8,10 +8,9 @@ import ntk_laplace as ntkl
 from ntk_laplace.model.data import take
 from ntk_laplace.tools.cli.estimator_file import load_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
-from ntk_laplace.tools.cli.files import require_writable
+from ntk_laplace.tools.cli.files import is_estimator, require_writable
 from ntk_laplace.tools.cli.model import bring
 from ntk_laplace.tools.cli.new_examples import read_new
-from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.table_columns import require_sources
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 

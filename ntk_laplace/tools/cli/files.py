@@ -1,4 +1,4 @@
-"""Files of the command: whether one is there to be read, and whether one can be written, before the work."""
+"""Files of the command: what one is, whether one is there to be read, or can be written, before the work."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import tempfile
 from pathlib import Path
 
 from ntk_laplace.errors import DataError
+
+
+def is_estimator(path: Path) -> bool:
+    """Whether the name is that of an estimator's file."""
+    return path.suffix.lower() == ".joblib"
 
 
 def require_file(path: Path, what: str) -> None:

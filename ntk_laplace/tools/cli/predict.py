@@ -17,10 +17,9 @@ from ntk_laplace.model.likelihoods import PerOutput
 from ntk_laplace.posterior.fit import spec_of
 from ntk_laplace.tools.cli.described import describe, tell_first, tell_scores
 from ntk_laplace.tools.cli.estimator_file import load_estimator
-from ntk_laplace.tools.cli.files import require_writable
+from ntk_laplace.tools.cli.files import is_estimator, require_writable
 from ntk_laplace.tools.cli.model import bring
 from ntk_laplace.tools.cli.new_examples import read_new
-from ntk_laplace.tools.cli.options import is_estimator
 from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_table, scored_words
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
 
