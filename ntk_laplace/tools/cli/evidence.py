@@ -16,8 +16,7 @@ from ntk_laplace.tools.cli.model import bring, settings_of
 
 def run(options: argparse.Namespace) -> None:
     """Load, compare, print, write. Finished rows are printed before a `ComparisonInterrupted` goes on."""
-    for path in (options.json, options.plot):
-        require_writable(path, options)
+    require_writable(options, options.json, options.plot)
     first = settings_of(options).reducer.rank == 0  # of several processes one prints and writes
     try:
         found = (_of_estimator if is_estimator(options.network[0]) else _of_network)(options)

@@ -17,7 +17,7 @@ from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
 def run(options: argparse.Namespace) -> None:
     """Load, fit, explain, write."""
-    require_writable(options.out, options)
+    require_writable(options, options.out)
     page, sources = (_of_estimator if is_estimator(options.network[0]) else _of_network)(options)
     page.write(options.out)
     if sources:
@@ -29,7 +29,7 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     model = bring(options)
     files, labels = model.files, model.files.sources
     if labels is not None:
-        require_sources(labels, options.data, options.source)
+        require_sources(labels, options)
     x, y = files.inputs(options.inputs, "inputs to explain")
     model.check(x)
     x, y = take(x, slice(options.most)), None if y is None else y[: options.most]
@@ -50,7 +50,7 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
 
 def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     estimator = load_estimator(options)
-    new = read_new(estimator, options.inputs, "inputs to explain", options.drop, options.skip_unknown)
+    new = read_new(estimator, options, "inputs to explain")
     if new.skipped:
         print(f"{new.skipped_words}\n")
     new = new.subset(slice(options.most))

@@ -35,8 +35,7 @@ _EXPLAINED = 200  # held-out rows on the page at most
 def run(options: argparse.Namespace) -> None:
     """Read, split, train, score, write."""
     table, saved, page = (options.out / name for name in ("predictions.csv", "model.joblib", "explanations.html"))
-    for file in (table, saved, page):
-        require_writable(file, options, made=True)
+    require_writable(options, table, saved, page, made=True)
     if options.data.is_dir() and options.out.resolve().is_relative_to(options.data.resolve()):
         raise ntkl.DataError("a folder outside of the data for the results", f"--out {options.out}",
                              "Name another: the next run would read the results as images.")
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     rest = np.setdiff1d(np.arange(len(examples.y)), held_out)
     training, new = examples.subset(rest), examples.subset(held_out)
     if training.sources is not None:
-        require_sources(training.sources, options.data, options.source)
+        require_sources(training.sources, options)
     print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
     if examples.columns is not None and str(examples.columns):
         print(textwrap.fill(str(examples.columns), _WIDTH))

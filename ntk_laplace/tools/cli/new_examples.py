@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,31 +24,19 @@ from ntk_laplace.tools.cli.values import scored_classes, scored_numbers
 from ntk_laplace.tools.cli.words import first_few
 
 
-def read_new(
-    estimator: Estimator, path: Path, what: str, dropped: Sequence[str] | None = None, skip: bool = False
-) -> Examples:
-    """Read examples.
-
-    Parameters
-    ----------
-    estimator : Estimator
-    path : Path
-    what : str
-        What they are, for messages.
-    dropped : sequence of str, optional
-        Columns of a table that are no inputs, beside those that the model knows.
-    skip : bool
-        Whether to skip rows of a table with inputs that the model does not know.
+def read_new(estimator: Estimator, options: argparse.Namespace, what: str) -> Examples:
+    """Read the inputs that the options name; `what` says in messages what they are.
 
     Raises
     ------
     DataError
         If they cannot be read, or columns, shapes or classes are others than in the training data.
     """
+    path: Path = options.inputs
     if is_table(path):
-        return _table(estimator, path, what, dropped or (), skip)
-    require_no_dropped(path, dropped)
-    if skip:
+        return _table(estimator, path, what, options.drop or (), options.skip_unknown)
+    require_no_dropped(path, options.drop)
+    if options.skip_unknown:
         raise DataError("a table, for --skip-unknown", f"{path}", "Leave it out.")
     return _folder(estimator, path) if path.is_dir() else _arrays(estimator, path, what)
 

@@ -11,7 +11,7 @@ from ntk_laplace.tools.cli.model import bring
 
 def run(options: argparse.Namespace) -> None:
     """Load, forecast, print, write."""
-    require_writable(options.json, options)
+    require_writable(options, options.json)
     model = bring(options)
     found = ntkl.plan(*model.given, options.structures, processes=options.processes, **model.options)
     print(found)

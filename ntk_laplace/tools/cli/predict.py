@@ -32,8 +32,7 @@ def run(options: argparse.Namespace) -> None:
         _of_estimator(options)
         return
     page_path = options.out.with_suffix(".html")
-    for path in (options.out, page_path):
-        require_writable(path, options)
+    require_writable(options, options.out, page_path)
     model = bring(options)
     x, y = model.files.inputs(options.inputs, "inputs to predict")
     model.check(x)
@@ -77,9 +76,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _of_estimator(options: argparse.Namespace) -> None:
     """The table of ``ntk-laplace fit`` for other inputs."""
-    require_writable(options.out, options)
+    require_writable(options, options.out)
     estimator = load_estimator(options)
-    new = read_new(estimator, options.inputs, "inputs to predict", options.drop, options.skip_unknown)
+    new = read_new(estimator, options, "inputs to predict")
     found = describe(estimator.model, new.x, new.y, estimator.targets, options.level)
     predictions = pandas.concat([new.named, pandas.DataFrame(found.columns)], axis=1)
     new.whole(predictions).to_csv(options.out, index=False)

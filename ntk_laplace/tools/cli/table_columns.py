@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -104,13 +105,13 @@ def require_no_dropped(path: Path, dropped: Sequence[str] | None) -> None:
         raise DataError("a table, for --drop COLUMN", f"{path}", "Leave --drop out.")
 
 
-def require_sources(labels: Iterable[Any], path: Path, name: str) -> None:
+def require_sources(labels: Iterable[Any], options: argparse.Namespace) -> None:
     """Refuse one source, and as many sources as rows (DataError); `source_effects` does so after the work."""
-    names = [str(label) for label in labels]
+    names, where = [str(label) for label in labels], f"{options.source!r} of {options.data}"
     if len(set(names)) == 1:
-        raise DataError(f"at least two sources in {name!r} of {path}", f"{names[0]!r} in each of {len(names):,} "
+        raise DataError(f"at least two sources in {where}", f"{names[0]!r} in each of {len(names):,} "
                         "training rows", "Name another column, or leave --group out.")
     if len(set(names)) == len(names):
-        raise DataError(f"sources of several rows in {name!r} of {path}", f"another one in each of {len(names):,} "
+        raise DataError(f"sources of several rows in {where}", f"another one in each of {len(names):,} "
                         f"training rows, such as {names[0]!r}", "Name another column, or leave --group out: the page "
                         "has the effects of single rows.")
