@@ -174,27 +174,21 @@ def _label(structure: str | StructureSpec) -> str:
 
 def in_words(likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType) -> str:
     """Likelihood, prior and curvature of a table's heading."""
-    return f"{_likelihood(likelihood)}, {_precisions(prior)}, curvature {curvature_type.kind}"
+    precisions = _values(prior.precision.detach(), "prior precision", "prior precisions")
+    return f"{_likelihood(likelihood)}, {precisions}, curvature {curvature_type.kind}"
 
 
 def _likelihood(likelihood: Likelihood) -> str:
     """Class name and hyperparameters, which likelihoods store as logarithms."""
-    told = [_values(name.removeprefix("log_"), p.detach().exp()) for name, p in likelihood.named_parameters()
-            if name.startswith("log_") and p.numel()]
+    told = [_values(p.detach().exp(), name.removeprefix("log_"), f"values of {name.removeprefix('log_')}")
+            for name, p in likelihood.named_parameters() if name.startswith("log_") and p.numel()]
     return type(likelihood).__name__ + (f" ({', '.join(told)})" if told else "")
 
 
-def _values(name: str, values: Tensor) -> str:
+def _values(values: Tensor, one: str, several: str) -> str:
     if values.numel() == 1:
-        return f"{name} {values.item():g}"
-    return f"{values.numel():,} values of {name} from {values.min().item():g} to {values.max().item():g}"
-
-
-def _precisions(prior: GaussianPrior) -> str:
-    values = prior.precision.detach()
-    if values.numel() == 1:
-        return f"prior precision {values.item():g}"
-    return f"{values.numel()} prior precisions from {values.min().item():g} to {values.max().item():g}"
+        return f"{one} {values.item():g}"
+    return f"{values.numel():,} {several} from {values.min().item():g} to {values.max().item():g}"
 
 
 def _tell(text: str, settings: Settings) -> None:
