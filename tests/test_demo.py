@@ -18,9 +18,10 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace.tools.demo import data, run_demo
 from ntk_laplace.tools.demo.networks import cnn, mlp, seeded, train_map
+from ntk_laplace.tools.demo.page import EVIDENCE, evidence_rows
 from ntk_laplace.tools.demo.pictures import support_of_prediction
 from ntk_laplace.tools.demo.problems import miniature, problems
-from ntk_laplace.tools.demo.screen import evidence_table
+from ntk_laplace.tools.demo.screen import table
 from ntk_laplace.tools.demo.study import score_candidates, settled
 
 SCORES = {"log_likelihood", "map_log_likelihood", "calibrated_log_likelihood"}
@@ -195,7 +196,8 @@ def test_one_run_compares_the_structures(finished: tuple[Path, dict[str, Any], s
         assert row["fit_seconds"] > 0 and not row["note"].startswith(("refused", "failed"))
         for shown in (text, page):
             assert f"{row['evidence']:.3f}" in shown and f"{row['log_det']:.3f}" in shown
-    assert f"{found['iterative']['evidence']:.3f} ± {found['iterative']['standard_error']:.2g}" in page
+    iterative = f"<td>{found['iterative']['evidence']:.3f}</td><td>{found['iterative']['standard_error']:.2g}</td>"
+    assert iterative in page
     assert "structures.png" in summary["pictures"] and "Evidence under every structure" in page
 
 
@@ -212,7 +214,7 @@ def test_every_picture_is_written_and_in_the_report(finished: tuple[Path, dict[s
     assert page.count("<img ") == page.count('src="data:image/png;base64,') == 9
     assert "http://" not in page and "https://" not in page
     for run in summary["runs"].values():
-        assert f"{run['evidence_gp']:.8f}" in page
+        assert f"{run['evidence_gp']:#.10g}" in page
 
 
 @pytest.mark.slow
@@ -241,5 +243,6 @@ def test_evidence_table_fits_eighty_columns() -> None:
     run = dict(n=1500, outputs=10, parameters=12345, evidence_gp=-1234.567890123, evidence_full=-1234.567890124,
                relative_difference=1e-12, seconds=103.4)
     screen = io.StringIO()
-    Console(file=screen, width=80).print(evidence_table({"a": run}, {"a": "Digits 4 and 9"}))
+    rows = evidence_rows({"Digits 4 and 9": run})
+    Console(file=screen, width=80).print(table("evidence", EVIDENCE, rows, words=1))
     assert "…" not in screen.getvalue() and "-1234.567890" in screen.getvalue()

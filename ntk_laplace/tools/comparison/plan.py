@@ -27,7 +27,7 @@ from ntk_laplace.structures import Auto, LinearizedModel, Settings, StructureSpe
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.problem_sample import ProblemSample
 from ntk_laplace.tools.comparison.compare import in_words, labels_of
-from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of, notes_of
+from ntk_laplace.tools.comparison.rows import Rows, aligned, notes_of
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,7 @@ class Plan(Rows[StructurePlan]):
                       ("time", "shared_seconds", duration), ("sent", "communication", format_bytes)]
         columns = [["structure", *(row.structure for row in self.rows)]]
         for heading, name, form in forms:
-            values = [getattr(row, name) for row in self.rows]
-            cells = cells_of(values, form)
+            cells = self._cells(name, form)
             if heading == "fits":
                 sizes = [getattr(row, name.replace("fits", "memory")) or 0 for row in self.rows]
                 pairs = zip(cells, sizes, strict=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of, plus_minus
+from ntk_laplace.tools.comparison.rows import Rows, aligned, plus_minus
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -214,9 +214,8 @@ class ModelComparison(Rows[ModelScores]):
             head += f"; conditional: given {_counted(self.m, 'point')}, the others {how}"
         columns = [["model", *(row.name for row in self.rows)], ["structure", *(row.structure for row in self.rows)]]
         for name, (heading, form) in _HEADINGS.items():
-            values = [getattr(row, name) for row in self.rows]
-            if any(value is not None for value in values):
-                cells = cells_of(values, form.format)
+            if any(getattr(row, name) is not None for row in self.rows):
+                cells = self._cells(name, form.format)
                 if name in _TRUST:
                     good = [getattr(row, _TRUST[name]) for row in self.rows]
                     cells = [c + "*" * (trusted is False) for c, trusted in zip(cells, good, strict=True)]

@@ -47,10 +47,9 @@ class Rows(Generic[Row]):
         """All numbers in full precision, as a JSON object keyed by attribute name."""
         return json.dumps(asdict(self), indent=2)
 
-
-def cells_of(values: Iterable[Any], form: Callable[[Any], str]) -> list[str]:
-    """The cells of a column; a dash for None."""
-    return ["-" if value is None else form(value) for value in values]
+    def _cells(self, name: str, form: Callable[[Any], str]) -> list[str]:
+        """The cells of an attribute's column; a dash for None."""
+        return ["-" if (value := getattr(row, name)) is None else form(value) for row in self.rows]
 
 
 def plus_minus(error: float) -> tuple[str, int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ntk_laplace.runtime.resources import format_bytes
-from ntk_laplace.tools.comparison.rows import Rows, aligned, cells_of, notes_of
+from ntk_laplace.tools.comparison.rows import Rows, aligned, notes_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,6 +15,13 @@ if TYPE_CHECKING:
 
 _OPTIONAL = ("difference", "correction", "standard_error", "elbo", "elbo_error", "importance",
              "importance_error")
+_FORMS = {
+    "evidence": ("evidence", "{:.3f}"), "standard_error": ("±", "{:.2g}"), "difference": ("difference", "{:+.4g}"),
+    "log_det": ("log det B", "{:.3f}"), "log_joint": ("log joint", "{:.3f}"), "correction": ("correction", "{:.3g}"),
+    "elbo": ("ELBO", "{:.3f}"), "elbo_error": ("ELBO ±", "{:.2g}"), "importance": ("importance", "{:.3f}"),
+    "importance_error": ("imp. ±", "{:.2g}"), "fit_seconds": ("fit s", "{:.2f}"),
+    "evidence_seconds": ("evid. s", "{:.2f}"),
+}
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,25 @@ class EvidenceComparison(Rows[StructureEvidence]):
     num_parameters: int
     model: str
 
+    def columns(self) -> list[list[str]]:
+        """Columns of the table, each with its heading first, without those of the optional ones that are empty."""
+        columns = [["structure", *(row.structure for row in self.rows)]]
+        for name, (heading, form) in _FORMS.items():
+            values = [getattr(row, name) for row in self.rows]
+            cells = self._cells(name, form.format)
+            if name == "evidence":  # "refused" or "failed"; the full reason is below the table
+                cells = [row.note.partition(":")[0] if row.evidence is None else cell
+                         for row, cell in zip(self.rows, cells, strict=True)]
+            if name == "difference":
+                cells = ["exact" if row.structure == self.exact else cell
+                         for row, cell in zip(self.rows, cells, strict=True)]
+            if name.endswith("_error"):
+                values = [value or None for value in values]  # not a column of zeros
+                cells = ["" if value is None else form.format(value) for value in values]
+            if name not in _OPTIONAL or any(value is not None for value in values):
+                columns.append([heading, *cells])
+        return [*columns, ["memory", *self._cells("peak_memory", format_bytes)]]
+
     def plot(self) -> Figure:
         """Evidence, time and memory side by side, one row per structure."""
         from ntk_laplace.plotting import evidence_comparison
@@ -111,35 +136,8 @@ class EvidenceComparison(Rows[StructureEvidence]):
         """A table of at most 80 columns if labels are short, followed by notes and reasons for missing values."""
         sizes = (("N", self.num_examples), ("C", self.num_outputs), ("P", self.num_parameters))
         head = ", ".join(f"{letter} = {count:,}" for letter, count in sizes if count is not None)
-        table = aligned(_columns(self.rows, self.exact))
-        lines = ["Log marginal likelihood, in nats", textwrap.fill(f"{head}; {self.model}", 80), "", *table, ""]
+        lines = ["Log marginal likelihood, in nats", textwrap.fill(f"{head}; {self.model}", 80), "",
+                 *aligned(self.columns()), ""]
         if self.exact is not None:
             lines.append(f"difference: from {self.exact}, which is exact for this curvature")
         return "\n".join([*lines, *notes_of(self.rows)]).rstrip("\n")
-
-
-def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[str]]:
-    """Columns with their headings, without those of the optional ones that are empty."""
-    forms = {
-        "evidence": ("evidence", "{:.3f}"), "±": ("standard_error", "{:.2g}"),
-        "difference": ("difference", "{:+.4g}"), "log det B": ("log_det", "{:.3f}"),
-        "log joint": ("log_joint", "{:.3f}"), "correction": ("correction", "{:.3g}"),
-        "ELBO": ("elbo", "{:.3f}"), "ELBO ±": ("elbo_error", "{:.2g}"),
-        "importance": ("importance", "{:.3f}"), "imp. ±": ("importance_error", "{:.2g}"),
-        "fit s": ("fit_seconds", "{:.2f}"), "evid. s": ("evidence_seconds", "{:.2f}"),
-    }
-    columns = [["structure", *(row.structure for row in rows)]]
-    for heading, (name, form) in forms.items():
-        values = [getattr(row, name) for row in rows]
-        cells = cells_of(values, form.format)
-        if name == "evidence":  # "refused" or "failed"; the full reason is below the table
-            gone = [row.note.partition(":")[0] for row in rows]
-            cells = [word if value is None else cell for word, value, cell in zip(gone, values, cells, strict=True)]
-        if name == "difference":
-            cells = ["exact" if row.structure == exact else cell for row, cell in zip(rows, cells, strict=True)]
-        if name in ("standard_error", "elbo_error", "importance_error"):
-            values = [value or None for value in values]  # not a column of zeros
-            cells = ["" if value is None else form.format(value) for value in values]
-        if name not in _OPTIONAL or any(value is not None for value in values):
-            columns.append([heading, *cells])
-    return [*columns, ["memory", *cells_of((row.peak_memory for row in rows), format_bytes)]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ntk_laplace.tools.demo.pictures import Picture
@@ -12,6 +12,7 @@ from ntk_laplace.tools.report import Page
 EXPLORER = "explanations.html"
 """File name of the interactive page of explanations."""
 
+EVIDENCE = ("run", "N", "C", "P", "function space", "weight space", "diff.", "sec.")
 SCORES = ("run", "score", "network", "calibrated", "posterior")
 _LABELS = {
     "accuracy": ("accuracy", "{:.1%}"),
@@ -21,6 +22,17 @@ _LABELS = {
     "coverage_90": ("inside 90% intervals", "{:.1%}"),
     "unseen_auroc": ("other digits (AUROC)", "{:.3f}"),
 }
+
+
+def evidence_rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Evidence of every run, by its title, from function space and weight space, in nats."""
+    return [
+        (
+            title, f"{run['n']:,}", str(run["outputs"]), f"{run['parameters']:,}", f"{run['evidence_gp']:#.10g}",
+            f"{run['evidence_full']:#.10g}", f"{run['relative_difference']:.0e}", f"{run['seconds']:.1f}",
+        )
+        for title, run in runs.items()
+    ]
 
 
 def score_rows(studies: Sequence[Study]) -> list[tuple[str, ...]]:
@@ -90,30 +102,22 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
         "Function space factors a matrix with a row for each example and output, weight space one with a row for each "
         "parameter. Same model, same number: that is the check on everything else on this page."
     )
-    columns = ("run", "examples", "outputs", "parameters", "function space", "weight space", "relative difference")
-    rows = [
-        (
-            found.problem.title, f"{found.summary['n']:,}", str(found.summary["outputs"]),
-            f"{found.summary['parameters']:,}", f"{found.summary['evidence_gp']:.8f}",
-            f"{found.summary['evidence_full']:.8f}", f"{found.summary['relative_difference']:.0e}",
-        )
-        for found in studies
-    ]
-    page.table("Log marginal likelihood of the training data, in nats", columns, rows)
+    runs = {found.problem.title: found.summary for found in studies}
+    page.table("Log marginal likelihood of the training data, in nats, of N examples, C outputs and P parameters; the "
+               "difference is relative", EVIDENCE, evidence_rows(runs))
     trained = [
         (
-            found.problem.title, found.problem.network,
-            ", ".join(f"{value:.3g}" for value in found.summary["prior_precisions"]),
-            _noise(found.summary["noise_variance"]),
-            f"{found.summary['newton_decrement']:.2g}", f"{found.summary['effective_parameters']:.1f}",
-            f"{found.summary['variance_relative_difference']:.0e}", f"{found.summary['seconds']:.1f}",
+            found.problem.title, found.problem.network, ", ".join(f"{value:.3g}" for value in run["prior_precisions"]),
+            "none" if run["noise_variance"] is None else f"{run['noise_variance']:.3g}",
+            f"{run['newton_decrement']:.2g}", f"{run['effective_parameters']:.1f}",
+            f"{run['variance_relative_difference']:.0e}",
         )
-        for found in studies
+        for found, run in zip(studies, runs.values(), strict=True)
     ]
     page.table(
         "How the networks were trained, and how their posteriors agree",
         ("run", "network", "prior precisions", "noise variance", "Newton decrement", "effective parameters",
-         "variances differ by", "seconds"),
+         "variances differ by"),
         trained,
     )
     page.paragraph(
@@ -131,30 +135,16 @@ def _structures(page: Page, studies: Sequence[Study], picture: Picture) -> None:
         "(kfac), second moments in its eigenvectors (ekfac), the largest of these with a correction that keeps the "
         "exact diagonal (inf), or the diagonal alone (diag). Here all of them fit, and one sees what each gives away."
     )
-    columns = ("structure", "evidence", "difference", "log det B", "fit, seconds", "evidence, seconds", "MiB")
     for found in studies:
         if found.comparison is None:
             continue
-        rows = [
-            (
-                row.structure,
-                f"{row.evidence:.3f}" + (f" ± {row.standard_error:.2g}" if row.standard_error else ""),
-                "exact" if row.difference is None else f"{row.difference:+.4g}", f"{row.log_det:.3f}",
-                f"{row.fit_seconds:.3f}", f"{row.evidence_seconds:.3f}",
-                "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.1f}",
-            )
-            for row in found.comparison.rows
-        ]
-        page.table(f"{found.problem.title}: log marginal likelihood by structure, in nats, ± its standard error",
+        columns, *rows = zip(*found.comparison.columns(), strict=True)
+        page.table(f"{found.problem.title}: log marginal likelihood by structure, in nats; ± is its standard error",
                    columns, rows)
         for row in found.comparison.rows:
             if row.note:
                 page.paragraph(f"{row.structure}: {row.note}")
     _show(page, picture)
-
-
-def _noise(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3g}"
 
 
 def _show(page: Page, *pictures: Picture) -> None:

@@ -15,7 +15,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.tools.demo import page, pictures
 from ntk_laplace.tools.demo.pictures import Picture
 from ntk_laplace.tools.demo.problems import DIABETES, DIGITS, DIGITS_PAIR, Problem, miniature, problems, toys
-from ntk_laplace.tools.demo.screen import Screen, evidence_table, score_table
+from ntk_laplace.tools.demo.screen import Screen, table
 from ntk_laplace.tools.demo.study import Choice, Study, settled, study
 
 _EXPLAINED = 200  # held-out images on the page of explanations
@@ -105,12 +105,14 @@ def _explorer(found: Study) -> ntkl.ExplorerPage:
 
 
 def _show(console: Console, studies: list[Study], summary: dict[str, Any], out: Path) -> None:
-    titles = {found.problem.name: found.problem.title for found in studies}
-    console.print(evidence_table(summary["runs"], titles))
+    evidence = page.evidence_rows({found.problem.title: found.summary for found in studies})
+    console.print(table("Evidence of one network from two spaces (nats)", page.EVIDENCE, evidence, 1,
+                        "N examples, C outputs, P parameters; sec. with all training"))
     for found in studies:
         if found.comparison is not None:
             console.print(f"{found.problem.title}\n{found.comparison}\n", soft_wrap=True, highlight=False, markup=False)
-    console.print(score_table(page.score_rows(studies), page.SCORES))
+    console.print(table("Held-out scores: network, calibrated network, posterior", page.SCORES,
+                        page.score_rows(studies), 2))
     console.print(f"{summary['seconds']:.0f} s; written to {out}:", soft_wrap=True, highlight=False, markup=False)
     for name in ("report.html", page.EXPLORER, "summary.json", *summary["pictures"]):
         console.print(f"  {out / name}", soft_wrap=True, highlight=False, markup=False)

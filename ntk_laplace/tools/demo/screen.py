@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -48,31 +47,13 @@ class Screen:
             self.console.print(f"[{self.seconds:5.1f} s] {what}", markup=False, highlight=False, soft_wrap=True)
 
 
-def evidence_table(runs: dict[str, dict[str, Any]], titles: dict[str, str]) -> Table:
-    """Evidence of every run from function space and weight space, in nats."""
-    table = _table("Evidence of one network from two spaces (nats)")
-    for name in ("run", "N", "C", "P", "function space", "weight space", "diff.", "sec."):
-        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
-    for name, run in runs.items():
-        table.add_row(
-            titles[name], f"{run['n']:,}", str(run["outputs"]), f"{run['parameters']:,}", f"{run['evidence_gp']:#.10g}",
-            f"{run['evidence_full']:#.10g}", f"{run['relative_difference']:.0e}", f"{run['seconds']:.1f}",
-        )
-    table.caption = "N examples, C outputs, P parameters; sec. with all training"
-    return table
-
-
-def score_table(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> Table:
-    """Held-out scores of the network, the calibrated network and the posterior."""
-    table = _table("Held-out scores: network, calibrated network, posterior")
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], words: int, caption: str = "") -> Table:
+    """A table whose first columns are words; a first word is written once for all rows that have it."""
+    found = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False,
+                  collapse_padding=True, caption=caption or None, caption_justify="left")
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
+        found.add_column(name, justify="left" if index < words else "right", no_wrap=True)
     for before, row in zip([None, *rows], rows, strict=False):
         repeated = before is not None and before[0] == row[0]
-        table.add_row("" if repeated else row[0], *row[1:])
-    return table
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False,
-                 collapse_padding=True, caption_justify="left")
+        found.add_row("" if repeated else row[0], *row[1:])
+    return found
