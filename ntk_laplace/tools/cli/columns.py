@@ -33,21 +33,12 @@ _OTHERS = "--skip-unknown predicts the others"
 
 @dataclass(frozen=True)
 class InputColumns:
-    """The columns of inputs of the training data, and how each becomes numbers.
+    """The columns of inputs of the training data, and how each becomes numbers."""
 
-    Attributes
-    ----------
-    names : list of str
-        Columns of the table.
-    categories : dict of str to list of str
-        Sorted values of the columns of categories: each value becomes a column of 0 and 1.
-    filled : dict of str to float
-        What replaces missing numbers, for the columns that may have gaps; 0 in each column of a category. Each gets one
-        more column, which is 1 where a value is missing.
-    """
-
-    names: list[str]
-    categories: dict[str, list[str]]
+    names: list[str]  # columns of the table
+    categories: dict[str, list[str]]  # sorted values of the columns of categories: each becomes a column of 0 and 1
+    # what replaces missing numbers, for the columns that may have gaps; 0 in each column of a category. Each gets one
+    # more column, which is 1 where a value is missing
     filled: dict[str, float]
 
     @classmethod

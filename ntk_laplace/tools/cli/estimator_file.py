@@ -29,32 +29,15 @@ _TOLD = "_command"  # the attribute with what the command knows beyond the estim
 
 @dataclass(frozen=True)
 class Estimator:
-    """A fitted estimator, and what its data are.
-
-    Attributes
-    ----------
-    model : LaplaceRegressor or LaplaceClassifier
-    targets : list of str
-        Names of the targets.
-    columns : InputColumns or None
-        The columns of inputs; None if the training data were no table.
-    group : str or None
-        The column of the sources, which is no input.
-    sources : list or None
-        The source of each row of the training data.
-    dropped : list of str
-        Other columns that are no inputs.
-    rows : list of str or None
-        Names of the rows of the training data; None in a file of an earlier version.
-    """
+    """A fitted estimator, and what its data are."""
 
     model: Model
-    targets: list[str]
-    columns: InputColumns | None = None
-    group: str | None = None
-    sources: list[Any] | None = None
-    dropped: list[str] = field(default_factory=list)
-    rows: list[str] | None = None
+    targets: list[str]  # their names
+    columns: InputColumns | None = None  # of inputs; None if the training data were no table
+    group: str | None = None  # the column of the sources, which is no input
+    sources: list[Any] | None = None  # the source of each row of the training data
+    dropped: list[str] = field(default_factory=list)  # other columns that are no inputs
+    rows: list[str] | None = None  # names of the rows of the training data; None in a file of an earlier version
 
     @property
     def classifies(self) -> bool:

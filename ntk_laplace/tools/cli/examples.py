@@ -36,33 +36,16 @@ _FEW = 10  # whole numbers that are classes
 
 @dataclass(frozen=True)
 class Examples:
-    """Inputs of an estimator, and their targets where they are known.
+    """Inputs of an estimator, and their targets where they are known."""
 
-    Attributes
-    ----------
-    x : DataFrame, (n, features)
-        Columns of arrays and images are numbered, so that estimators take arrays too.
-    y : ndarray, (n,), or (n, targets) for several real targets
-        Labels, or real numbers; None or NaN where there is none that the model knows. None if there is none at all.
-    named : DataFrame, (n, 1)
-        What names an example in the written predictions: its row, or its file.
-    sources : ndarray, (n,), optional
-        The source of each example.
-    others : list of str
-        What the file has in place of a known label, or of a number.
-    skipped : list of int
-        Rows of the file that are not among them, since the model does not know their inputs.
-    why : str
-        What these rows have.
-    """
-
-    x: pandas.DataFrame
+    x: pandas.DataFrame  # (n, features); columns of arrays and images are numbered: estimators take arrays too
+    # (n,) labels or real numbers, (n, targets) for several; None or NaN for one that the model does not know
     y: NDArray[Any] | None
-    named: pandas.DataFrame
-    sources: NDArray[Any] | None = None
-    others: list[str] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
-    why: str = ""
+    named: pandas.DataFrame  # (n, 1), what names an example in the written predictions: its row, or its file
+    sources: NDArray[Any] | None = None  # (n,), the source of each example
+    others: list[str] = field(default_factory=list)  # what the file has in place of a known label, or of a number
+    skipped: list[int] = field(default_factory=list)  # other rows of the file, whose inputs the model does not know
+    why: str = ""  # what these rows have
 
     @property
     def known(self) -> NDArray[np.bool_]:
@@ -96,26 +79,13 @@ class Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingExamples(Examples):
-    """Examples to train on, all with targets, and what they are.
-
-    Attributes
-    ----------
-    y : ndarray
-    targets : list of str
-        Names of the targets.
-    classes : bool
-        Whether targets are labels.
-    shape : tuple of int, optional
-        (channels, height, width), or another shape, of inputs that are no rows.
-    columns : InputColumns, optional
-        Of a table: what its columns of inputs are taken as.
-    """
+    """Examples to train on, all with targets, and what they are."""
 
     y: NDArray[Any]
-    targets: list[str]
-    classes: bool
-    shape: tuple[int, ...] | None = None
-    columns: InputColumns | None = None
+    targets: list[str]  # their names
+    classes: bool  # whether targets are labels
+    shape: tuple[int, ...] | None = None  # (channels, height, width), or another shape, of inputs that are no rows
+    columns: InputColumns | None = None  # of a table: what its columns of inputs are taken as
 
     def __str__(self) -> str:
         """What they are taken as."""

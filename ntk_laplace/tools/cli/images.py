@@ -22,24 +22,12 @@ _LARGEST = 4  # side of the images that the last layer takes
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Images of one size, in the order of their paths.
+    """Images of one size, in the order of their paths."""
 
-    Attributes
-    ----------
-    x : ndarray, (N, channels, height, width)
-        From 0 to 1; one channel if all images are gray, otherwise three.
-    files : list of str
-        Paths below the folder.
-    classes : list of str
-        Names of the folders of the classes, sorted; empty if the images are in the folder itself.
-    y : ndarray of int64, (N,), or None
-        Numbers of the classes; -1 for another folder than those of the training data.
-    """
-
-    x: NDArray[np.float64]
-    files: list[str]
-    classes: list[str]
-    y: NDArray[np.int64] | None
+    x: NDArray[np.float64]  # (N, channels, height, width), from 0 to 1; one channel if all are gray, otherwise three
+    files: list[str]  # paths below the folder
+    classes: list[str]  # sorted names of the folders of the classes; empty if the images are in the folder itself
+    y: NDArray[np.int64] | None  # (N,), numbers of the classes; -1 for another folder than those of the training data
 
     @property
     def rows(self) -> pandas.DataFrame:
@@ -146,21 +134,11 @@ def _pixels(file: Path) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class ImageNetwork:
-    """A function (features, outputs) -> Module of a small network for images whose pixels are in one row.
+    """A function (features, outputs) -> Module of a small network for images whose pixels are in one row."""
 
-    Attributes
-    ----------
-    shape : (channels, height, width)
-        Of an image; of other inputs if there is a network of one's own.
-    widths : sequence of int
-        Channels of the convolutions, each of 3 x 3 pixels, with tanh and a mean over 2 x 2 pixels.
-    own : nn.Module, optional
-        A network of images to take instead.
-    """
-
-    shape: tuple[int, ...]
-    widths: Sequence[int] = (8, 16)
-    own: nn.Module | None = None
+    shape: tuple[int, ...]  # (channels, height, width) of an image; of other inputs if there is a network of one's own
+    widths: Sequence[int] = (8, 16)  # channels of convolutions of 3 x 3 pixels, each with tanh and a mean over 2 x 2
+    own: nn.Module | None = None  # a network of images to take instead
 
     def __call__(self, features: int, outputs: int) -> nn.Module:
         """The network, in double precision."""

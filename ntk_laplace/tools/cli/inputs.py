@@ -34,53 +34,23 @@ class Files:
     """The data files of one command: tables, folders of images, ``.npz`` and ``.pt`` files of arrays.
 
     All have the columns, or the classes and the size of images, of the training data, which are read first.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        Of floating numbers.
-    likelihood : Likelihood
-        Names in the column of the targets become class numbers if it classifies.
-    targets : str, optional
-        Of files of arrays, as in `load_data`.
-    columns : sequence of str, optional
-        Columns of a table's targets.
-    group : str, optional
-        The column, or the array, of the sources of the training data; in no file it is an input.
-    dropped : sequence of str, optional
-        Other columns of a table that are no inputs.
-
-    Attributes
-    ----------
-    features : list of str or None
-        Names of the input columns of the training data; None if these are no table.
-    classes : list of str or None
-        Names of the classes, sorted, if the training data have names; names of the columns of several targets.
-    names : list of str or None
-        Of the images that `inputs` has read.
-    training_names : list of str or None
-        Of the images of the training data.
-    sources : list or None
-        Of the training data, if `group` is given.
-    others : list of str
-        What the file that `inputs` has read has in place of targets.
-    shape : tuple of int or None
-        Of the images of the training data.
     """
 
-    dtype: torch.dtype
-    likelihood: Likelihood
-    targets: str | None = None
-    columns: Sequence[str] | None = None
-    group: str | None = None
-    dropped: Sequence[str] | None = None
-    features: list[str] | None = field(default=None, init=False)
-    classes: list[str] | None = field(default=None, init=False)
-    names: list[str] | None = field(default=None, init=False)
-    training_names: list[str] | None = field(default=None, init=False)
-    sources: list[Any] | None = field(default=None, init=False)
-    others: list[str] = field(default_factory=list, init=False)
-    shape: tuple[int, ...] | None = field(default=None, init=False)
+    dtype: torch.dtype  # of floating numbers
+    likelihood: Likelihood  # names in the column of the targets become class numbers if it classifies
+    targets: str | None = None  # of files of arrays, as in `load_data`
+    columns: Sequence[str] | None = None  # of a table's targets
+    group: str | None = None  # the column, or the array, of the sources of the training data; nowhere an input
+    dropped: Sequence[str] | None = None  # other columns of a table that are no inputs
+    # of the training data:
+    features: list[str] | None = field(default=None, init=False)  # names of a table's columns of inputs
+    classes: list[str] | None = field(default=None, init=False)  # sorted names; those of several columns of targets
+    shape: tuple[int, ...] | None = field(default=None, init=False)  # of images
+    training_names: list[str] | None = field(default=None, init=False)  # of images
+    sources: list[Any] | None = field(default=None, init=False)  # if `group` is given
+    # of the file that `inputs` has read:
+    names: list[str] | None = field(default=None, init=False)  # of images
+    others: list[str] = field(default_factory=list, init=False)  # what it has in place of targets
 
     def training(self, path: Path) -> tuple[Inputs, Tensor]:
         """Inputs and targets of the training data (DataError if the file cannot be read as such)."""

@@ -19,28 +19,14 @@ from ntk_laplace.tools.cli.weights import check_forward, load_weights
 
 @dataclass(frozen=True)
 class Model:
-    """A trained network, its data, likelihood and prior.
+    """A trained network, its data, likelihood and prior."""
 
-    Attributes
-    ----------
-    network : nn.Module
-        The network on its device, in eval mode.
-    data : (Tensor, Tensor)
-        The training data; several input arrays are a dict.
-    likelihood : Likelihood
-    prior : GaussianPrior
-    options : dict
-        `curvature`, `dtype`, `settings` and `output`, as in `laplace`.
-    files : Files
-        Reads more data as the training data were read.
-    """
-
-    network: nn.Module
-    data: tuple[Inputs, Tensor]
+    network: nn.Module  # on its device, in eval mode
+    data: tuple[Inputs, Tensor]  # for the training; several input arrays are a dict
     likelihood: ntkl.Likelihood
     prior: ntkl.GaussianPrior
-    options: dict[str, Any]
-    files: Files
+    options: dict[str, Any]  # `curvature`, `dtype`, `settings` and `output`, as in `laplace`
+    files: Files  # reads more data as the training data were read
 
     @property
     def given(self) -> tuple[nn.Module, tuple[Inputs, Tensor], ntkl.Likelihood, ntkl.GaussianPrior]:

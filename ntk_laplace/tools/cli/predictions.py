@@ -90,23 +90,12 @@ def single_labels(likelihood: Likelihood, num_outputs: int) -> bool:
 
 @dataclass(frozen=True)
 class Judged:
-    """Versions of predictions at points whose targets are known.
-
-    Attributes
-    ----------
-    versions : mapping of name to Response
-    targets : Tensor
-        As the responses take them; missing ones are left out of everything.
-    labels : bool
-        Whether a target is one label.
-    left_out : bool
-        Whether they are training points, each left out.
-    """
+    """Versions of predictions at points whose targets are known."""
 
     versions: Versions
-    targets: Tensor
-    labels: bool
-    left_out: bool = False
+    targets: Tensor  # as the responses take them; missing ones are left out of everything
+    labels: bool  # whether a target is one label
+    left_out: bool = False  # whether they are training points, each left out
 
     @classmethod
     def of(cls, posterior: ntkl.Posterior, x: Any, y: Tensor) -> Judged:
@@ -189,29 +178,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Everything that is told of the inputs.
-
-    Attributes
-    ----------
-    versions : mapping of name to Response
-    regions : PredictionIntervals, PredictionSets or None
-        None for several labels of an input.
-    names : list of str
-        Of the classes, or of the responses.
-    labels : bool
-        Whether a target is one label.
-    level : float
-        Nominal coverage of the regions.
-    judged : Judged or None
-        The versions beside the inputs' targets, if these are known.
-    """
+    """Everything that is told of the inputs."""
 
     versions: Versions
-    regions: ntkl.PredictionIntervals | ntkl.PredictionSets | None
-    names: list[str]
-    labels: bool
-    level: float
-    judged: Judged | None
+    regions: ntkl.PredictionIntervals | ntkl.PredictionSets | None  # None for several labels of an input
+    names: list[str]  # of the classes, or of the responses
+    labels: bool  # whether a target is one label
+    level: float  # nominal coverage of the regions
+    judged: Judged | None  # the versions beside the inputs' targets, if these are known
 
     @classmethod
     def of(

@@ -65,18 +65,10 @@ def gather(
     posterior: Posterior, x: Inputs, training: Inputs | None, targets: Tensor | None, k: int, naming: Naming,
     progress: bool | None = None, candidates: int = 0, output: int | None = None,
 ) -> dict[str, Any]:
-    """Collect all content of the page.
+    """Collect all content of the page; the arguments are those of `explore`.
 
-    Parameters
-    ----------
-    posterior, x, training, targets, k, naming, progress, candidates, output
-        As in `explore`.
-
-    Raises
-    ------
-    DataError
-        If sizes or names do not match, `training` are not the inputs of the fit in its order, the targets do not fit
-        the likelihood, or the structure keeps no Jacobian and the training data cannot be read again.
+    DataError if sizes or names do not match, `training` are not the inputs of the fit in its order, the targets do not
+    fit the likelihood, or the structure keeps no Jacobian and the training data cannot be read again.
     """
     posterior.fitted.warn_of_order()
     n = num_examples(x)
@@ -188,22 +180,13 @@ def _summary(posterior: Posterior) -> str:
 
 @dataclass(frozen=True)
 class _Spreads:
-    """Ranges in the training data, which decide the digits of numbers beside each other; empty for classes.
+    """Ranges in the training data, which decide the digits of numbers beside each other; empty for classes."""
 
-    Attributes
-    ----------
-    outputs : list of float
-        Of each output.
-    responses : list of float
-        Of each target.
-    """
-
-    outputs: list[float]
-    responses: list[float]
+    outputs: list[float]  # of each output
+    responses: list[float]  # of each target
 
     @classmethod
     def of(cls, posterior: Posterior) -> _Spreads:
-        """Those of a posterior."""
         if _kind(posterior) != "values":
             return cls([], [])
         return cls(*([spread_of(column) for column in rows.reshape(len(rows), -1).T.tolist()]
@@ -321,21 +304,11 @@ def _reranked(
 
 @dataclass(frozen=True)
 class _Asked:
-    """Effects of training points on each prediction, signed for the predicted class (a negative logit means class 0).
-
-    Attributes
-    ----------
-    found : Explanation or Ranking
-    sign : Tensor, (n,)
-        -1 where a binary logit is negative: the effects are then those on the negative logit.
-    sides : list of dict
-        For each input, by side, pairs (training point, effect), the strongest first.
-    spreads : _Spreads
-    """
+    """Effects of training points on each prediction, signed for the predicted class: a negative logit means class 0."""
 
     found: Explanation | Ranking
-    sign: Tensor
-    sides: list[dict[str, list[tuple[int, float]]]]
+    sign: Tensor  # (n,), -1 where a binary logit is negative: the effects are then those on the negative logit
+    sides: list[dict[str, list[tuple[int, float]]]]  # by input and side, pairs (point, effect), the strongest first
     spreads: _Spreads
 
     @classmethod

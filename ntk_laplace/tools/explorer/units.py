@@ -35,14 +35,7 @@ def content_in_units(
 
 
 class _Units:
-    """Numbers in the other units; those that are not finite are None.
-
-    Parameters
-    ----------
-    scale, mean : list of float, (C,)
-    spreads : dict of str to list of float
-        Of outputs and targets in the units of the page as it is.
-    """
+    """Numbers in the other units; those that are not finite are None. The spreads are in those of the page as it is."""
 
     def __init__(self, scale: list[float], mean: list[float], spreads: dict[str, list[float]]) -> None:
         self.scale, self.mean = scale, mean
@@ -51,7 +44,6 @@ class _Units:
         self.shift = -sum(map(math.log, scale))  # of log densities
 
     def content(self, content: dict[str, Any]) -> dict[str, Any]:
-        """That of the page."""
         training = content["training"]
         changed = {
             "points": [self._point(point) for point in content["points"]], "spreads": self.spreads,
