@@ -39,21 +39,11 @@ class Described:
 def describe(
     model: Model, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
 ) -> Described:
-    """Describe the predictions of an estimator.
+    """Describe the predictions of an estimator at inputs x (n, features), with intervals or sets of this level.
 
-    The prediction that is the same for every input, the mean and standard deviation of the training targets or the
-    share of each class, is scored too.
-
-    Parameters
-    ----------
-    model : LaplaceRegressor or LaplaceClassifier
-    x : DataFrame, (n, features)
-    y : ndarray, (n,) or (n, targets), optional
-        None or NaN where a target is not known: such an input has no score.
-    targets : sequence of str
-        Names of the targets; the columns of several are named after them.
-    level : float
-        Of the intervals or sets.
+    The columns of several targets have their names. An input is scored if its target in y, (n,) or (n, targets), is
+    known: neither None nor NaN. The prediction that is the same for every input, the mean and standard deviation of the
+    training targets or the share of each class, is scored too.
     """
     if isinstance(model, ntkl.LaplaceClassifier):
         return _classes(model, x, y, level)

@@ -24,19 +24,10 @@ def estimator_page(
     estimator: Estimator, new: Examples, shape: Sequence[int] | None = None,
     sources: ntkl.SourceEffects | None = None, **options: Any,
 ) -> ExplorerPage:
-    """Explain predictions by training rows.
+    """Explain predictions by training rows; the options are those of `explore`.
 
-    Parameters
-    ----------
-    estimator : Estimator
-    new : Examples
-        Inputs to explain, and their targets if they are known.
-    shape : sequence of int, optional
-        Of inputs that are images; by default that which the estimator knows.
-    sources : SourceEffects, optional
-        On the same target, in its units.
-    **options
-        Of `explore`; with several targets, `output` is the number of that which is explained, by default the first.
+    The shape of images is by default that which the estimator knows. Effects of sources are on the same target, in its
+    units. With several targets, `output` is the number of that which is explained, by default the first.
     """
     model, targets, x = estimator.model, estimator.targets, new.x
     classes = [str(name) for name in getattr(model, "classes_", ())]

@@ -53,13 +53,8 @@ def read_images(
 ) -> ImageFolder:
     """Read a folder that contains one folder of images for each class; names that begin with a point are ignored.
 
-    Parameters
-    ----------
-    path : Path
-    shape, known : optional
-        (channels, height, width) and classes of the training data, which are to be the same (DataError).
-    labeled : bool
-        Whether the folders of these classes are needed; else there may be others, or the images are in `path` itself.
+    The shape (channels, height, width) and the known classes are those of the training data, which are to be the same
+    (DataError). Unless they are to be labeled, there may be other folders, or the images are in `path` itself.
     """
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
     folders = [entry for entry in entries if entry.is_dir()]

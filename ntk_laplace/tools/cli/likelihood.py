@@ -11,13 +11,7 @@ from ntk_laplace.tools.cli.python_files import load_likelihood
 
 
 def build_likelihood(options: argparse.Namespace) -> Likelihood:
-    """The likelihood, built with its options.
-
-    Raises
-    ------
-    NTKLaplaceError
-        If the file does not give a likelihood, or an option has an invalid value.
-    """
+    """The likelihood with its options (NTKLaplaceError if the file gives none, or an option has an invalid value)."""
     (path, name), given = options.likelihood, given_options(options)
     return likelihood_choices()[name](**given) if path is None else load_likelihood(path, name, given)
 

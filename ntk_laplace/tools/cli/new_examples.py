@@ -27,10 +27,7 @@ from ntk_laplace.tools.cli.words import first_few
 def read_new(estimator: Estimator, options: argparse.Namespace, what: str) -> Examples:
     """Read the inputs that the options name; `what` says in messages what they are.
 
-    Raises
-    ------
-    DataError
-        If they cannot be read, or columns, shapes or classes are others than in the training data.
+    DataError if they cannot be read, or columns, shapes or classes are others than in the training data.
     """
     path: Path = options.inputs
     if is_table(path):

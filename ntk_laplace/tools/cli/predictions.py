@@ -58,16 +58,8 @@ def score_table(scores: Mapping[str, Mapping[str, float]]) -> str:
 def scored_words(known: NDArray[np.bool_], names: Sequence[str], others: Sequence[str], kind: str) -> str:
     """Heading of scores: which inputs have some, and what the others have in place of a target.
 
-    Parameters
-    ----------
-    known : ndarray of bool, (n, targets)
-        Whether an input has the target.
-    names : sequence of str
-        Of the targets, if there are several.
-    others : sequence of str
-        What stands in place of targets.
-    kind : str
-        What these are not.
+    `known`, (n, targets), says whether an input has the target; several targets have names. The `others` stand in place
+    of targets, and are none of this kind.
     """
     count, scored = f"{len(known):,}", known.sum(0)
     if known.all():
@@ -192,23 +184,10 @@ class Predictions:
         cls, posterior: ntkl.Posterior, x: Any, y: Tensor | None, level: float, held_out: Any,
         names: Sequence[str] | None,
     ) -> Predictions:
-        """Predict.
+        """Predict inputs by a posterior with its `predictive`, and score those with targets.
 
-        Parameters
-        ----------
-        posterior : Posterior
-            With its `predictive`.
-        x, y : inputs, and their targets if they are known
-        level : float
-        held_out : data or None
-            For regions by split conformal; leave-one-out otherwise.
-        names : sequence of str, optional
-            Of the classes or responses.
-
-        Raises
-        ------
-        DataError
-            If there is not one name for each class or response.
+        Regions are by split conformal with held-out data, by leave-one-out without. DataError if there is not one name
+        for each class or response.
         """
         likelihood, outputs = posterior.likelihood, posterior.num_outputs
         labels = single_labels(likelihood, outputs)

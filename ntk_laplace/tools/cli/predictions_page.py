@@ -70,18 +70,10 @@ def build(
     posterior: ntkl.Posterior, judged: Judged, found: Predictions, sentences: Sequence[str], warned: Sequence[str],
     table: str,
 ) -> Page:
-    """Assemble the page.
+    """Assemble the page beside the CSV file `table`.
 
-    Parameters
-    ----------
-    posterior : Posterior
-    judged : Judged
-        At the points that the predictive was fitted to.
-    found : Predictions
-    sentences, warned : sequence of str
-        What was fitted, and what is not to be trusted.
-    table : str
-        Name of the CSV file.
+    The versions are `judged` at the points that the predictive was fitted to. The sentences say what was fitted, and
+    what is to be warned of.
     """
     trust = "Read the warning below." if warned else "Nothing speaks against these numbers."
     page = Page(

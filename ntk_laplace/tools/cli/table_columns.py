@@ -42,10 +42,7 @@ def training_columns(
 ) -> tuple[pandas.DataFrame, list[str], list[Any] | None]:
     """Inputs and targets of a training table, the names of the targets, and the source of each row if it has some.
 
-    Raises
-    ------
-    DataError
-        If an option names no column of the table, or a row has no source.
+    DataError if an option names no column of the table, or a row has no source.
     """
     targets, sources = require_targets(frame, path, targets), None
     others = [column for column in frame.columns if column not in targets]
@@ -70,18 +67,10 @@ def without_dropped(
 def input_columns(
     frame: pandas.DataFrame, path: Path, targets: Sequence[str], known: Sequence[str] | None, drop: bool = False
 ) -> list[str]:
-    """Names of the columns of inputs, which are all except the targets.
+    """Names of the columns of inputs, which are all except the targets; the table may be without those.
 
-    Parameters
-    ----------
-    frame : DataFrame
-    path : Path
-    targets : sequence of str
-        The table may be without them.
-    known : sequence of str, optional
-        Input columns of the training data, which must be those of the table; the order is theirs.
-    drop : bool
-        Whether ``--drop`` leaves out other columns of this table alone.
+    If the input columns of the training data are known, they must be those of the table (DataError), and the order is
+    theirs. `drop` says whether ``--drop`` leaves out columns of this table alone.
     """
     found = [name for name in frame.columns if name not in targets]
     if not found:

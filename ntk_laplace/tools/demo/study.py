@@ -58,26 +58,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Study:
-    """Results of a study; `summary` contains the numbers, the other fields are for the figures.
-
-    Attributes
-    ----------
-    posterior : Posterior
-        Of the network trained with evidence, calibrated by leave-one-out.
-    network : Posterior
-        Of the network as it is usually trained, at prior precision `PRECISION`; used for its own outputs alone.
-    predictive, map_predictive, calibrated_predictive : Distribution
-        Predictions of the held-out data by `posterior`, by `network` alone, and by that with a temperature, or noise,
-        from a tenth of the training data.
-    candidates : list of Candidate
-    """
+    """Results of a study; `summary` contains the numbers, the other fields are for the figures."""
 
     problem: Problem
-    posterior: ntkl.Posterior
-    network: ntkl.Posterior
-    predictive: Distribution
-    map_predictive: Distribution
-    calibrated_predictive: Distribution
+    posterior: ntkl.Posterior  # of the network trained with evidence, calibrated by leave-one-out
+    network: ntkl.Posterior  # of the network as it is usually trained, at `PRECISION`; for its own outputs alone
+    predictive: Distribution  # of the held-out data, by `posterior`
+    map_predictive: Distribution  # by `network` alone
+    calibrated_predictive: Distribution  # by that with a temperature, or noise, from a tenth of the training data
     candidates: list[Candidate]
     comparison: ntkl.EvidenceComparison | None
     summary: dict[str, Any] = field(repr=False)

@@ -17,14 +17,9 @@ def rounded(value: Any, spread: float = 0.0) -> Any:
 
     Digits before the point stay, those of a whole number below 2^53 and of another one below 10^5: the page shows them,
     and codes, dates and amounts among the inputs would be others. A whole number is one up to the rounding of inputs
-    that were standardized.
-
-    Parameters
-    ----------
-    value : Tensor, number, text, or list of these
-    spread : float
-        Range of the numbers that the page shows beside this one, such as a column of degrees of longitude, which are
-        close to each other and far from 0.
+    that were standardized. The value is a number, a text, a tensor, or a list of these. The spread is the range of the
+    numbers that the page shows beside it, such as a column of degrees of longitude, which are close to each other and
+    far from 0.
     """
     if isinstance(value, Tensor):
         value = value.detach().cpu().tolist()

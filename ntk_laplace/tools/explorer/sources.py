@@ -24,13 +24,7 @@ not confirm.</p>
 
 
 def with_sources(posterior: Posterior, found: SourceEffects, content: dict[str, Any]) -> dict[str, Any]:
-    """The content of the page with that of its section on sources.
-
-    Raises
-    ------
-    DataError
-        If the effects are not those of the outputs that the page explains.
-    """
+    """The content of the page with its section on sources (DataError if they have effects on other outputs)."""
     _check(posterior, found, content)
     classes, binary = content["kind"] != "values", content["kind"] == "binary"
     n, count, c = found.outputs.shape

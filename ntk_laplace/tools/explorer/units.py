@@ -13,18 +13,10 @@ def content_in_units(
     content: dict[str, Any], scale: Sequence[float], mean: Sequence[float], targets: Sequence[Any],
     truths: Sequence[Any] | None,
 ) -> dict[str, Any]:
-    """The content of a page on outputs ``scale * f + mean``, from that of a page on f with a Gaussian likelihood.
+    """The content of a page on outputs ``scale * f + mean``, (C,), from that of a page on f with a Gaussian likelihood.
 
-    Parameters
-    ----------
-    content : dict
-        As `gather` and `with_sources` make it, with an output for each target.
-    scale, mean : sequence of float, (C,)
-        Of each output.
-    targets : sequence, (N,) or (N, C)
-        Of the training points in the other units, which have more digits than those of the page.
-    truths : sequence, optional
-        Of the inputs to explain, in the same form.
+    The content is as `gather` and `with_sources` make it, with an output for each target. Targets of the training
+    points, (N,) or (N, C), and of the inputs to explain are in the other units, with more digits than on the page.
     """
     found = _Units(list(scale), list(mean), content["spreads"]).content(content)
     spreads = found["spreads"]["responses"]
