@@ -24,7 +24,7 @@ _EXACT: dict[str, Any] = {"float_precision": "round_trip"} if int(pandas.__versi
 
 def is_table(path: Path) -> bool:
     """Whether the name ends with that of a table; a CSV file may be compressed."""
-    return _ending(path) in _READERS
+    return _ending(path) in (".csv", *_COLUMNAR)
 
 
 def _ending(path: Path) -> str:
@@ -38,7 +38,7 @@ def read_table(path: Path, what: str, text: Sequence[str] = ()) -> pandas.DataFr
     `what` says in messages what the file contains. Columns in `text` of a CSV file are read as they are written.
     """
     require_file(path, f"a table of {what}")
-    frame = _csv(path, text) if _ending(path) == ".csv" else _READERS[_ending(path)](path)
+    frame = _csv(path, text) if _ending(path) == ".csv" else _columnar(path)
     if frame.empty:
         raise DataError("a table with at least one row below the names of its columns", f"{path} without rows",
                         "Check the file.")
@@ -46,7 +46,7 @@ def read_table(path: Path, what: str, text: Sequence[str] = ()) -> pandas.DataFr
     return frame.astype({name: _OF_OBJECTS[kind] for name, kind in kinds.items() if kind in _OF_OBJECTS})
 
 
-def _csv(path: Path, text: Sequence[str] = ()) -> pandas.DataFrame:
+def _csv(path: Path, text: Sequence[str]) -> pandas.DataFrame:
     expected = "a table with commas between the columns, and their names in the first line"
     options: dict[str, Any] = {"index_col": False, "low_memory": False, "dtype": dict.fromkeys(text, str), **_EXACT}
     try:
@@ -78,7 +78,6 @@ def _csv(path: Path, text: Sequence[str] = ()) -> pandas.DataFrame:
 
 
 def _require_different(names: pandas.Series | pandas.Index, path: Path) -> None:
-    """Refuse two columns of one name."""
     twice = names[names.duplicated()].tolist()
     if twice:
         raise DataError("columns with different names", f"{twice[0]!r} twice in {path}", "Rename one.")
@@ -117,25 +116,22 @@ def _other_encoding(path: Path, cause: UnicodeDecodeError) -> DataError:
     return DataError("a table in UTF-8", f"{path} ({first_line(cause)})", f"{line}{other}.")
 
 
-def _columnar(read: Callable[[Path], pandas.DataFrame], what: str) -> Callable[[Path], pandas.DataFrame]:
-    """A reader of files that pyarrow reads for pandas."""
-
-    def reader(path: Path) -> pandas.DataFrame:
-        try:
-            frame = read(path)
-        except ImportError as cause:
-            raise DataError("a table that pandas can read here", f"{path}, for which pandas finds no engine",
-                            "Install one, pip install pyarrow, or save the table as .csv.") from cause
-        except (ValueError, OSError) as cause:  # among them all errors of pyarrow for damaged files
-            raise DataError(f"{what} table", f"{path} ({first_line(cause)})", "Check the file.") from cause
-        # the file has a named index as a column, which is not dropped; an index without a name counts the rows
-        named = [name for name in frame.index.names if name is not None]
-        frame = frame.reset_index(named, allow_duplicates=True) if named else frame
-        frame.columns = frame.columns.map(str)
-        _require_different(frame.columns, path)
-        return frame.reset_index(drop=True)
-
-    return reader
+def _columnar(path: Path) -> pandas.DataFrame:
+    """A file that pyarrow reads for pandas."""
+    what, read = _COLUMNAR[_ending(path)]
+    try:
+        frame = read(path)
+    except ImportError as cause:
+        raise DataError("a table that pandas can read here", f"{path}, for which pandas finds no engine",
+                        "Install one, pip install pyarrow, or save the table as .csv.") from cause
+    except (ValueError, OSError) as cause:  # among them all errors of pyarrow for damaged files
+        raise DataError(f"{what} table", f"{path} ({first_line(cause)})", "Check the file.") from cause
+    # the file has a named index as a column, which is not dropped; an index without a name counts the rows
+    named = [name for name in frame.index.names if name is not None]
+    frame = frame.reset_index(named, allow_duplicates=True) if named else frame
+    frame.columns = frame.columns.map(str)
+    _require_different(frame.columns, path)
+    return frame.reset_index(drop=True)
 
 
 def _arrow(path: Path) -> pandas.DataFrame:
@@ -152,11 +148,10 @@ def _arrow(path: Path) -> pandas.DataFrame:
             raise cause from None
 
 
-_READERS: dict[str, Callable[[Path], pandas.DataFrame]] = {
-    ".csv": _csv,
-    ".parquet": _columnar(lambda path: pandas.read_parquet(path), "a Parquet"),
-    ".feather": _columnar(lambda path: pandas.read_feather(path), "a Feather"),
-    ".arrow": _columnar(_arrow, "an Arrow"),
+_COLUMNAR: dict[str, tuple[str, Callable[[Path], pandas.DataFrame]]] = {
+    ".parquet": ("a Parquet", lambda path: pandas.read_parquet(path)),
+    ".feather": ("a Feather", lambda path: pandas.read_feather(path)),
+    ".arrow": ("an Arrow", _arrow),
 }
 
 
