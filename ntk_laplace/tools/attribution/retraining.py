@@ -90,7 +90,8 @@ def retrain(
     jobs = [(int(seed), number) for seed in seeds for number in range(len(kept))]
     found = {} if store is None else {job: outcome for job in jobs if (outcome := store.read(job)) is not None}
     missing = [job for job in jobs if job not in found]
-    run = _one_by_one(train, kept, missing) if processes == 1 else _in_parallel(train, kept, missing, processes)
+    one_by_one = ((job, train(np.flatnonzero(kept[job[1]]), job[0])) for job in missing)
+    run = one_by_one if processes == 1 else _in_parallel(train, kept, missing, processes)
     for job, new in track(run, "ntk_laplace: retraining", len(missing), progress):
         found[job] = np.asarray(new, dtype=np.float64)
         if store is not None:
@@ -102,11 +103,6 @@ def retrain(
 
 
 Job = tuple[int, int]
-
-
-def _one_by_one(train: Train, kept: NDArray[np.bool_], jobs: list[Job]) -> Iterator[tuple[Job, ArrayLike]]:
-    for seed, number in jobs:
-        yield (seed, number), train(np.flatnonzero(kept[number]), seed)
 
 
 def _in_parallel(
