@@ -18,12 +18,7 @@ Row = TypeVar("Row", bound="DataclassInstance")
 
 @dataclass(frozen=True)
 class Rows(Generic[Row]):
-    """Rows of one dataclass, whose first field is the label.
-
-    Attributes
-    ----------
-    rows : tuple
-    """
+    """Rows of one dataclass, whose first field is the label."""
 
     rows: tuple[Row, ...]
     _row: ClassVar[Any]
