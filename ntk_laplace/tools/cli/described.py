@@ -19,7 +19,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.errors import untold
 from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table, scores_of
-from ntk_laplace.tools.explorer import rounded, spread_of
+from ntk_laplace.tools.explorer import in_digits, spread_of
 
 _WITHOUT, _POSTERIOR = "without inputs", "posterior"
 _SHOWN = 5  # predictions that are printed
@@ -135,14 +135,10 @@ def tell_first(predictions: pandas.DataFrame, level: float) -> None:
     real = {name: name.partition("_")[2] for name, column in first.items() if is_float_dtype(column.dtype)}
     spreads = {target: spread_of([value for name in real if real[name] == target for value in first[name]])
                for target in real.values()}  # of all columns of a target, which people compare
-    formats = {name: partial(_in_digits, spread=spreads[target]) for name, target in real.items()}
+    formats = {name: partial(in_digits, spread=spreads[target]) for name, target in real.items()}
     objects = [name for name, column in first.items() if column.dtype == object]
     first = first.assign(**{name: first[name].where(first[name].notna(), "") for name in objects})
     print(first.to_string(index=False, formatters=formats, na_rep=""))
-
-
-def _in_digits(value: float, spread: float) -> str:
-    return f"{rounded(float(value), spread):.15g}"
 
 
 def _counts(model: Model) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import joined
 from ntk_laplace.posterior.conformal.quantiles import fewest_points
 from ntk_laplace.runtime.means import error_of_mean
-from ntk_laplace.tools.explorer import rounded
+from ntk_laplace.tools.explorer import in_digits
 
 NETWORK, POSTERIOR, CALIBRATED = "network alone", "posterior as it is", "calibrated posterior"
 _CHUNK = 512
@@ -46,7 +46,7 @@ def score_words(score: str, value: float) -> str:
     """A score; an RMSE has the unit of the targets, and may be of any size; the error of a single point is unknown."""
     if score == ERROR:
         return f"{value:.2g}" if np.isfinite(value) else ""
-    return f"{value:.4f}" if score != "rmse" or not np.isfinite(value) else f"{rounded(float(value)):.15g}"
+    return in_digits(value) if score == "rmse" else f"{value:.4f}"
 
 
 def score_table(scores: Mapping[str, Mapping[str, float]]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_words
-from ntk_laplace.tools.explorer import rounded, spread_of
+from ntk_laplace.tools.explorer import in_digits, spread_of
 from ntk_laplace.tools.report import Page
 
 _LEVELS = tuple(np.linspace(0.05, 0.95, 19))
@@ -20,7 +20,7 @@ _CLASSES = 3  # the most probable ones in a list, and the largest set that is sp
 
 def summary(fit: ntkl.PredictiveFit, found: Predictions) -> Iterator[str]:
     """What was fitted, and how large the regions are, one sentence each."""
-    yield f"Fitted to {_points(fit)}: {fit.calibration}."
+    yield f"Fitted to {_points(fit.num_points, fit.reliability is not None)}: {fit.calibration}."
     yield (
         f"Mean log density of these points, nats a point: network alone {fit.network:.4f}, posterior as it is "
         f"{fit.before:.4f}, calibrated posterior {fit.after:.4f} ± {fit.standard_error:.2g}, which gains "
@@ -111,7 +111,7 @@ def _calibration(page: Page, judged: Judged, found: Predictions) -> None:
         if judged.left_out
         else "These points were not trained on; the numbers above were fitted to them."
     )
-    where = f"{judged.count:,} {'training points, each left out' if judged.left_out else 'held-out points'}"
+    where = _points(judged.count, judged.left_out)
     page.paragraph(f"The pictures are of {where}. {source}")
     _pictures(page, judged, where)
     _scores(page, judged, found.level, f"Scores of {where}")
@@ -217,8 +217,8 @@ def _cell(value: object, spread: float) -> str:
         return "yes" if value else "no"
     if not isinstance(value, (float, np.floating)):
         return str(value)
-    return f"{rounded(float(value), spread):.15g}" if np.isfinite(value) else f"{value}"
+    return in_digits(float(value), spread)
 
 
-def _points(fit: ntkl.PredictiveFit) -> str:
-    return f"{fit.num_points:,} {'held-out points' if fit.reliability is None else 'training points, each left out'}"
+def _points(count: int, left_out: bool) -> str:
+    return f"{count:,} {'training points, each left out' if left_out else 'held-out points'}"

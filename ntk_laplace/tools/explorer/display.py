@@ -41,6 +41,11 @@ def rounded(value: Any, spread: float = 0.0) -> Any:
     return value
 
 
+def in_digits(value: float, spread: float = 0.0) -> str:
+    """A number as `rounded`, in words; infinity and NaN too."""
+    return f"{rounded(float(value), spread):.15g}" if math.isfinite(value) else f"{value}"
+
+
 def rounded_each(values: Any, spreads: Sequence[float]) -> Any:
     """Round a list or a tensor of numbers, each by its own spread; one number by the only one.
 
