@@ -21,17 +21,9 @@ OK, FAILED, INTERRUPTED = 0, 1, 130  # 2, wrong usage, is that of argparse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command, with the arguments of the process by default.
 
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        The arguments of the process by default.
-
-    Returns
-    -------
-    int
-        Exit code: 0 for success, 1 for an error, 130 if interrupted. Wrong usage exits with 2.
+    The exit code is returned: 0 for success, 1 for an error, 130 if interrupted. Wrong usage exits with 2.
     """
     parser = command_parser()
     options = parser.parse_args(arguments)
@@ -54,7 +46,12 @@ def _run(options: argparse.Namespace) -> int:
     """Run a command; errors become one line."""
     demo = options.command == "demo"
     try:
-        (_demo if demo else _own)(options)
+        if demo:
+            from ntk_laplace.tools.demo import run_demo  # here: its imports are slow, and --help does not need them
+
+            run_demo(options.out, options.seed, small=options.small)
+        else:
+            _own(options)
     except KeyboardInterrupt:
         left = "files of an earlier run are as they were" if demo else "no file was written"
         return _complain(f"interrupted; {left}", INTERRUPTED)
@@ -73,15 +70,9 @@ def _run(options: argparse.Namespace) -> int:
     return OK
 
 
-def _demo(options: argparse.Namespace) -> None:
-    from ntk_laplace.tools.demo import run_demo  # here: its imports are slow, and --help does not need them
-
-    run_demo(options.out, options.seed, small=options.small)
-
-
 def _own(options: argparse.Namespace) -> None:
     """Run a command on the user's network, in one process or in those that torchrun started."""
-    from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict  # here, as the demo's
+    from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict  # here, as that of the demo
 
     with process_group() as options.group, _warnings_in_words():
         if options.group is not None and options.group.size() > 1 and options.command != "evidence":
