@@ -47,16 +47,7 @@ def germain(log_evidence: float, n: int, delta: float, low: float, high: float) 
 
     For q the Bayes posterior of a likelihood with -log p(y given θ) in [a, b], Z its evidence: Catoni's bound at
     β = b - a. For any other q, log Z is replaced by its lower bound -nR - KL. With the n points that follow m others,
-    and Z the evidence of these given the m, it is [L22] Eq. 18.
-
-    Parameters
-    ----------
-    log_evidence : float
-        log Z, nats.
-    n : int
-    delta : float
-    low, high : float
-        a and b.
+    and Z the evidence of these given the m, it is [L22] Eq. 18. The evidence is log Z, `low` and `high` are a and b.
     """
     seen = low + (log_evidence + math.log(delta)) / n
     return low + (high - low) * math.expm1(seen) / math.expm1(low - high)

@@ -88,7 +88,6 @@ def select(
 
 
 def _greedy(pool: Pool, targets: Pool | None, k: int, method: str, samples: int) -> tuple[Tensor, Tensor]:
-    """Indices and gains."""
     both = pool.mean if targets is None else crossed(pool, targets)
     chosen: list[int] = []
     gains: list[Tensor] = []

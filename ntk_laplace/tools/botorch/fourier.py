@@ -44,24 +44,16 @@ class FourierFeatures(nn.Module):
 
 
 class FourierNetwork(nn.Module):
-    """Fourier features and a linear layer for each output: f_k(x) = a_k · φ(x) + b_k.
+    """Fourier features and a linear layer for each output: f_k(x) = a_k · φ(x) + b_k."""
 
-    Attributes
-    ----------
-    last : ModuleList
-        a_k and b_k.
-    precision, noise : Tensor, (m,)
-        Of the prior of a_k and b_k, and of the outcomes, after `train_with_evidence`.
-    """
-
-    precision: Tensor
-    noise: Tensor
+    precision: Tensor  # (m,), of the prior of a_k and b_k, after `train_with_evidence`
+    noise: Tensor  # (m,), of the outcomes
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.features = FourierFeatures(inputs)
         size = 2 * len(self.features.frequencies)
-        self.last = nn.ModuleList(nn.Linear(size, 1).double() for _ in range(outputs))
+        self.last = nn.ModuleList(nn.Linear(size, 1).double() for _ in range(outputs))  # a_k and b_k
         self.register_buffer("precision", torch.ones(outputs, dtype=torch.float64))
         self.register_buffer("noise", torch.full((outputs,), _FIRST_NOISES[0], dtype=torch.float64))
 
@@ -78,14 +70,9 @@ class FourierNetwork(nn.Module):
         noise and with little. So the search begins at several noises, and the best optimum is taken. Hyperpriors:
         log s_j ~ N(0.5 + log 2 - ½ log d, 1), log noise_k ~ N(-4, 1), log p_k ~ N(0, 100).
 
-        Parameters
-        ----------
-        x : Tensor, (n, d)
-        y : Tensor, (n, m)
-        noise : Tensor, () or (n, m), optional
-            Known variances; None: one number for each output is learned, at least 1e-5.
-        warm : bool
-            Begin another search at the present hyperparameters.
+        The inputs are (n, d), the outcomes (n, m), and known variances of the noise () or (n, m). Without these, one
+        number for each output is learned, at least 1e-5. If `warm`, another search begins at the present
+        hyperparameters.
         """
         first = FourierFeatures(x.shape[1]).scale.to(x), torch.ones_like(y[0])
         noises = _FIRST_NOISES if noise is None else _FIRST_NOISES[:1]

@@ -232,12 +232,7 @@ class EvidenceTracker:
 
 
 class TracksEvidence:
-    """What the callbacks of all trainers do with their tracker.
-
-    Attributes
-    ----------
-    tracker : EvidenceTracker
-    """
+    """What the callbacks of all trainers do with their tracker."""
 
     tracker: EvidenceTracker
 
@@ -247,13 +242,7 @@ class TracksEvidence:
         return self.tracker.best
 
     def start(self, processes: int, remedy: str) -> None:
-        """Forget an earlier training.
-
-        Raises
-        ------
-        UnsupportedError
-            If several processes train: none of them has all data.
-        """
+        """Forget an earlier training (UnsupportedError if several processes train: none of them has all data)."""
         if processes > 1:
             raise UnsupportedError("a training by one process", f"{processes} processes", remedy)
         self.tracker.start()

@@ -43,21 +43,13 @@ def load_data(
 ) -> tuple[Inputs, Tensor]:
     """X and y of a file, as tensors; floating arrays are cast to `dtype`, whole numbers become int64.
 
-    Parameters
-    ----------
-    path : Path
-        An ``.npz`` file with the arrays X and y; or a ``.pt`` file with a pair (X, y) of tensors, a `TensorDataset` of
-        two, or a dict of tensors by name. It is loaded with ``weights_only=True``, which cannot run code. Other files,
-        and other arrays than numbers, are refused (DataError).
-    dtype : torch.dtype
-    targets : str, optional
-        Name of the targets' array. All other arrays are then the network's inputs by name, instead of X and y.
-    what : str
-        What the file contains, for messages.
-    sources : str, optional
-        Name of an array that is no input.
-    by_name : bool
-        Whether the command has ``--targets``, as a remedy for a file without X and y.
+    An ``.npz`` file has the arrays X and y; a ``.pt`` file has a pair (X, y) of tensors, a `TensorDataset` of two, or a
+    dict of tensors by name, and is loaded with ``weights_only=True``, which cannot run code. Other files, and other
+    arrays than numbers, are refused (DataError).
+
+    If the array of the targets is named, all others are the network's inputs by name, except that of the sources.
+    `by_name` says whether the command has ``--targets``, as a remedy for a file without X and y; `what` says in
+    messages what the file contains.
     """
     arrays = _read(path, what, ("X", "y") if targets is None else (targets,), targets, by_name)
     arrays.pop(sources or "", None)
@@ -65,7 +57,7 @@ def load_data(
 
 
 def load_inputs(
-    path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "inputs to explain",
+    path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "the inputs",
     sources: str | None = None,
 ) -> tuple[Inputs, Tensor | None]:
     """X of a file, and y if the file has it, read as in `load_data`; a ``.pt`` file may contain X alone."""
