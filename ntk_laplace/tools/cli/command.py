@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import Any
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import first_line
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails when it flushes at the end
         return _complain("its output was closed before the end, as by head; files that come after it were not written. "
-                         "Send the output to a file.", FAILED)
+                         "Send the output to a file.")
     return code
 
 
@@ -56,17 +56,17 @@ def _run(options: argparse.Namespace) -> int:
         left = "files of an earlier run are as they were" if demo else "no file was written"
         return _complain(f"interrupted; {left}", INTERRUPTED)
     except ntkl.NTKLaplaceError as cause:
-        return _complain(str(cause), FAILED)
+        return _complain(str(cause))
     except BrokenPipeError:
         raise
     except OSError as cause:
         path, other = (options.out, "--out") if demo else (cause.filename, "name")
-        return _complain(f"cannot write to {path}: {cause.strerror or cause}. Choose another {other}.", FAILED)
+        return _complain(f"cannot write to {path}: {cause.strerror or cause}. Choose another {other}.")
     except (MemoryError, RuntimeError) as cause:
         if not is_about_memory(cause):
             raise
         return _complain(f"expected more memory; got {type(cause).__name__}: {first_line(cause)}. "
-                         "Take fewer examples, or a smaller network.", FAILED)
+                         "Take fewer examples, or a smaller network.")
     return OK
 
 
@@ -88,20 +88,17 @@ def _warnings_in_words() -> Iterator[None]:
     with warnings.catch_warnings():  # it restores what shows them
         others = warnings.showwarning
 
-        def shown(
-            message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def shown(message: Warning | str, category: type[Warning], *place: Any, **named: Any) -> None:
             if issubclass(category, ntkl.NTKLaplaceWarning):
                 print(f"ntk-laplace: warning: {message}", file=sys.stderr)
             else:
-                others(message, category, filename, lineno, file, line)
+                others(message, category, *place, **named)
 
         warnings.showwarning = shown
         yield
 
 
-def _complain(message: str, code: int) -> int:
+def _complain(message: str, code: int = FAILED) -> int:
     process = os.environ.get("RANK", "0")
     print(f"ntk-laplace{f' (process {process})' if process != '0' else ''}: {message}", file=sys.stderr)
     return code
