@@ -24,26 +24,10 @@ _EXPLAINED = 200  # held-out images on the page of explanations
 def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bool = False) -> dict[str, Any]:
     """Run everything and write ``summary.json``, pictures, ``report.html`` and ``explanations.html``.
 
-    Parameters
-    ----------
-    out : Path
-        Output directory, created if needed; files of an earlier run are replaced.
-    seed : int
-        Random seed of splits, initial weights and integration points: the same seed gives the same numbers.
-    console : Console, optional
-        Console for progress and tables.
-    small : bool
-        Use a few examples and candidates of each problem, for a quick run.
-
-    Returns
-    -------
-    dict
-        The content of ``summary.json``.
-
-    Raises
-    ------
-    OSError
-        If `out` cannot be created or written to; raised before any computation.
+    The directory is made if needed, and files of an earlier run are replaced; OSError, before any computation, if it
+    cannot be written to. The seed is that of splits, initial weights and integration points: the same seed gives the
+    same numbers. A small run has a few examples and candidates of each problem. The content of ``summary.json`` is
+    returned.
     """
     console = Console() if console is None else console
     chosen, (wave, moons) = problems(seed), toys(seed)
