@@ -80,6 +80,9 @@ def bounded_loss(
 
     def mean_over_labels(f: Tensor, y: Tensor) -> Tensor:
         apart, labels = plain.apart(f, y)
+        soft = labels.ndim > 1 if single else bool(((labels != 0) & (labels != 1)).any())
+        if soft:
+            raise DataError("hard labels for this loss", "probabilities of classes", 'Use loss="log".')
         return function(one.mean(apart), labels, single).view(len(f), -1).mean(1)
 
     return BoundedLoss(loss, 0.0, 1.0 if loss == "zero-one" else 2.0, mean_over_labels, loss == "brier",
@@ -100,22 +103,14 @@ def _log_loss(likelihood: Likelihood, p_min: float, chance: float | None) -> Bou
 
 def _errors(p: Tensor, y: Tensor, single: bool) -> Tensor:
     """Whether the most probable class is wrong; for several labels each of them."""
-    _require_hard(y, single)
     return (p.argmax(-1) != y).to(p) if single else ((p > 0.5) != (y > 0.5)).to(p)
 
 
 def _squares(p: Tensor, y: Tensor, single: bool) -> Tensor:
     """Σ_c (p_c - [c = y])² over all classes; for several labels of each."""
-    _require_hard(y, single)
     if single:
         return (p - one_hot(y.long(), p.shape[-1]).to(p)).square().sum(-1)
     return 2.0 * (p - y.to(p)).square()
-
-
-def _require_hard(y: Tensor, single: bool) -> None:
-    soft = y.ndim > 1 if single else bool(((y != 0) & (y != 1)).any())
-    if soft:
-        raise DataError("hard labels for this loss", "probabilities of classes", 'Use loss="log".')
 
 
 def _ordered(bounds: object) -> tuple[float, float]:
