@@ -193,7 +193,8 @@ class Predictions:
         labels = single_labels(likelihood, outputs)
         targets = None if y is None else _targets(posterior, y)
         versions = _versions(posterior, x)
-        named = _names(names, _columns(versions[CALIBRATED], labels))
+        response = versions[CALIBRATED]
+        named = _names(names, (_class_table(response) if labels else _two(response.mean)).shape[1])
         judged = None if targets is None else Judged(versions, targets, labels)
         with untold():  # the fit's reasons, and too few points: both are told below
             regions: Any = None
@@ -266,7 +267,9 @@ class Predictions:
         if hard is not None:
             there, labels = hard
             inside = _array(self.regions.mask)[rows[there], labels]
-            columns |= _where(there, target=self._named(labels), covered=inside)
+            for name, known in (("target", self._named(labels)), ("covered", inside)):
+                columns[name] = np.full(len(p), None)
+                columns[name][there] = known
         return pandas.DataFrame(columns)
 
     def _of_responses(self) -> pandas.DataFrame:
@@ -324,10 +327,6 @@ def _names(names: Sequence[str] | None, count: int) -> list[str]:
     return list(names)
 
 
-def _columns(response: Response, labels: bool) -> int:
-    return _class_table(response).shape[1] if labels else _two(response.mean).shape[1]
-
-
 def _class_table(response: Any) -> NDArray[np.float64]:
     return metrics.class_probabilities(response.probs)
 
@@ -346,15 +345,6 @@ def _spread(variance: Tensor) -> NDArray[np.float64]:
 
 def _array(values: Tensor) -> NDArray[Any]:
     return values.detach().cpu().numpy()
-
-
-def _where(there: NDArray[np.bool_], **columns: Any) -> dict[str, list[Any]]:
-    """Columns with a value only at some rows."""
-    found = {}
-    for name, values in columns.items():
-        rest = iter(values)
-        found[name] = [next(rest) if one else None for one in there]
-    return found
 
 
 def as_set(names: Iterable[object]) -> str:
