@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_OPTIONAL = ("difference", "correction", "standard_error", "elbo", "elbo_error", "importance",
-             "importance_error")
 _FORMS = {
     "evidence": ("evidence", "{:.3f}"), "standard_error": ("±", "{:.2g}"), "difference": ("difference", "{:+.4g}"),
     "log_det": ("log det B", "{:.3f}"), "log_joint": ("log joint", "{:.3f}"), "correction": ("correction", "{:.3g}"),
@@ -100,7 +98,7 @@ class EvidenceComparison(Rows[StructureEvidence]):
     model: str
 
     def columns(self) -> list[list[str]]:
-        """Columns of the table, each with its heading first, without those of the optional ones that are empty."""
+        """Columns of the table, each with its heading first, without those that are empty."""
         columns = [["structure", *(row.structure for row in self.rows)]]
         for name, (heading, form) in _FORMS.items():
             values = [getattr(row, name) for row in self.rows]
@@ -114,7 +112,7 @@ class EvidenceComparison(Rows[StructureEvidence]):
             if name.endswith("_error"):
                 values = [value or None for value in values]  # not a column of zeros
                 cells = ["" if value is None else form.format(value) for value in values]
-            if name not in _OPTIONAL or any(value is not None for value in values):
+            if name == "evidence" or any(value is not None for value in values):
                 columns.append([heading, *cells])
         return [*columns, ["memory", *self._cells("peak_memory", format_bytes)]]
 
