@@ -94,7 +94,8 @@ class ExplorerPage:
 
     def html(self) -> str:
         """The page as one HTML document."""
-        style, *scripts = (_asset(name) for name in ("explorer.css", "explorer.js", "sources.js"))
+        style, *scripts = (resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+                           for name in ("explorer.css", "explorer.js", "sources.js"))
         script = "".join(scripts)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         # "</" would end the script element, even inside a string, and "<!--<script>" hide its end
@@ -175,7 +176,3 @@ def explore(
     content = gather(posterior, x, training, targets, k, naming, progress, candidates, output)
     content = content if sources is None else with_sources(posterior, sources, content)
     return ExplorerPage(str(title), content | {"flag": HIGH_LEVERAGE})
-
-
-def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
