@@ -160,8 +160,8 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--classes": {"type": _names, "metavar": "A,B,...", "help": "names of the classes or outputs"},
     "--structure": {
         "metavar": "A",
-        "help": f"one of {', '.join(structure_names())}, one that the network's file registers, or auto, which chooses among "
-        "the exact ones (default: %(default)s)",
+        "help": f"one of {', '.join(structure_names())}, one that the network's file registers, or auto, which chooses "
+        "among the exact ones (default: %(default)s)",
     },
     "--structures": {
         "type": _structures, "metavar": "A,B,...",
