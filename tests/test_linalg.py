@@ -320,8 +320,20 @@ def test_bytes_for_people(count, text):
 def test_progress_passes_everything_on(enabled, capsys):
     assert list(track(iter(range(5)), "counting", 5, enabled)) == list(range(5))
     shown = capsys.readouterr()
-    assert shown.out == ""
-    assert bool(shown.err) == bool(enabled)
+    assert shown.out == shown.err == ""  # no terminal, and not long
+
+
+def test_long_work_writes_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for _ in track(range(2), "outer", 2, True):
+        for _ in track(range(3), lambda: f"inner at {now:g}", None, True):  # noqa: B023
+            now += 20.0
+        now += 15.0
+    assert capsys.readouterr().err.splitlines() == [
+        "inner at 40 after 40 s", "outer, 50% after 75 s", "inner at 115 after 40 s", "outer, 100% after 150 s"]
+    assert list(track(range(2), "again", 2, True)) == [0, 1]
+    assert capsys.readouterr().err == ""
 
 
 def test_nested_progress_shares_a_display(capsys, monkeypatch):

@@ -149,11 +149,13 @@ class JacobianPass:
         for part in panels(num_examples(x), 1, min(most, batch_size or most)):
             with passing(network):
                 out = network.evaluate(differentiable(take(x, part)), offset + part.start)
-                if out.requires_grad:
-                    found = torch.autograd.grad(out, parameters, vectors[part].to(out), allow_unused=True)
-                    own = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in
-                           zip(parameters, found, strict=True)]  # sparse: of functional.embedding(..., sparse=True)
-                    total += torch.cat([gradient.flatten() for gradient in own]).to(self.dtype)
+                if not out.requires_grad:
+                    continue
+                own = vectors[part].to(out, copy=True)  # an inference tensor is not saved for a backward pass
+                found = torch.autograd.grad(out, parameters, own, allow_unused=True)
+            # sparse are those of functional.embedding(..., sparse=True)
+            parts = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, found, strict=True)]
+            total += torch.cat([gradient.flatten() for gradient in parts]).to(self.dtype)
         return total
 
     def prepare(self, x: Inputs) -> BatchSizes:

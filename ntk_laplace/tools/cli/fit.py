@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import pickle
 import shlex
-import sys
 import textwrap
 from typing import Any
 
@@ -101,7 +100,7 @@ def _call(examples: TrainingExamples) -> str:
 def _settings(options: argparse.Namespace, examples: TrainingExamples) -> dict[str, Any]:
     """Arguments of the estimator; what is not asked for is left to its defaults."""
     shape, hidden = examples.shape, options.hidden
-    found = {"random_state": options.seed, "verbose": sys.stderr.isatty(), "predictive": options.predictive}
+    found = {"random_state": options.seed, "verbose": True, "predictive": options.predictive}
     found |= {} if options.epochs is None else {"epochs": options.epochs}
     own = None if options.network is None else load_network(*options.network).double()
     if own is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,10 @@ def bring(options: argparse.Namespace) -> Model:
 
 
 def settings_of(options: argparse.Namespace) -> ntkl.Settings:
-    """Memory and processes."""
+    """Memory, processes, and progress: of long work also in a file."""
     budget = None if options.memory is None else int(options.memory * 2**30)
-    return ntkl.Settings(memory_budget=budget, process_group=options.group)
+    progress = None if sys.stderr.isatty() else True
+    return ntkl.Settings(memory_budget=budget, process_group=options.group, progress=progress)
 
 
 def _device(name: str, dtype: torch.dtype) -> torch.device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -34,6 +33,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime.meter import PeakMemory, Stopwatch
+from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.random_state import seeded_rng
 from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.structures import Settings, StructureSpec, structure_names
@@ -121,8 +121,9 @@ def compare_evidence(
     found = EvidenceComparison((), None, count, frozen.num_outputs, frozen.num_parameters, words)
     outcomes: list[_Outcome] = []
     try:
-        for number, (label, structure) in enumerate(zip(labels, structures, strict=True), 1):
-            _tell(f"{label}, {number} of {len(labels)}", settings)
+        pairs = list(zip(labels, structures, strict=True))
+        for label, structure in track(pairs, lambda: f"ntk_laplace: {_next(labels, len(outcomes))}", len(pairs),
+                                      settings.progress):
             _warm_up(structure, curvature_type, correction, device, options.get("dtype"))
             fit = partial(laplace, network, batches, likelihood, prior, structure, **options)
             outcomes.append(_attempt(label, partial(_measure, label, fit, correction, scores, device), outcomes))
@@ -191,10 +192,9 @@ def _values(values: Tensor, one: str, several: str) -> str:
     return f"{values.numel():,} {several} from {values.min().item():g} to {values.max().item():g}"
 
 
-def _tell(text: str, settings: Settings) -> None:
-    show = sys.stderr.isatty() if settings.progress is None else settings.progress
-    if show:
-        print(f"ntk_laplace: {text}", file=sys.stderr, flush=True)
+def _next(labels: list[str], done: int) -> str:
+    """Which structure follows so many."""
+    return f"{labels[done]}, {done + 1} of {len(labels)}" if done < len(labels) else f"{done} structures"
 
 
 def _warm_up(
