@@ -977,3 +977,25 @@ def test_what_a_user_brings_has_the_line_that_mends_it(data, likelihood, remedy)
 def test_data_in_place_of_a_number_are_shown_in_one_line():
     with pytest.raises(errors.HyperparameterError, match=r"at least 1; got \(tensor[^\n]*$"):
         fit().importance_evidence((inputs(), inputs()))
+
+
+class Alarmed(nn.Linear):
+    """A network during whose call an alarm goes off, once it is set."""
+
+    due = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.due:
+            raise TimeoutError("time is up")
+        return super().forward(x)
+
+
+def test_an_alarm_is_not_about_the_inputs():
+    network = Alarmed(2, 1).double()
+    posterior = ntkl.laplace(network, (torch.ones(3, 2), torch.ones(3, 1)), ntkl.Gaussian())
+    Alarmed.due = True
+    try:
+        with pytest.raises(TimeoutError, match="time is up"):
+            posterior.predict(torch.ones(1, 2))
+    finally:
+        Alarmed.due = False

@@ -61,7 +61,7 @@ class CheckedOutputs:
     def outputs(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         """Outputs (N, C) of `call` at `x`, checked; `offset` is the index of the first example, for messages.
 
-        Exceptions become DataError; out-of-memory errors are re-raised.
+        Exceptions become DataError; out-of-memory errors are re-raised, and a TimeoutError, as an alarm raises it.
 
         Raises
         ------
@@ -77,7 +77,7 @@ class CheckedOutputs:
         try:
             out = call(x)
         except Exception as cause:
-            if isinstance(cause, NTKLaplaceError) or is_about_memory(cause):
+            if isinstance(cause, (NTKLaplaceError, TimeoutError)) or is_about_memory(cause):
                 raise
             like = "" if known is None else f", such as {describe_inputs(known, 'n')}"
             where = f" in the batch from example {offset:,} on" if offset else ""
