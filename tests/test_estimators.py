@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pickle
 import re
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +26,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.runtime import tuning
 from ntk_laplace.tools.estimators.tables import Standardized
 from ntk_laplace.tools.estimators.units import in_units
 from reference import relative_error
@@ -183,6 +185,33 @@ def test_relevance_is_learned_for_the_inputs_of_a_perceptron() -> None:
     for options, table in (({"structure": "ekfac"}, x), ({"network": net}, x), ({"groups": "layer"}, x), ({}, wide)):
         other = ntkl.LaplaceRegressor(**QUICK | {"epochs": 1} | options).fit(table, y)
         assert other.posterior_.prior.groups == "layer" and not hasattr(other, "relevance_")
+
+
+@pytest.mark.parametrize("classes", [True, False])
+def test_examples_are_kept_apart_where_no_posterior_is_exact(classes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "EXACT_OPERATIONS", 1e3)
+    rng = np.random.default_rng(0)
+    x, weight = np.concatenate([rng.normal(size=(1203, 2)), np.zeros((2, 2))]), np.ones(1205)
+    y = np.where(x[:, 0] > 0, "b", "a") if classes else 3.0 * x[:, 0] + rng.normal(size=1205)
+    if classes:
+        y[10:30] = list("cdefghijklmnopqrstuv")  # one example of each
+    y[-1], weight[5] = y[-2], 0.0
+    cls = ntkl.LaplaceClassifier if classes else ntkl.LaplaceRegressor
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = cls(epochs=3, hidden_layer_sizes=(3,), random_state=0).fit(x, y, weight)
+    held, kept, fit = model.held_out_index_, model.training_index_, model.predictive_fit_
+    # two of those drawn are alone in their class
+    assert len(held) == fit.num_points == (118 if classes else 120) and len(kept) == 1203 - len(held)
+    assert sorted([*held, *kept, 5, 1204]) == list(range(1205))  # weight 0, and a copy
+    points, order = model.training_point_, np.arange(len(kept))
+    assert (points[held] == -1).all() and np.array_equal(points[kept], order) and len(model.y_train_) == len(kept)
+    assert model.posterior_.structure == "kfac" and fit.objective == "held-out data"
+    assert not classes or len(set(model.y_train_)) == 22
+    found = model.posterior_.calibrate((model.network_inputs(x[held]), model.network_targets(y[held])))
+    assert found.after == pytest.approx(fit.after, rel=1e-12)
+    assert np.isclose(model.log_marginal_likelihood(model.theta_ + 0.0), model.log_marginal_likelihood_value_)
+    assert (cls(epochs=1, predictive=None, random_state=0).fit(x, y).held_out_index_.size) == 0
 
 
 @pytest.mark.slow

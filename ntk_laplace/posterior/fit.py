@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
-from ntk_laplace.errors import UnsupportedError, is_choice, require_choice, warn
+from ntk_laplace.errors import MemoryBudgetError, UnsupportedError, is_choice, require_choice, warn
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.data import Batches, Inputs, take
 from ntk_laplace.model.likelihoods import Likelihood, positions_of
@@ -262,6 +262,20 @@ def fitted_to(spec: StructureSpec | Auto, model: LinearizedModel, batches: Batch
         fitted = FittedModel.of(model, spec, batches)
         _warn_of_numbers(fitted.points.counts)
         return Posterior(fitted, reason)
+
+
+def can_fit(spec: Auto, model: LinearizedModel, batches: Batches) -> bool:
+    """Whether an exact structure is not refused for a `linearized` model's data; nothing is fitted."""
+    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
+        first, _ = batches.first()
+        model.jacobian_pass.prepare(first)
+        problem = _problem(model, batches, first)
+        try:
+            spec.require_memory(problem)
+            spec.chosen(problem, lambda: problem)
+        except (MemoryBudgetError, UnsupportedError):
+            return False
+    return True
 
 
 def _warn_of_numbers(weights: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import untold
+from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.objective import in_mode
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.posterior.fit import fitted_to, linearized, spec_of
+from ntk_laplace.posterior.fit import can_fit, fitted_to, linearized, spec_of
 from ntk_laplace.runtime.serialization import load_tensors, module_tensors
-from ntk_laplace.structures import Auto, Settings, StructureSpec
+from ntk_laplace.structures import Auto, LinearizedModel, Settings, StructureSpec
 
 _FITS = 8  # of an exact structure while the end of a training converges, about
 
@@ -41,9 +43,11 @@ class Model:
     def posterior(self, quietly: bool = False) -> Posterior:
         """Fit at the current weights and hyperparameters in eval mode; `quietly` suppresses the library's warnings."""
         with in_mode(self.network, training=False), untold(quietly):
-            return fitted_to(self.spec, *linearized(
-                self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature, dtype=self.dtype,
-                settings=self.settings, output=self.output, targets=self.targets))
+            return fitted_to(self.spec, *self._linearized())
+
+    def _linearized(self) -> tuple[LinearizedModel, Batches]:
+        return linearized(self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature,
+                          dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets)
 
     @property
     def spec(self) -> StructureSpec | Auto:
@@ -56,6 +60,14 @@ class Model:
         if self.spec.exact and self.curvature.kind == "ggn":
             return self
         return replace(self, structure=Auto(None, 1 / _FITS), curvature=CurvatureType.of("ggn"))
+
+    def has_exact(self) -> bool:
+        """Whether the end of a training can have an exact posterior, as far as sizes tell."""
+        own = replace(self.exact(), likelihood=copy.deepcopy(self.likelihood), prior=copy.deepcopy(self.prior))
+        if not isinstance(own.spec, Auto):
+            return True  # that of the training
+        with in_mode(self.network, training=False), untold(True):
+            return can_fit(own.spec, *own._linearized())
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of weights, buffers and hyperparameters."""

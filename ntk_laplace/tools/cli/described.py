@@ -109,8 +109,10 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
 
 def fitted_words(fit: ntkl.PredictiveFit) -> str:
     """What the uncertainty was fitted to, and what it gains, in a sentence."""
-    others = "a network that was trained without its fold" if fit.objective == "folds" else "all others"
-    return (f"Uncertainty, fitted to {fit.num_points:,} training rows, each predicted from {others}: "
+    seen = {"folds": "training rows, each predicted from a network that was trained without its fold",
+            "loo": "training rows, each predicted from all others"}
+    rows = seen.get(fit.objective, "rows that were kept from the training")
+    return (f"Uncertainty, fitted to {fit.num_points:,} {rows}: "
             f"{fit.calibration}; {fit.gain:.2g} ± {fit.gain_error:.2g} nats a row better than the network as it was "
             "trained")
 

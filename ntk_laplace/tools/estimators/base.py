@@ -18,6 +18,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import (
     DataError,
     HyperparameterError,
@@ -44,11 +45,15 @@ from ntk_laplace.tools.estimators.networks import is_module, network_of, with_ou
 from ntk_laplace.tools.estimators.tables import Array, Standardized, require_numbers
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory, EvidenceSchedule, train_from_starts, train_with_evidence
+from ntk_laplace.training.model import Model
 from ntk_laplace.training.train import adam
 
+_UNTRUSTED = "the fitted predictive is not to be trusted"
 _FOLDS = 5  # of predictive="folds"
 # prior precisions that the training of an "mlp" starts from; of more examples the second start changes next to nothing
 _PRECISIONS, _FEW = (1.0, 0.1), 10_000
+# examples that are kept from a training whose posterior cannot be exact, at most, and of how many there are at least
+_MOST_HELD_OUT, _FEWEST = 5_000, 1_000
 
 
 class _Fitted(BaseEstimator):
@@ -60,6 +65,7 @@ class _Fitted(BaseEstimator):
     predictive_fit_: PredictiveFit | None
     training_index_: NDArray[np.intp]
     training_point_: NDArray[np.intp]
+    held_out_index_: NDArray[np.intp]
     y_train_: NDArray[Any]
     n_iter_: int
     n_features_in_: int
@@ -123,18 +129,26 @@ class LaplaceEstimator(_Fitted):
                     with _untold():
                         self.predictive_fit_ = posterior.fit_predictive(self.predictive, strict=False)
             else:
+                model = Model(module, likelihood, prior, data, self.structure, CurvatureType.of(self.curvature), None,
+                              settings)
+                given, apart = data, self.predictive == "loo" and len(y) > _FEWEST and not model.has_exact()
+                if apart:
+                    held = _some(y, likelihood.classifies, seed)
+                    data = self._without(held, given)
                 options = {
                     "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
                     "optimizer": partial(adam, rate=self.learning_rate),
                     "predictive": self.predictive and "loo", "batch_size": self.batch_size, "settings": settings,
                 } | self._schedules()
-                with _untold():
+                with _untold("no predictive is fitted" if apart else _UNTRUSTED):
                     if starts is None:
                         found = train_with_evidence(module, data, likelihood, prior, **options)
                     else:
                         found = train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
                 posterior, self.history_, self.predictive_fit_ = found.posterior, found.history, found.predictive
                 self.n_iter_ = len(found.history.loss)
+                if apart:
+                    self.predictive_fit_ = posterior.calibrate(tuple(part[held] for part in given))
                 if self.predictive == "folds":
                     options["schedule"] = EvidenceSchedule(self.epochs, steps=0)  # the hyperparameters stay
 
@@ -146,9 +160,20 @@ class LaplaceEstimator(_Fitted):
                         self.predictive_fit_ = posterior.cross_calibrate(train, data, min(_FOLDS, len(y)), seed=seed)
         if self.predictive_fit_ is not None and not self.predictive_fit_.trusted:
             posterior.predictive = None
+        self._size = posterior.fitted.total
         self.posterior_, self.network_ = posterior, module
         self.log_marginal_likelihood_value_ = float(posterior.log_marginal_likelihood().detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value
+
+    def _without(self, held: NDArray[np.intp], data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The data of the training, without examples that are kept from it."""
+        kept = np.setdiff1d(np.arange(len(self.training_index_)), held)
+        place = np.full(len(self.training_index_) + 1, -1)
+        place[kept] = np.arange(len(kept))
+        self.training_point_ = place[self.training_point_]  # -1 is last
+        self.held_out_index_ = self.training_index_[held]
+        self.training_index_, self.y_train_ = self.training_index_[kept], self.y_train_[kept]
+        return tuple(part[torch.as_tensor(kept)] for part in data)
 
     def _schedules(self) -> dict[str, Any]:
         """Options of the training that are not those of `train_with_evidence`."""
@@ -236,6 +261,7 @@ class LaplaceEstimator(_Fitted):
         place[order] = np.arange(len(order))
         self.training_point_, self._row_weight = np.where(weight > 0, place[member.ravel()], -1), weight
         self.training_index_, total = first[order], total[order]
+        self.held_out_index_ = np.zeros(0, dtype=np.intp)
         self.y_train_ = y[self.training_index_]
         return x[self.training_index_], self.y_train_, None if (total == 1.0).all() else total
 
@@ -424,11 +450,18 @@ class LaplaceEstimator(_Fitted):
 
 
 @contextmanager
-def _untold() -> Iterator[None]:
+def _untold(message: str = _UNTRUSTED) -> Iterator[None]:
     """Without the warning of a predictive that is not to be trusted: `predictive_fit_` tells, and it is not used."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the fitted predictive is not to be trusted", NTKLaplaceWarning)
+        warnings.filterwarnings("ignore", message, NTKLaplaceWarning)
         yield
+
+
+def _some(y: Tensor, classes: bool, seed: int) -> NDArray[np.intp]:
+    """A tenth of the examples at random, not too many; of classes the others have each that there is."""
+    order = np.random.default_rng(seed).permutation(len(y))
+    found, rest = np.split(order, [min(len(y) // 10, _MOST_HELD_OUT)])
+    return np.sort(found[np.isin(y[found], y[rest])] if classes else found)
 
 
 def training_data(posterior: Posterior) -> tuple[Tensor, ...]:

@@ -58,7 +58,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     predictive : "loo", "folds" or None
         "loo": train to an optimum, and fit the predictive to leave-one-out densities; the fit is used if it is
         trusted (`predictive_fit_`). "folds": fit it to five folds, each left out of a training of its own, at the
-        hyperparameters of the first (`Posterior.cross_calibrate`). None: the posterior at the best evidence.
+        hyperparameters of the first (`Posterior.cross_calibrate`). None: the posterior at the best evidence. Of data
+        and networks too large for an exact posterior, "loo" keeps a tenth of the examples, at most 5,000, from the
+        training, and fits the predictive of `structure` to them (`held_out_index_`).
     epochs, learning_rate, batch_size
         Of the training with Adam, whose learning rate falls to 0 as a cosine (in a classification it is constant).
     standardize : bool or "auto"
@@ -84,7 +86,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Row in the data of `fit` of each training point of the posterior. Equal examples are one training point, whose
         weight is the sum of theirs: leave-one-out predicts none from its copy.
     training_point_ : ndarray
-        Training point of each row in the data of `fit`, -1 where its weight is 0.
+        Training point of each row in the data of `fit`, -1 where its weight is 0 or it was kept from the training.
+    held_out_index_ : ndarray
+        Rows that were kept from the training; empty where the posterior is exact.
     y_train_ : ndarray
         Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
@@ -146,7 +150,6 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         y = y.reshape(len(y), -1).astype(np.float64)
         names = ["y"] if self._single else [f"column {index} of y" for index in range(y.shape[1])]
         self._targets = Standardized.of(y, weight, self._standardized, names)
-        self._size = float(len(y) if weight is None else weight.sum())
         self._fit(x, torch.as_tensor(self._targets(y)), y.shape[1], self._likelihood(y.shape[1]), weight)
         return self
 
