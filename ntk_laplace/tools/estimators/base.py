@@ -32,6 +32,7 @@ from ntk_laplace.errors import (
     require_flags,
     require_number,
     require_whole,
+    untold,
 )
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
@@ -44,14 +45,20 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, require_numbers
 from ntk_laplace.tools.estimators.units import Explained
-from ntk_laplace.training import EvidenceHistory, EvidenceSchedule, train_from_starts, train_with_evidence
+from ntk_laplace.training import (
+    EvidenceHistory,
+    EvidenceSchedule,
+    EvidenceTraining,
+    train_from_starts,
+    train_with_evidence,
+)
 from ntk_laplace.training.model import Model
 from ntk_laplace.training.train import adam
 
-_UNTRUSTED = "the fitted predictive is not to be trusted"
 _FOLDS = 5  # of predictive="folds"
 # prior precisions that the training of an "mlp" starts from; of more examples the second start changes next to nothing
 _PRECISIONS, _FEW = (1.0, 0.1), 10_000
+_STEPS, _TOLERANCE = 160, 0.2  # of L-BFGS at the optimum of a posterior that is not exact; the aim is a tenth of it
 # examples that are kept from a training whose posterior cannot be exact, at most, and of how many there are at least
 _MOST_HELD_OUT, _FEWEST = 5_000, 1_000
 
@@ -129,26 +136,32 @@ class LaplaceEstimator(_Fitted):
                     with _untold():
                         self.predictive_fit_ = posterior.fit_predictive(self.predictive, strict=False)
             else:
-                model = Model(module, likelihood, prior, data, self.structure, CurvatureType.of(self.curvature), None,
-                              settings)
-                given, apart = data, self.predictive == "loo" and len(y) > _FEWEST and not model.has_exact()
-                if apart:
-                    held = _some(y, likelihood.classifies, seed)
-                    data = self._without(held, given)
                 options = {
                     "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
                     "optimizer": partial(adam, rate=self.learning_rate),
                     "predictive": self.predictive and "loo", "batch_size": self.batch_size, "settings": settings,
                 } | self._schedules()
-                with _untold("no predictive is fitted" if apart else _UNTRUSTED):
-                    if starts is None:
-                        found = train_with_evidence(module, data, likelihood, prior, **options)
-                    else:
-                        found = train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
-                posterior, self.history_, self.predictive_fit_ = found.posterior, found.history, found.predictive
-                self.n_iter_ = len(found.history.loss)
-                if apart:
-                    self.predictive_fit_ = posterior.calibrate(tuple(part[held] for part in given))
+
+                def trained() -> EvidenceTraining:
+                    with _untold():
+                        if starts is None:
+                            return train_with_evidence(module, data, likelihood, prior, **options)
+                        return train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
+
+                many = self.predictive == "loo" and len(y) > _FEWEST
+                model = Model(module, likelihood, prior, data, self.structure, CurvatureType.of(self.curvature), None,
+                              settings)
+                apart = many and not model.has_exact()
+                if not apart:
+                    found = trained()
+                    posterior, fit = found.posterior, found.predictive
+                    apart = many and (fit is None or not fit.trusted)
+                if apart:  # calibrated with data that the training does not see
+                    module, given, held = new(), data, _some(y, likelihood.classifies, seed)
+                    data, options["predictive"] = self._without(held, given), None
+                    found = trained()
+                    posterior, fit = _calibrated(found.posterior, module, data, tuple(part[held] for part in given))
+                self.history_, self.predictive_fit_, self.n_iter_ = found.history, fit, len(found.history.loss)
                 if self.predictive == "folds":
                     options["schedule"] = EvidenceSchedule(self.epochs, steps=0)  # the hyperparameters stay
 
@@ -450,11 +463,32 @@ class LaplaceEstimator(_Fitted):
 
 
 @contextmanager
-def _untold(message: str = _UNTRUSTED) -> Iterator[None]:
+def _untold() -> Iterator[None]:
     """Without the warning of a predictive that is not to be trusted: `predictive_fit_` tells, and it is not used."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message, NTKLaplaceWarning)
+        warnings.filterwarnings("ignore", "the fitted predictive is not to be trusted", NTKLaplaceWarning)
         yield
+
+
+def _calibrated(
+    posterior: Posterior, module: nn.Module, data: tuple[Tensor, ...], held: tuple[Tensor, ...]
+) -> tuple[Posterior, PredictiveFit]:
+    """The posterior, calibrated with held-out data, or that at the optimum of its log joint if that predicts better.
+
+    The weights of the best evidence may fit too little, as of many images, and those of the optimum too much, as of a
+    table with many columns. The module gets the weights of the result.
+    """
+    with untold(True):
+        fit = posterior.calibrate(held)
+        further = posterior.retrain(data, groups=None, evidence_steps=0, steps=_STEPS, tolerance=_TOLERANCE,
+                                    predictive=None)
+        found = further.calibrate(held)
+    if found.after <= fit.after:
+        return posterior, fit
+    with torch.no_grad():
+        for own, other in zip(module.parameters(), further.network.module.parameters(), strict=True):
+            own.copy_(other)
+    return further, found
 
 
 def _some(y: Tensor, classes: bool, seed: int) -> NDArray[np.intp]:

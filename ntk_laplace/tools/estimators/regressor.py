@@ -58,9 +58,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     predictive : "loo", "folds" or None
         "loo": train to an optimum, and fit the predictive to leave-one-out densities; the fit is used if it is
         trusted (`predictive_fit_`). "folds": fit it to five folds, each left out of a training of its own, at the
-        hyperparameters of the first (`Posterior.cross_calibrate`). None: the posterior at the best evidence. Of data
-        and networks too large for an exact posterior, "loo" keeps a tenth of the examples, at most 5,000, from the
-        training, and fits the predictive of `structure` to them (`held_out_index_`).
+        hyperparameters of the first (`Posterior.cross_calibrate`). None: the posterior at the best evidence. Where
+        there is no exact posterior, because data and network are too large, or it is not trusted, "loo" keeps a tenth
+        of more than 1,000 examples, at most 5,000, from a training, and fits the predictive of `structure` to them
+        (`held_out_index_`): at the weights of the best evidence, or at the optimum, whichever is better.
     epochs, learning_rate, batch_size
         Of the training with Adam, whose learning rate falls to 0 as a cosine (in a classification it is constant).
     standardize : bool or "auto"
@@ -88,7 +89,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     training_point_ : ndarray
         Training point of each row in the data of `fit`, -1 where its weight is 0 or it was kept from the training.
     held_out_index_ : ndarray
-        Rows that were kept from the training; empty where the posterior is exact.
+        Rows that were kept from the training; empty where the predictive is fitted to the training's own.
     y_train_ : ndarray
         Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
