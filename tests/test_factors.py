@@ -593,6 +593,16 @@ def test_an_example_without_finite_rows_is_named_when_sums_are_made(squared):
     with pytest.raises(NonFiniteError, match="example 117"):
         list(factors.batches(x, None, None, offset=100, fused_layers=FusedLayers(dict.fromkeys(factors.network.names),
                                                                                  squared)))
+    with pytest.raises(NonFiniteError, match="example 117"):
+        factors.vjp(x, torch.ones(40, 2), offset=100)
+
+
+def test_gradients_of_a_network_in_16_bits_are_not_summed_in_16_bits():
+    network = nn.Sequential(nn.Embedding(2, 3), nn.Flatten(), nn.Linear(12, 1)).half()
+    x, large = torch.arange(8000).view(2000, 4) % 2, torch.full((2000, 1), 100.0)
+    found = JacobianPass(Network(network), torch.float64).vjp(x, large)
+    expected = JacobianPass(Network(network.double()), torch.float64).vjp(x, large)
+    assert relative_error(found, expected) < 1e-3
 
 
 # ------------------------------------------------------------------------------------------------ rows at any theta

@@ -141,22 +141,37 @@ class JacobianPass:
     def vjp(self, x: Inputs, vectors: Tensor, batch_size: int | None = None, offset: int = 0) -> Tensor:
         """Jᵀv, (P,), for v (N, C): autograd's gradient of the outputs, without rows.
 
-        `batch_size` and `offset` are those of `rows`.
+        Rows are summed where the network computes in 16 bits, whose sums round and overflow, and where the gradient is
+        not finite. `batch_size` and `offset` are those of `rows`.
+
+        Raises
+        ------
+        NonFiniteError
+            As `rows`.
         """
-        network, parameters = self.network, list(self.checked.parameters.values())
+        network, (most, _) = self.network, self.prepare(x).batch(1)
+        narrow = torch.finfo(network.precision).bits < 32
         total = torch.zeros(network.num_parameters, dtype=self.dtype, device=network.device)
-        most, _ = self.prepare(x).batch(1)
         for part in panels(num_examples(x), 1, min(most, batch_size or most)):
-            with passing(network):
-                out = network.evaluate(differentiable(take(x, part)), offset + part.start)
-                if not out.requires_grad:
-                    continue
-                own = vectors[part].to(out, copy=True)  # an inference tensor is not saved for a backward pass
-                found = torch.autograd.grad(out, parameters, own, allow_unused=True)
-            # sparse are those of functional.embedding(..., sparse=True)
-            parts = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, found, strict=True)]
-            total += torch.cat([gradient.flatten() for gradient in parts]).to(self.dtype)
+            found = None if narrow else self._gradient(x, part, vectors[part], offset)
+            if found is None or not bool(found.isfinite().all()):
+                rows = self._batch(x, part, vectors.unsqueeze(-1), offset, NO_FUSED_LAYERS, None)
+                found = rows.vjp(rows.f.new_ones(rows.num_examples, 1), network.shapes)
+            total += found
         return total
+
+    def _gradient(self, x: Inputs, part: slice, vectors: Tensor, offset: int) -> Tensor:
+        """Jᵀv of some examples of `x`, in the network's floating type."""
+        parameters = list(self.checked.parameters.values())
+        with passing(self.network):
+            out = self.network.evaluate(differentiable(take(x, part)), offset + part.start)
+            if not out.requires_grad:
+                return out.new_zeros(self.network.num_parameters)
+            vectors = vectors.to(out, copy=True)  # an inference tensor is not saved for a backward pass
+            found = torch.autograd.grad(out, parameters, vectors, allow_unused=True)
+        # sparse: of functional.embedding(..., sparse=True)
+        own = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, found, strict=True)]
+        return torch.cat([gradient.flatten() for gradient in own])
 
     def prepare(self, x: Inputs) -> BatchSizes:
         """Probe the network and plan its rows on a few examples: the sizes of its batches; later calls return at once.
