@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import ntk_laplace as ntkl
 from live_bytes import LiveBytes
@@ -364,6 +365,20 @@ def test_auto_takes_no_matrix_that_takes_long(monkeypatch: pytest.MonkeyPatch) -
     model = Auto(None, 0.125)
     with pytest.raises(ntkl.UnsupportedError, match=r"at most 1e\+05 operations; got \S+ of 'full'"):
         ntkl.laplace(network, data, ntkl.Categorical(), structure=model, settings=QUIET)  # type: ignore[arg-type]
+
+
+def test_auto_samples_noise_of_each_point_from_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, (x, _) = problem(mlp)
+    monkeypatch.setattr(tuning, "EXACT_OPERATIONS", 1.0)
+    monkeypatch.setattr(tuning, "FASTER", 1e-9)
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            return zip(x, x[:, :3], strict=True)
+
+    likelihood, settings = ntkl.Gaussian(0.1 + x[:, 0].square()), replace(QUIET, batch_size=10)
+    found = ntkl.laplace(network, Stream(), likelihood, structure="auto", settings=settings)
+    assert found.structure == "iterative"
 
 
 # --- formulas

@@ -26,9 +26,15 @@ from group_cases import (
     small,
 )
 from ntk_laplace.curvature import CurvatureType
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess
 from processes import on_processes
 from ranks import on_ranks, shares, take_all
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
 
 
 def compare(
@@ -305,6 +311,20 @@ def test_auto_counts_the_examples_of_all_processes() -> None:
     alone = ntkl.laplace(small(), (inputs(21), labels(21)), ntkl.Categorical(), structure="auto")
     assert set(on_ranks(3, chosen)) == {alone.reason}
     assert alone.structure == "gp"
+
+
+def test_auto_chooses_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of longer examples take more operations, on one of two processes more than are not too many."""
+    monkeypatch.setattr(tuning, "EXACT_OPERATIONS", 1.9e5)
+    monkeypatch.setattr(tuning, "FASTER", 1e-3)
+    network = nn.Sequential(nn.Embedding(6, 40), nn.Linear(40, 40), nn.Tanh(), Mean(), nn.Linear(40, 2)).double()
+
+    def chosen(reducer: Reducer) -> str:
+        data = torch.arange(180).view(6, 30)[:, : 5 + 25 * reducer.rank] % 6, torch.arange(6) % 2
+        settings = ntkl.Settings(reducer=reducer, sharded=True)
+        return ntkl.laplace(network, data, ntkl.Categorical(), structure="auto", settings=settings).structure
+
+    assert on_ranks(2, chosen) == ["iterative"] * 2
 
 
 # --- refusals

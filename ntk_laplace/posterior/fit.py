@@ -300,5 +300,6 @@ def _problem(model: LinearizedModel, batches: Batches, x: Inputs) -> Problem:
 def _sampled(problem: Problem, batches: Batches) -> Problem:
     """The problem with the spectrum that examples of the first batch show."""
     model = problem.model
+    model.likelihood.bind(problem.num_examples, model.network.num_outputs)  # noise of each point, in a stream
     sample = ProblemSample.of(model, *batches.first(), problem.num_examples, problem.processes)
     return sample.problem(model, model.jacobian_pass.rows(sample.x))

@@ -48,7 +48,7 @@ class Auto:
         smaller, fitting = needs[0][0], [(spec, found) for spec, found in needs if found.required <= memory]
         sizes = f"auto: N x R = {problem.num_rows:,} rows and P = {p:,} parameters"
         spec, forecast = fitting[0] if fitting else (self.otherwise or smaller, None)
-        operations = _operations(forecast, problem)
+        operations = max(problem.model.settings.reducer.gather(_operations(forecast, problem)))  # one choice for all
         most = math.inf if self.share is None else self.share * _most(problem)
         if operations > most and self.otherwise is None:
             raise UnsupportedError(f"an exact matrix that takes at most {most:.1g} operations",
@@ -78,7 +78,7 @@ def _most(problem: Problem) -> float:
 
 
 def _operations(forecast: Forecast | None, problem: Problem) -> float:
-    """Of a fit in each process; 0 if that is not known."""
+    """Of a fit in this process; 0 if that is not known."""
     return 0.0 if forecast is None or forecast.work is None else forecast.work.operations(problem)
 
 
