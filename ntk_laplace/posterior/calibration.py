@@ -51,6 +51,7 @@ class CalibrationVerbs(PredictionVerbs):
         points, seed : optional
             Which training points are left out, as in `leave_one_out`. By default all for an exact structure, but of
             more than 50,000 as many drawn at random; and 300 drawn for the others, which are fitted again without them.
+            None is drawn that has weight 0 or no target.
         strict : bool
             Raise an error if leave-one-out is not to be trusted. False fits all the same, and warns.
 
@@ -208,14 +209,15 @@ class CalibrationVerbs(PredictionVerbs):
         if fitted.curvature_type.kind != "ggn":
             raise UnsupportedError('curvature="ggn" for the objective "loo"', f"curvature={self.curvature_type.kind!r}",
                                    "Pass held-out data, calibrate(data).")
+        counted = fitted.points.observed_counts(self.likelihood).nonzero().flatten().cpu()  # others predict nothing
         most = _MOST_LEFT_OUT if fitted.exact else _LEFT_OUT
-        if points is None and (self.num_examples > most or not fitted.exact):
-            points = min(most, self.num_examples)
-        if points is None:
+        if points is None and fitted.exact and len(counted) <= most:
             index: Tensor | slice = slice(None)
             found = leave_one_out(fitted, samples=1)  # the draws are for its densities, which are not used here
         else:
-            found = leave_some_out(fitted, drawn(points, self.num_examples, seed), samples=1)
+            chosen = (counted[drawn(min(most, len(counted)), len(counted), seed)] if points is None
+                      else drawn(points, self.num_examples, seed))
+            found = leave_some_out(fitted, chosen, samples=1)
             index = found.index
         likelihood, scalar = self.likelihood.at(index).counted_once(), self.network.scalar
         kept = LeftOut.of(fitted.points.subset(index), likelihood, found.mean, found.covariance, scalar)
