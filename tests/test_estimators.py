@@ -245,7 +245,7 @@ def test_several_precisions_are_several_starts() -> None:
                           for precision in ("auto", 1.0, (1.0, 0.1)))
         assert np.array_equal(auto.predict(x), (one if meant == 1.0 else two).predict(x))
         assert not np.array_equal(one.predict(x), two.predict(x)) and auto.predictive_fit_ is None
-    for wrong in ("x", (1.0, -1.0), [], -1.0, None, float("nan")):
+    for wrong in ("x", (1.0, -1.0), [], -1.0, None, float("nan"), np.array(1.0)):
         with refused(ntkl.HyperparameterError, "a positive precision", re.escape(repr(wrong)), "precision=1.0"):
             ntkl.LaplaceRegressor(precision=wrong, **QUICK).fit(x, y)
     assert ntkl.LaplaceRegressor(own, precision={"0": 2.0, "2": 3.0}, groups="layer", epochs=1).fit(x, y).n_iter_ == 1

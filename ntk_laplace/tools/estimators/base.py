@@ -115,7 +115,7 @@ class LaplaceEstimator(_Fitted):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = Settings(progress=bool(self.verbose))
         precision, groups = self._precision(len(x)), self._prior_groups(x.shape[1])
-        starts = list(precision) if isinstance(precision, (Sequence, np.ndarray)) else None
+        starts = _several(precision)
         spread = self._spread if isinstance(groups, str) and groups == "input" else 1.0
         prior = GaussianPrior(precision if starts is None else 1.0, groups=groups, spread=spread)
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -234,8 +234,8 @@ class LaplaceEstimator(_Fitted):
         require_whole("epochs", self.epochs, 1, "Pass epochs=100, for instance.")
         require_number("a positive learning_rate", self.learning_rate, "Pass learning_rate=0.02.", above=0)
         precision = self._precision()
-        several = isinstance(precision, (Sequence, np.ndarray)) and not isinstance(precision, str)
-        each = list(precision) if several else [precision]
+        several = _several(precision)
+        each = [precision] if several is None else several
         named = isinstance(precision, (Mapping, Tensor))  # the prior checks these
         if not each or not (named or all(is_number(one, above=0) for one in each)):
             raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
@@ -250,7 +250,7 @@ class LaplaceEstimator(_Fitted):
         if self.prefit and not is_module(self.network):
             raise UnsupportedError("a trained network, for prefit=True", repr(self.network)[:80],
                                    "Pass the nn.Module, or leave prefit out to train one.")
-        if self.prefit and several:
+        if self.prefit and several is not None:
             raise UnsupportedError("one precision, for prefit=True", repr(self.precision),
                                    "Pass the precision that the network was trained with.")
 
@@ -505,6 +505,12 @@ def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
         raise DataError("an estimator with its training data", "none", "Fit it again.")
     x, y = (torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
     return x, y, *(() if source.weights is None else (source.weights,))
+
+
+def _several(precision: Any) -> list[Any] | None:
+    """The precisions to start from; None if it is one."""
+    found = precision.tolist() if isinstance(precision, np.ndarray) else precision
+    return list(found) if isinstance(found, Sequence) and not isinstance(found, str) else None
 
 
 def _takes_inputs(spec: StructureSpec | Auto) -> bool:
