@@ -358,6 +358,19 @@ def test_a_second_pass_over_such_a_stream_is_refused(structure, curvature):
         fresh_fit("deep_mlp", "categorical", "layer", curvature, structure, data=stream)
 
 
+def test_a_stream_that_grows_is_refused():
+    class Growing(IterableDataset):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter([(torch.ones(2), torch.ones(1))] * (3 + self.passes))
+
+    settings = ntkl.Settings(batch_size=3)
+    with pytest.raises(ntkl.DataError, match=r"the same 4 examples in every pass over the data; got 5"):
+        ntkl.laplace(nn.Linear(2, 1), Growing(), ntkl.Gaussian(), structure="full", settings=settings)
+
+
 class Ways(nn.Module):
     """The way through the layer depends on the batch."""
 

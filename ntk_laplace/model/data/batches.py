@@ -235,6 +235,7 @@ class Batches:
 
     def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
         seen, order = 0, (0, 0)
+        expected = self._total if self._whole is None else self._length
         for x, y, weights in self._source.triples(self.batch_size):
             n = number_of_pairs(x, y)
             if n == 0:
@@ -243,9 +244,10 @@ class Batches:
                 check_finite(tensor, "inputs", "Remove or impute that example.", seen)
             self._note(weights, seen, n)
             seen += n
+            if expected is not None and seen > expected:  # before the batch meets what is known of other examples
+                raise changed(expected, seen)
             order = _checksum(y, order[0]), _checksum(weights, order[1])
             yield to_device(x, self.device, self.dtype), y.to(self.device)
-        expected = self._total if self._whole is None else self._length
         if expected not in (None, seen):
             raise changed(expected, seen)
         if seen == 0 and self._whole is None:
