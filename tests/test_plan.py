@@ -367,6 +367,18 @@ def test_auto_takes_no_matrix_that_takes_long(monkeypatch: pytest.MonkeyPatch) -
         ntkl.laplace(network, data, ntkl.Categorical(), structure=model, settings=QUIET)  # type: ignore[arg-type]
 
 
+def test_auto_computes_no_spectrum_of_examples_with_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of two examples alone would take longer, and more memory, than a fit of few parameters."""
+    class Wide(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.linspace(1.0, 2.0, 1_100)
+
+    monkeypatch.setattr(tuning, "EXACT_OPERATIONS", 1.0)
+    monkeypatch.setattr(tuning, "FASTER", 1e-9)
+    data = torch.ones(2, 1), torch.ones(2, 1_100)
+    assert ntkl.laplace(Wide(1, 1), data, ntkl.Gaussian(), structure="auto", settings=QUIET).structure == "full"
+
+
 def test_auto_samples_noise_of_each_point_from_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     network, (x, _) = problem(mlp)
     monkeypatch.setattr(tuning, "EXACT_OPERATIONS", 1.0)

@@ -21,6 +21,7 @@ from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.evidence import tell_rounding
+from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import (
     Auto,
     FittedModel,
@@ -297,9 +298,11 @@ def _problem(model: LinearizedModel, batches: Batches, x: Inputs) -> Problem:
     return Problem(model, n, model.jacobian_pass.rows(take(x, slice(0, 2))), reducer.world_size)
 
 
-def _sampled(problem: Problem, batches: Batches) -> Problem:
-    """The problem with the spectrum that examples of the first batch show."""
+def _sampled(problem: Problem, batches: Batches) -> Problem | None:
+    """The problem with the spectrum that examples of the first batch show; None if those of two are too many rows."""
     model = problem.model
+    if 2 * problem.num_columns > tuning.PROBED_GRAM_ROWS:
+        return None
     model.likelihood.bind(problem.num_examples, model.network.num_outputs)  # noise of each point, in a stream
     sample = ProblemSample.of(model, *batches.first(), problem.num_examples, problem.processes)
     return sample.problem(model, model.jacobian_pass.rows(sample.x))

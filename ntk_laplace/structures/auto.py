@@ -36,8 +36,8 @@ class Auto:
     keeps_jacobian: ClassVar[bool] = False  # not for certain
     factored_rows: ClassVar[bool] = False
 
-    def chosen(self, problem: Problem, sampled: Callable[[], Problem]) -> tuple[StructureSpec, str]:
-        """The specification for a problem, and the reason in words; `sampled` is the problem with its spectrum.
+    def chosen(self, problem: Problem, sampled: Callable[[], Problem | None]) -> tuple[StructureSpec, str]:
+        """The specification for a problem, and the reason in words; `sampled`: with the spectrum, if that is known.
 
         Raises
         ------
@@ -82,8 +82,10 @@ def _operations(forecast: Forecast | None, problem: Problem) -> float:
     return 0.0 if forecast is None or forecast.work is None else forecast.work.operations(problem)
 
 
-def _takes_less(spec: StructureSpec, operations: float, problem: Problem) -> bool:
+def _takes_less(spec: StructureSpec, operations: float, problem: Problem | None) -> bool:
     """Whether another structure is known to take far fewer operations, on all processes."""
+    if problem is None:
+        return False
     found = _operations(spec.forecast(problem), problem)
     return all(problem.model.settings.reducer.gather(0.0 < tuning.FASTER * found < operations))
 
