@@ -214,6 +214,14 @@ def test_examples_are_kept_apart_where_no_posterior_is_exact(classes: bool, monk
     assert (cls(epochs=1, predictive=None, random_state=0).fit(x, y).held_out_index_.size) == 0
 
 
+def test_folds_say_nothing_of_trainings_without_a_predictive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "EXACT_OPERATIONS", 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(2,), precision=1.0, predictive="folds")
+        assert model.fit(*sine(10)).predictive_fit_ is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("examples", "starts"), [(10_000, 2), (10_001, 1)])
 def test_many_examples_have_one_start(examples: int, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:

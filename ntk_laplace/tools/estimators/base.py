@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -55,6 +55,7 @@ from ntk_laplace.training import (
 from ntk_laplace.training.model import Model
 from ntk_laplace.training.train import adam
 
+_UNTRUSTED = "the fitted predictive is not to be trusted"
 _FOLDS = 5  # of predictive="folds"
 # prior precisions that the training of an "mlp" starts from; of more examples the second start changes next to nothing
 _PRECISIONS, _FEW = (1.0, 0.1), 10_000
@@ -136,47 +137,54 @@ class LaplaceEstimator(_Fitted):
                     with _untold():
                         self.predictive_fit_ = posterior.fit_predictive(self.predictive, strict=False)
             else:
-                options = {
-                    "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
-                    "optimizer": partial(adam, rate=self.learning_rate),
-                    "predictive": self.predictive and "loo", "batch_size": self.batch_size, "settings": settings,
-                } | self._schedules()
-
-                def trained() -> EvidenceTraining:
-                    with _untold():
-                        if starts is None:
-                            return train_with_evidence(module, data, likelihood, prior, **options)
-                        return train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
-
-                many = self.predictive == "loo" and len(y) > _FEWEST
-                model = Model(module, likelihood, prior, data, self.structure, CurvatureType.of(self.curvature), None,
-                              settings)
-                apart = many and not model.has_exact()
-                if not apart:
-                    found = trained()
-                    posterior, fit = found.posterior, found.predictive
-                    apart = many and (fit is None or not fit.trusted)
-                if apart:  # calibrated with data that the training does not see
-                    module, given, held = new(), data, _some(y, likelihood.classifies, seed)
-                    data, options["predictive"] = self._without(held, given), None
-                    found = trained()
-                    posterior, fit = _calibrated(found.posterior, module, data, tuple(part[held] for part in given))
-                self.history_, self.predictive_fit_, self.n_iter_ = found.history, fit, len(found.history.loss)
-                if self.predictive == "folds":
-                    options["schedule"] = EvidenceSchedule(self.epochs, steps=0)  # the hyperparameters stay
-
-                    def train(part: tuple[Tensor, ...]) -> Posterior:
-                        own = copy.deepcopy((posterior.likelihood, posterior.prior))
-                        return train_with_evidence(new(), part, *own, **options).posterior
-
-                    with _untold():
-                        self.predictive_fit_ = posterior.cross_calibrate(train, data, min(_FOLDS, len(y)), seed=seed)
+                module, posterior = self._trained(new, module, data, likelihood, prior, starts, settings, seed)
         if self.predictive_fit_ is not None and not self.predictive_fit_.trusted:
             posterior.predictive = None
         self._size = posterior.fitted.total
         self.posterior_, self.network_ = posterior, module
         self.log_marginal_likelihood_value_ = float(posterior.log_marginal_likelihood().detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value
+
+    def _trained(
+        self, new: Callable[[], nn.Module], module: nn.Module, data: tuple[Tensor, ...], likelihood: Likelihood,
+        prior: GaussianPrior, starts: list[float] | None, settings: Settings, seed: int,
+    ) -> tuple[nn.Module, Posterior]:
+        """The network, trained with evidence, and its posterior with a fitted predictive."""
+        many, folds = self.predictive == "loo" and len(data[1]) > _FEWEST, self.predictive == "folds"
+        options = {
+            "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
+            "optimizer": partial(adam, rate=self.learning_rate),
+            "predictive": self.predictive and "loo", "batch_size": self.batch_size, "settings": settings,
+        } | self._schedules()
+
+        def trained() -> EvidenceTraining:
+            with _untold(later=many or folds):
+                if starts is None:
+                    return train_with_evidence(module, data, likelihood, prior, **options)
+                return train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
+
+        sized = Model(module, likelihood, prior, data, self.structure, CurvatureType.of(self.curvature), None, settings)
+        apart = many and not sized.has_exact()
+        if not apart:
+            found = trained()
+            posterior, fit = found.posterior, found.predictive
+            apart = many and (fit is None or not fit.trusted)
+        if apart:  # calibrated with data that the training does not see
+            module, given, held = new(), data, _some(data[1], likelihood.classifies, seed)
+            data, options["predictive"] = self._without(held, given), None
+            found = trained()
+            posterior, fit = _calibrated(found.posterior, module, data, tuple(part[held] for part in given))
+        if folds:
+            options["schedule"] = EvidenceSchedule(self.epochs, steps=0)  # the hyperparameters stay
+
+            def train(part: tuple[Tensor, ...]) -> Posterior:
+                own = copy.deepcopy((posterior.likelihood, posterior.prior))
+                return train_with_evidence(new(), part, *own, **options).posterior
+
+            with _untold(later=True):
+                fit = posterior.cross_calibrate(train, data, min(_FOLDS, len(data[1])), seed=seed)
+        self.history_, self.predictive_fit_, self.n_iter_ = found.history, fit, len(found.history.loss)
+        return module, posterior
 
     def _without(self, held: NDArray[np.intp], data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The data of the training, without examples that are kept from it."""
@@ -463,10 +471,14 @@ class LaplaceEstimator(_Fitted):
 
 
 @contextmanager
-def _untold() -> Iterator[None]:
-    """Without the warning of a predictive that is not to be trusted: `predictive_fit_` tells, and it is not used."""
+def _untold(later: bool = False) -> Iterator[None]:
+    """Without the warning of a predictive that is not to be trusted: `predictive_fit_` tells, and it is not used.
+
+    If one is fitted later to other data, also without that of none.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the fitted predictive is not to be trusted", NTKLaplaceWarning)
+        warnings.filterwarnings("ignore", f"{_UNTRUSTED}|no predictive is fitted" if later else _UNTRUSTED,
+                                NTKLaplaceWarning)
         yield
 
 
