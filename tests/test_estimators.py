@@ -222,6 +222,22 @@ def test_folds_say_nothing_of_trainings_without_a_predictive(monkeypatch: pytest
         assert model.fit(*sine(10)).predictive_fit_ is not None
 
 
+def test_a_training_that_is_not_trusted_is_told_of_only_if_it_stays() -> None:
+    """Labels at random: leave-one-out has little to judge by, and a tenth of many examples takes its place."""
+    rng = np.random.default_rng(0)
+    options = {"epochs": 2, "hidden_layer_sizes": (40, 40), "precision": 1e-4, "random_state": 0}
+    x, y = rng.normal(size=(1100, 9)), rng.normal(size=1100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        many = ntkl.LaplaceRegressor(**options).fit(x, y)
+    assert many.posterior_.structure == "kfac" and len(many.held_out_index_) == 110
+    assert many.predictive_fit_.objective == "held-out data"
+    with pytest.warns(ntkl.NTKLaplaceWarning) as told:
+        few = ntkl.LaplaceRegressor(**options).fit(x[:900], y[:900])
+    assert any("has lowered the evidence" in str(one.message) for one in told)
+    assert few.posterior_.fitted.exact and not few.predictive_fit_.trusted and few.held_out_index_.size == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("examples", "starts"), [(10_000, 2), (10_001, 1)])
 def test_many_examples_have_one_start(examples: int, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:

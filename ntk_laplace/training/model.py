@@ -22,7 +22,7 @@ from ntk_laplace.posterior.fit import can_fit, fitted_to, linearized, spec_of
 from ntk_laplace.runtime.serialization import load_tensors, module_tensors
 from ntk_laplace.structures import Auto, LinearizedModel, Settings, StructureSpec
 
-_FITS = 8  # of an exact structure while the end of a training converges, about
+_SHARE = 1 / 30  # of the operations of one exact matrix: the end of a training fits several
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Model:
         """The same model with an exact posterior; this one if it has one."""
         if self.spec.exact and self.curvature.kind == "ggn":
             return self
-        return replace(self, structure=Auto(None, 1 / _FITS), curvature=CurvatureType.of("ggn"))
+        return replace(self, structure=Auto(None, _SHARE), curvature=CurvatureType.of("ggn"))
 
     def has_exact(self) -> bool:
         """Whether the end of a training can have an exact posterior, as far as sizes tell."""

@@ -87,8 +87,8 @@ def train_with_evidence(
     predictive : str, optional
         "loo": after the epochs, the weights at the best evidence are trained on without minibatches, in eval mode and
         on the data of the evidence, until the Newton decrement is at most 0.02 nats a point: leave-one-out needs an
-        optimum. The posterior is then exact ("auto", curvature "ggn") if that fits in memory and takes at most 4e12
-        operations (4e14 on a GPU), else that of the training, as ``posterior.reason`` says; and
+        optimum. The posterior is then exact ("auto", curvature "ggn") if that fits in memory and takes at most 1e12
+        operations (1e14 on a GPU), else that of the training, as ``posterior.reason`` says; and
         ``posterior.fit_predictive("loo", strict=False)`` is called.
     scheduler : scheduler or callable, optional
         A torch learning rate scheduler over this optimizer, or a factory that takes the optimizer.

@@ -166,9 +166,15 @@ class LaplaceEstimator(_Fitted):
         sized = Model(module, likelihood, prior, data, self.structure, CurvatureType.of(self.curvature), None, settings)
         apart = many and not sized.has_exact()
         if not apart:
-            found = trained()
+            with warnings.catch_warnings(record=many) as told:  # of a training that may not be the last
+                if many:
+                    warnings.simplefilter("always")
+                found = trained()
             posterior, fit = found.posterior, found.predictive
             apart = many and (fit is None or not fit.trusted)
+            seen: dict[Any, Any] = {}
+            for one in () if apart or told is None else told:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=seen)
         if apart:  # calibrated with data that the training does not see
             module, given, held = new(), data, _some(data[1], likelihood.classifies, seed)
             data, options["predictive"] = self._without(held, given), None
