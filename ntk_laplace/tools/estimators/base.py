@@ -32,7 +32,6 @@ from ntk_laplace.errors import (
     require_flags,
     require_number,
     require_whole,
-    untold,
 )
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
@@ -42,6 +41,7 @@ from ntk_laplace.posterior.explain import Explanation, Ranking, SourceEffects, s
 from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Auto, Settings, StructureSpec
+from ntk_laplace.tools.estimators.held_out import calibrated, held_out
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, require_numbers
 from ntk_laplace.tools.estimators.units import Explained
@@ -59,9 +59,7 @@ _UNTRUSTED = "the fitted predictive is not to be trusted"
 _FOLDS = 5  # of predictive="folds"
 # prior precisions that the training of an "mlp" starts from; of more examples the second start changes next to nothing
 _PRECISIONS, _FEW = (1.0, 0.1), 10_000
-_STEPS, _TOLERANCE = 160, 0.2  # of L-BFGS at the optimum of a posterior that is not exact; the aim is a tenth of it
-# examples that are kept from a training whose posterior cannot be exact, at most, and of how many there are at least
-_MOST_HELD_OUT, _FEWEST = 5_000, 1_000
+_FEWEST = 1_000  # more examples may be kept apart
 
 
 class _Fitted(BaseEstimator):
@@ -176,10 +174,10 @@ class LaplaceEstimator(_Fitted):
             for one in () if apart or told is None else told:
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=seen)
         if apart:  # calibrated with data that the training does not see
-            module, given, held = new(), data, _some(data[1], likelihood.classifies, seed)
+            module, given, held = new(), data, held_out(data[1], likelihood.classifies, seed)
             data, options["predictive"] = self._without(held, given), None
             found = trained()
-            posterior, fit = _calibrated(found.posterior, module, data, tuple(part[held] for part in given))
+            posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))
         if folds:
             options["schedule"] = EvidenceSchedule(self.epochs, steps=0)  # the hyperparameters stay
 
@@ -486,34 +484,6 @@ def _untold(later: bool = False) -> Iterator[None]:
         warnings.filterwarnings("ignore", f"{_UNTRUSTED}|no predictive is fitted" if later else _UNTRUSTED,
                                 NTKLaplaceWarning)
         yield
-
-
-def _calibrated(
-    posterior: Posterior, module: nn.Module, data: tuple[Tensor, ...], held: tuple[Tensor, ...]
-) -> tuple[Posterior, PredictiveFit]:
-    """The posterior, calibrated with held-out data, or that at the optimum of its log joint if that predicts better.
-
-    The weights of the best evidence may fit too little, as of many images, and those of the optimum too much, as of a
-    table with many columns. The module gets the weights of the result.
-    """
-    with untold(True):
-        fit = posterior.calibrate(held)
-        further = posterior.retrain(data, groups=None, evidence_steps=0, steps=_STEPS, tolerance=_TOLERANCE,
-                                    predictive=None)
-        found = further.calibrate(held)
-    if found.after <= fit.after:
-        return posterior, fit
-    with torch.no_grad():
-        for own, other in zip(module.parameters(), further.network.module.parameters(), strict=True):
-            own.copy_(other)
-    return further, found
-
-
-def _some(y: Tensor, classes: bool, seed: int) -> NDArray[np.intp]:
-    """A tenth of the examples at random, not too many; of classes the others have each that there is."""
-    order = np.random.default_rng(seed).permutation(len(y))
-    found, rest = np.split(order, [min(len(y) // 10, _MOST_HELD_OUT)])
-    return np.sort(found[np.isin(y[found], y[rest])] if classes else found)
 
 
 def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
