@@ -211,6 +211,8 @@ def test_examples_are_kept_apart_where_no_posterior_is_exact(classes: bool, monk
     found = model.posterior_.calibrate((model.network_inputs(x[held]), model.network_targets(y[held])))
     assert found.after == pytest.approx(fit.after, rel=1e-12)
     assert np.isclose(model.log_marginal_likelihood(model.theta_ + 0.0), model.log_marginal_likelihood_value_)
+    z = model.network_inputs(x)
+    assert torch.equal(model.network_(z), model.posterior_.outputs(z))
     assert cls(epochs=1, predictive=None, random_state=0).fit(x, y).held_out_index_.size == 0
 
     def stuck(*_: Any, **__: Any) -> None:
@@ -219,6 +221,7 @@ def test_examples_are_kept_apart_where_no_posterior_is_exact(classes: bool, monk
     monkeypatch.setattr(ntkl.Posterior, "retrain", stuck)
     first = cls(epochs=3, hidden_layer_sizes=(3,), random_state=0).fit(x, y, weight).predictive_fit_
     assert first.num_points == len(held) and first.after <= fit.after
+    assert not classes or first.after < fit.after  # the optimum is taken
 
 
 def test_folds_say_nothing_of_trainings_without_a_predictive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,3 +283,9 @@ def test_the_joint_gradient_of_sparse_and_unread_parameters(structure):
     (loss + 0.5 * sum(p.square().sum() for p in dense.parameters())).backward()
     expected = torch.cat([p.grad.flatten() for p in dense.parameters()])
     assert relative_error(posterior.fitted.joint_gradient(), expected) < 1e-12
+    weights = torch.randn(9, 2, generator=torch.Generator().manual_seed(0)).double()
+    dense.zero_grad()
+    (dense(data[0]) * weights).sum().backward()
+    expected = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in dense.parameters()])
+    found = posterior.fitted.model.jacobian_pass.vjp(data[0], weights, batch_size=4)
+    assert relative_error(found, expected) < 1e-12
