@@ -242,6 +242,12 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ntk-laplace {ntkl.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for add in (_add_demo, _add_fit, _add_evidence, _add_plan, _add_explain, _add_predict):
+        add(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="see a network become a GP, on data that scikit-learn ships",
@@ -252,6 +258,9 @@ def command_parser() -> argparse.ArgumentParser:
     _add_shared(demo, "--out", default=Path("ntk-laplace-demo"))
     _add_shared(demo, "--seed")
     demo.add_argument("--small", action="store_true", help="a few examples of each problem: seconds, rougher numbers")
+
+
+def _add_fit(commands: Any) -> None:
     fit = commands.add_parser(
         "fit",
         help="train a network on a table or images, and see what its uncertainty is worth",
@@ -284,6 +293,9 @@ def command_parser() -> argparse.ArgumentParser:
                      "those of regressions above all (default: %(default)s)")
     _add_shared(fit, "--seed")
     _add_shared(fit, "--out", default=Path("ntk-laplace-fit"))
+
+
+def _add_evidence(commands: Any) -> None:
     evidence = commands.add_parser(
         "evidence",
         help="the evidence of a network under several structures",
@@ -298,6 +310,9 @@ def command_parser() -> argparse.ArgumentParser:
                           help="add half gᵀH⁻¹g, for weights that are not at their optimum")
     _add_shared(evidence, "--json")
     evidence.add_argument("--plot", type=_png_file, metavar="OUT.png", help="draw the table into this file")
+
+
+def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="the memory and the time that each structure would take",
@@ -309,6 +324,9 @@ def command_parser() -> argparse.ArgumentParser:
     plan.add_argument("--processes", type=_count, default=1, metavar="K",
                       help="devices like this one that would share the fit (default: %(default)s)")
     _add_shared(plan, "--json")
+
+
+def _add_explain(commands: Any) -> None:
     explain = commands.add_parser(
         "explain",
         help="a page that explains predictions by training points",
@@ -334,6 +352,9 @@ def command_parser() -> argparse.ArgumentParser:
     _add_shared(shown, "--classes")
     shown.add_argument("--features", type=_names, metavar="A,B,...", help="names of the inputs' columns")
     shown.add_argument("--title", default="Which training points made these predictions?", help="of the page")
+
+
+def _add_predict(commands: Any) -> None:
     predict = commands.add_parser(
         "predict",
         help="predictions of new inputs, each with its uncertainty",
@@ -357,4 +378,3 @@ def command_parser() -> argparse.ArgumentParser:
                       help="train a copy of the network on first, at precisions and noise that the evidence chooses: "
                       "for weights trained with little weight decay")
     _add_shared(told, "--classes")
-    return parser
