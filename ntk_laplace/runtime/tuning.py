@@ -142,7 +142,7 @@ OVERSAMPLING = 1.25  # test vectors of a low rank that is kept alone, relative t
 
 # --- forecasts: what a probe computes
 
-# operations of an exact matrix that "auto" takes on a CPU (ten minutes on two cores) and on a device, and how many
+# operations of an exact matrix that "auto" takes on a CPU (minutes on two cores) and on a device, and how many
 # times less another structure has to take: its operations are slower
 EXACT_OPERATIONS, EXACT_OPERATIONS_DEVICE, FASTER = 3e13, 3e15, 10.0
 PROBED_EXAMPLES = 256  # examples whose rows are timed

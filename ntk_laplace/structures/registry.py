@@ -94,5 +94,5 @@ def structure_named(name: str) -> type[StructureSpec]:
         here = _ELSEWHERE.get(name, "") if isinstance(name, str) else ""
         raise UnsupportedError(f'structure among {", ".join([*structure_names(), "auto"])}', repr(name),
                                f'{here}Use "gp" for small data, "full" for small networks, "kfac" for large ones, '
-                               '"auto" to let cost decide between the exact two; register_structure adds your own.')
+                               '"auto" to let cost choose an exact one; register_structure adds your own.')
     return REGISTERED[name]
