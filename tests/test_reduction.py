@@ -371,10 +371,6 @@ def test_what_needs_one_process_is_refused() -> None:
         with pytest.raises(ntkl.UnsupportedError, match="training with evidence"):
             ntkl.train_with_evidence(small(), (x, y), ntkl.Gaussian(0.3), optimizer=torch.optim.Adam, epochs=1,
                                      settings=settings)
-        for structure in ("full", "kfac"):
-            posterior = ntkl.laplace(small(), (x, y), ntkl.Gaussian(0.3), structure=structure, settings=settings)
-            with pytest.raises(ntkl.UnsupportedError, match="one process for rows of J"):
-                posterior.leave_one_out()
         posterior = ntkl.laplace(small(), (x, y), ntkl.Gaussian(0.3), structure="full", settings=settings)
         with pytest.raises(ntkl.UnsupportedError, match="one process for points to add"):
             posterior.add(x[:2], y[:2])

@@ -57,6 +57,7 @@ class IterativePrecision(PosteriorPrecision):
     """
 
     solves_covariance = False
+    reads_data = True
 
     def __init__(self, probing: ProbedLogDet, limits: SketchLimits, variance_error: float) -> None:
         curvature = probing.curvature

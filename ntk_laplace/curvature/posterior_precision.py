@@ -71,12 +71,15 @@ class PosteriorPrecision(ABC):
         Whether `variances_of_outputs` computes no covariances of outputs on the way.
     solves_covariance : bool
         Whether J H⁻¹ Jᵀ by `solve` is what `covariance` returns, up to rounding; not if that is an estimate by draws.
+    reads_data : bool
+        Whether solves and covariances take passes over the data: several processes then compute the same ones together.
     """
 
     homogeneous: bool = True
     made_of_data: bool = False
     many_variances: bool = False
     solves_covariance: bool = True
+    reads_data: bool = False
     standard_error: float = 0.0
     log_det_bounds: tuple[float, float] | None = None
 

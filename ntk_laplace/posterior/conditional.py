@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.errors import DataError, HyperparameterError, is_number, require_choice
-from ntk_laplace.jacobian import Jacobian, placed
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.calibration import CalibratedPredictive, Calibration
 from ntk_laplace.posterior.calibrate import LeftOut, densities, fit_calibration
 from ntk_laplace.runtime.sampling import draw_sizes
@@ -98,13 +98,14 @@ class LinearRefit:
                 for number, calibration in enumerate(calibrations):
                     found = CalibratedPredictive(calibration, likelihood, samples=samples)(mean, covariance)
                     total[number] += (counts * found.log_prob(targets)).sum().double().cpu()
-        return total
+        return torch.stack(self.whole.row_reducer.gather(total)).sum(0)
 
     def calibrated(self, index: Tensor, scale: float | None, temperature: str) -> Calibration:
         """The temperature that best predicts unseen points, and the scale unless it is given."""
         points, likelihood = self.whole.points.subset(index), self.whole.likelihood.at(index).counted_once()
         parts = [(mean, self.precision.covariance_blocks(rows)) for _, rows, mean in self._rows(index)]
-        mean, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
+        own = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else [points.f.new_empty(0)] * 2
+        mean, covariance = (self.whole.collected(index, values) for values in own)
         found = densities(likelihood, LeftOut.of(points, likelihood, mean, covariance))
         if scale is None:
             return fit_calibration(found, ["scale", temperature])[0]
@@ -125,12 +126,12 @@ class LinearRefit:
                 repeated = here.repeat(count)
                 with torch.no_grad():
                     values = self.whole.likelihood.at(repeated).log_prob(f.flatten(0, 1), points.targets[repeated])
-                parts.append(points.counts[here] * values.view(count, -1))
-            found.append(torch.cat(parts, 1))
+                parts.append((points.counts[here] * values.view(count, -1)).T)
+            found.append(self.whole.collected(index, torch.cat(parts) if parts else like.new_empty(0)).T)
         return torch.cat(found)
 
     def _rows(self, index: Tensor) -> Iterator[tuple[Tensor, Jacobian, Tensor]]:
         """Points, their rows of J, and the mean of f there."""
         device = self.whole.points.f.device
-        for here, rows in placed(self.whole.rows_at(index)):
+        for here, rows in self.whole.own_rows(index):
             yield index[here].to(device), rows, self.whole.model.outputs(rows) - rows.jvp(self.step)

@@ -59,14 +59,14 @@ def collected(model: LinearizedModel, batches: Source, rows: Tensor) -> Tensor:
     return rows[numbers.argsort().to(rows.device)]
 
 
-def collected_jacobian(model: LinearizedModel, batches: Source, rows: Jacobian) -> Jacobian:
+def collected_jacobian(model: LinearizedModel, batches: Source, parts: list[Jacobian]) -> Jacobian:
     """Rows of J of all examples, from the rows of those that this process reads."""
     reducer = model.settings.reducer
     if reducer.world_size == 1:
-        return rows
-    numbers = reducer.concat(batches.numbers(reducer)[0])
-    whole = Jacobian.concatenate([part.to(rows.dtype, rows.f.device) for part in reducer.gather(rows)])
-    return whole.subset(numbers.argsort().to(rows.f.device))
+        return Jacobian.concatenate(parts)
+    device, numbers = model.network.device, reducer.concat(batches.numbers(reducer)[0])
+    found = [part.to(model.jacobian_pass.dtype, device) for own in reducer.gather(parts) for part in own]
+    return Jacobian.concatenate(found).subset(numbers.argsort().to(device))
 
 
 def collected_points(

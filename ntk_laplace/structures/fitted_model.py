@@ -18,18 +18,20 @@ from ntk_laplace.curvature import (
     accumulate_ggn,
 )
 from ntk_laplace.errors import UnsupportedError, warn
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
+from ntk_laplace.runtime.reduction import Reducer, SingleProcess
 from ntk_laplace.runtime.threads import ReadersAndWriters
+from ntk_laplace.structures.data_passes import collected
 from ntk_laplace.structures.likelihood_checks import require_consistent
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
-from ntk_laplace.structures.structure import Structure, StructureSpec, require_laplace
+from ntk_laplace.structures.structure import Structure, StructureSpec, require_laplace, require_one_process
 
 T = TypeVar("T")
 
@@ -245,8 +247,47 @@ class FittedModel:
         return self.structure.jvp(self.model, vector)
 
     def rows_at(self, index: Tensor) -> Iterator[Jacobian]:
-        """Rows of J at some training points, ascending, in batches."""
+        """Rows of J at some training points, ascending, in batches.
+
+        Raises
+        ------
+        UnsupportedError
+            If each of several processes has a part of them.
+        """
+        if self.row_reducer.world_size > 1:
+            require_one_process(self.model)
         return self.structure.rows_at(self.model, index)
+
+    def own_rows(self, index: Tensor) -> Iterator[tuple[slice | Tensor, Jacobian]]:
+        """Rows of J at those of some training points, ascending, that this process reads, and their places in `index`.
+
+        What is computed of them is put together by `collected`.
+
+        Raises
+        ------
+        UnsupportedError
+            If what is computed of rows needs passes of all processes over the data.
+        """
+        source, reducer = self.structure.read_at(self.model, index), self.row_reducer
+        own = None
+        if source is not None and reducer.world_size > 1:
+            if self.precision.reads_data:
+                require_one_process(self.model)
+            own = source.numbers(reducer)[0].to(self.points.f.device)
+        for here, rows in placed(self.structure.rows_at(self.model, index)):
+            yield here if own is None else own[here], rows
+            del rows  # before the next are computed
+
+    @property
+    def row_reducer(self) -> Reducer:
+        """Adds up what each process computes of its `own_rows`; a single process where each has all rows."""
+        source = self.structure.read_at(self.model, torch.arange(self.num_examples))
+        return SingleProcess() if source is None else self.settings.reducer
+
+    def collected(self, index: Tensor, values: Tensor) -> Tensor:
+        """Values (m, ...) of some training points, from the values of those that this process reads."""
+        source = self.structure.read_at(self.model, index)
+        return values if source is None else collected(self.model, source, values)
 
     @property
     def from_prior_mean(self) -> Tensor:

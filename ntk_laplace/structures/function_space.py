@@ -67,7 +67,7 @@ class FunctionSpace(StructureSpec):
         rows, whole = Jacobian.concatenate(parts), len(parts) == 1 and reducer.world_size == 1
         parts.clear()
         _, every, weights = collected_points(model, source, rows.f, targets.rows)
-        rows = collected_jacobian(model, source, rows)
+        rows = collected_jacobian(model, source, [rows])
         points = TrainingPoints.checked(model.likelihood, model.outputs(rows), every, weights)
         if not whole:  # one batch of all examples was checked when it was read
             _require_memory(Problem(model, rows.num_examples, rows, reducer.world_size), held=True)

@@ -17,7 +17,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.data_passes import jvp, per_example, read_rows, selected, vjp
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
-from ntk_laplace.structures.structure import Structure, StructureSpec, require_one_process
+from ntk_laplace.structures.structure import Structure, StructureSpec
 
 
 @dataclass
@@ -63,12 +63,15 @@ class StreamedStructure(Structure):
         batch = self._batch(model, model.network.num_outputs)
         return per_example(model, self.data, batch, "Jacobians", precision.covariance_blocks)
 
+    def read_at(self, model: LinearizedModel, index: Tensor) -> Source:
+        """The training data at some of the points, ascending."""
+        n = self.points.num_examples
+        return self.data if len(index) == n else selected(model, self.data, index, n)
+
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
         """Rows of J, from another pass."""
-        require_one_process(model)
-        n = self.points.num_examples
-        source = self.data if len(index) == n else selected(model, self.data, index, n)
-        yield from read_rows(model, source, None, self._batch(model, model.network.num_outputs), "Jacobians")
+        batch = self._batch(model, model.network.num_outputs)
+        return read_rows(model, self.read_at(model, index), None, batch, "Jacobians")
 
     def subset(self, model: LinearizedModel, index: Tensor) -> Self:
         """The structure of some points, from other passes; what was computed of all points is not theirs."""

@@ -153,7 +153,7 @@ class Structure(ABC):
 
     @abstractmethod
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
-        """Rows of J at some of the points, ascending, in batches."""
+        """Rows of J at some of the points, ascending, in batches: those that this process reads."""
 
     @abstractmethod
     def subset(self, model: LinearizedModel, index: Tensor) -> Structure:
@@ -172,6 +172,10 @@ class Structure(ABC):
         """The structure with all tensors on another device, with another dtype."""
 
     # --- defaults
+
+    def read_at(self, model: LinearizedModel, index: Tensor) -> Source | None:
+        """What `rows_at` reads, of which each process has a share; None if every process has all rows."""
+        return None
 
     @property
     def source(self) -> Source | None:
@@ -287,7 +291,7 @@ def no_basis(got: str) -> UnsupportedError:
 
 
 def require_one_process(model: LinearizedModel) -> None:
-    """Refuse to read rows of J at chosen training points if they are on several processes (UnsupportedError)."""
+    """Refuse what needs all rows of J, or computes from a process's own in passes of all (UnsupportedError)."""
     model.settings.reducer.require_one(
         "rows of J at chosen training points, which this method needs",
         'Fit with structure="gp", which collects all rows on every process, or save and load on one process.')

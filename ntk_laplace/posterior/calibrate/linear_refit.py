@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, warn
-from ntk_laplace.jacobian import placed
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.posterior.calibrate.densities import Setting
@@ -117,13 +116,16 @@ def _decomposed(fitted: FittedModel, root: Tensor) -> tuple[Tensor, Tensor]:
     shapes, p = fitted.network.shapes, len(fitted.theta)
     _require_order(p, 'Use structure="gp" with fewer points, or parameters="last_layer".')
     _require((2 * size * p + 2 * p * p) * element, fitted)
+    index = torch.arange(n, device=root.device)
     parts = [rows.weighted(root[here]).dense(shapes).transpose(0, 1)  # (m, R, P)
-             for here, rows in placed(fitted.rows_at(torch.arange(n)))]
-    scaled = torch.cat(parts).flatten(0, 1) * fitted.prior.flat_precision().detach().to(fitted.theta).rsqrt()
-    values, vectors = torch.linalg.eigh(scaled.T @ scaled)
+             for here, rows in fitted.own_rows(index)] or [root.new_empty(0, root.shape[2], p)]
+    scaled = torch.cat(parts) * fitted.prior.flat_precision().detach().to(fitted.theta).rsqrt()
+    square = scaled.flatten(0, 1).T @ scaled.flatten(0, 1)
+    fitted.row_reducer.sum_(square)
+    values, vectors = torch.linalg.eigh(square)
     kept = values > values[-1] * torch.finfo(values.dtype).eps * p
     values, vectors = values[kept], vectors[:, kept]
-    return values, ((scaled @ vectors) / values.sqrt()).view(n, root.shape[2], -1)
+    return values, fitted.collected(index, scaled @ vectors) / values.sqrt()
 
 
 def _require_order(order: int, remedy: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ntk_laplace.curvature.posterior_precision import require_finite
-from ntk_laplace.jacobian import Jacobian, grouped, placed
+from ntk_laplace.jacobian import Jacobian, grouped
 from ntk_laplace.posterior.explain import bytes_of_each
 from ntk_laplace.posterior.explain.algebra import Removals, removal_terms
 from ntk_laplace.runtime import tuning
@@ -26,8 +26,9 @@ class WithoutEach:
 
     def __init__(self, fitted: FittedModel, variances: bool) -> None:
         self._fitted, self._residual, self._variances = fitted, fitted.residual(), variances
-        self._columns: Tensor | None = None  # of the training points; the first `_known` are there
-        self._known = 0
+        self._columns: Tensor | None = None  # of the training points that are `_known`
+        self._index = torch.arange(fitted.num_examples, device=self._residual.device)
+        self._known = torch.zeros_like(self._index, dtype=torch.bool)
         with torch.no_grad():
             self._removals = Removals(fitted) if fitted.structure.spec.keeps_jacobian else None
 
@@ -64,35 +65,35 @@ class WithoutEach:
         """
         if self._removals is not None:
             return self._removals.effects(test) if self._variances else (self._removals.changes(test), None)
-        fitted, points = self._fitted, self._fitted.points
-        n, c = test.f.shape
+        fitted, (n, c) = self._fitted, test.f.shape
         across = []
         for output in range(c):
             chosen = one_hot(torch.tensor(output), c).to(test.f).expand(n, c).unsqueeze(-1)
             across.append(fitted.precision.cross_covariance(test.weighted(chosen)))
-        moved = test.f.new_empty(n, points.num_examples, c)
-        widened = torch.empty_like(moved) if self._variances else None
-        for here, rows in placed(fitted.rows_at(torch.arange(points.num_examples))):
+        moved = test.f.new_zeros(n, fitted.num_examples, c)
+        widened = torch.zeros_like(moved) if self._variances else None
+        for here, rows in fitted.own_rows(self._index):
             weighted = rows.weighted(self._of_training(here, rows))
             for output, one in enumerate(across):
                 seen = one.products(weighted)  # (1 + R, m, n)
                 moved[:, here, output] = -seen[0].T
                 if widened is not None:
                     widened[:, here, output] = seen[1:].square().sum(0).T
+        fitted.row_reducer.sum_(*(tile for tile in (moved, widened) if tile is not None))
         return moved, widened
 
-    def _of_training(self, here: slice, rows: Jacobian) -> Tensor:
+    def _of_training(self, here: slice | Tensor, rows: Jacobian) -> Tensor:
         """(I - Λ_iV_ii)⁻¹ times r_i, and, for variances, a square root of (I - Λ_iV_ii)⁻¹ Λ_i beside it, (m, C, 1 + R).
 
         They are kept: each tile reads them.
         """
-        if here.stop > self._known:
+        if not bool(self._known[here].all()):
             root = self._fitted.root()[here]
             out = removal_terms(self._fitted.precision.removal_blocks(rows, root), root, True)
             pull = out.amplified(self._residual[here])
             found = torch.cat([pull, out.spread()], -1) if self._variances else pull
             if self._columns is None:
                 self._columns = found.new_empty(len(self._residual), *found.shape[1:])
-            self._columns[here], self._known = found, here.stop
+            self._columns[here], self._known[here] = found, True
         assert self._columns is not None
         return self._columns[here]

@@ -20,14 +20,14 @@ the scale of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.jacobian import Jacobian, placed
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.posterior.explain.algebra import leverages
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_of, solve_lower
@@ -56,13 +56,14 @@ class Without:
         return cls(mean, covariance, leverages(blocks)[:, -1], used, information)
 
     @classmethod
-    def joined(cls, parts: list[Without]) -> Without:
-        """The moments of several sets of points, one after the other."""
-        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+    def joined(cls, parts: Sequence[Without], like: Tensor) -> Without:
+        """The moments of several sets of points, one after the other; of none with the dtype and device of `like`."""
+        none = like.new_empty(0)
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts] or [none]) for field in fields(cls)))
 
-    def at(self, index: Tensor) -> Without:
-        """The moments of some of the points."""
-        return Without(*(getattr(self, field.name)[index] for field in fields(self)))
+    def each(self, function: Callable[[Tensor], Tensor]) -> Without:
+        """A function of every one of the moments and terms."""
+        return Without(*(function(getattr(self, field.name)) for field in fields(self)))
 
 
 def conditioned(fitted: FittedModel, index: Tensor) -> tuple[Without, float]:
@@ -107,7 +108,8 @@ def conditioned(fitted: FittedModel, index: Tensor) -> tuple[Without, float]:
     groups = [torch.arange(start, len(index), count, device=index.device) for start in range(count)]
     found = [_group(fitted, index[group], product) for group in groups]
     order = torch.cat(groups).argsort()
-    return Without.joined([one for one, _ in found]).at(order), max(left for _, left in found)
+    return (Without.joined([one for one, _ in found], fitted.points.f).each(lambda values: values[order]),
+            max(left for _, left in found))
 
 
 def _group(fitted: FittedModel, group: Tensor, product: _Products) -> tuple[Without, float]:
@@ -150,34 +152,40 @@ def _times(root: Tensor, values: Tensor) -> Tensor:
 
 
 class _Products:
-    """v -> (P0 + JᵀΛJ) v over the training points that stay; rows of J are kept between passes where they fit."""
+    """v -> (P0 + JᵀΛJ) v over the training points that stay; rows of J are kept between passes where they fit.
+
+    Each process adds up over its own.
+    """
 
     def __init__(self, fitted: FittedModel) -> None:
         self._fitted, self._prior = fitted, fitted.prior.flat_precision().detach().to(fitted.theta)
-        self._kept: list[Jacobian] | None = None
+        self._kept: list[tuple[slice | Tensor, Jacobian]] | None = None
         with torch.no_grad():
             self._root = fitted.root()
 
     def __call__(self, vector: Tensor, stays: Tensor) -> Tensor:
         shapes = self._fitted.network.shapes
-        named, total = shapes.named(vector), self._prior * vector
+        named, total = shapes.named(vector), torch.zeros_like(vector)
         root = self._root * stays.view(-1, 1, 1)
-        for here, rows in placed(self._rows()):
+        for here, rows in self._rows():
             total += rows.vjp(_times(root[here], rows.jvp(named)), shapes)
-        return total
+        self._fitted.row_reducer.sum_(total)
+        return total.add_(self._prior * vector)
 
-    def _rows(self) -> Iterator[Jacobian]:
+    def _rows(self) -> Iterator[tuple[slice | Tensor, Jacobian]]:
         if self._kept is not None:
             yield from self._kept
             return
         n, budget = self._fitted.num_examples, self._fitted.settings.memory_budget
         room = min(tuning.KEPT_ROWS_BYTES, tuning.KEPT_ROWS_BYTES if budget is None else budget)
-        kept: list[Jacobian] = []
-        for rows in self._fitted.rows_at(torch.arange(n)):
-            if rows.nbytes * n <= room * rows.num_examples:
-                kept.append(rows)
-            yield rows
-        self._kept = kept if sum(rows.num_examples for rows in kept) == n else None
+        kept: list[tuple[slice | Tensor, Jacobian]] = []
+        fits = True
+        for here, rows in self._fitted.own_rows(torch.arange(n)):
+            fits = fits and rows.nbytes * n <= room * rows.num_examples
+            if fits:
+                kept.append((here, rows))
+            yield here, rows
+        self._kept = kept if fits else None
 
 
 def _solved(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.jacobian import placed
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.posterior.explain.algebra import removal_terms, without_each
 from ntk_laplace.posterior.explain.conditioned import Without, conditioned
@@ -205,7 +204,8 @@ def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> L
     if not fitted.exact:
         found, left = conditioned(fitted, index)
         return _predicted(fitted, index, found, _REFITTED, samples, left)
-    found = _kept(fitted).at(index) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, index)
+    kept = fitted.structure.spec.keeps_jacobian
+    found = _kept(fitted).each(lambda values: values[index]) if kept else _streamed(fitted, index)
     return _predicted(fitted, index, found, _EXACT, samples)
 
 
@@ -274,7 +274,7 @@ def _streamed(fitted: FittedModel, index: Tensor) -> Without:
     residual = fitted.residual()[index]
     with torch.no_grad():
         root = fitted.root()[index]
-        for here, rows in placed(fitted.rows_at(index)):
+        for here, rows in fitted.own_rows(index):
             moments = fitted.precision.removal_blocks(rows, root[here])
             out = removal_terms(moments, root[here], fitted.structure.spec.exact)
             widened = out.half @ torch.linalg.solve(out.complement, out.half.mT)
@@ -284,4 +284,4 @@ def _streamed(fitted: FittedModel, index: Tensor) -> Without:
             log_det = torch.linalg.slogdet(out.complement).logabsdet
             information = torch.where(out.trusted, -0.5 * log_det, 0.5 * used)
             parts.append(Without(mean, covariance, out.leverage, used, information))
-    return Without.joined(parts)
+    return Without.joined(parts, points.f).each(lambda values: fitted.collected(index, values))

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.jacobian import Jacobian, placed
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.posterior.explain.algebra import removal_terms
 from ntk_laplace.posterior.explain.explanation import ExplanationRequest
 from ntk_laplace.posterior.explain.quantity import SPREADS, Quantity
 from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
+from ntk_laplace.runtime.reduction import Reducer
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
@@ -127,12 +128,19 @@ class _Strongest:
         """Nothing yet, for the inputs of rows `like`."""
         return cls(k, like.new_zeros(len(like), 0), like.new_zeros(len(like), 0, dtype=torch.long))
 
-    def add(self, values: Tensor, start: int) -> None:
-        """Values (n, m) of training points start, start + 1, ...; ties go to the earlier one."""
-        here = torch.arange(start, start + values.shape[1], device=values.device).expand_as(values)
-        values, here = torch.cat([self.values, values], 1), torch.cat([self.indices, here], 1)
+    def add(self, values: Tensor, here: Tensor) -> None:
+        """Values (n, m) of training points `here` (m,) or (n, m), later than the others; ties go to the earlier one."""
+        values, here = torch.cat([self.values, values], 1), torch.cat([self.indices, here.expand_as(values)], 1)
         order = values.argsort(dim=1, descending=True, stable=True)[:, : self.k]
         self.values, self.indices = values.gather(1, order), here.gather(1, order)
+
+    def collected(self, reducer: Reducer) -> _Strongest:
+        """The strongest of the points of all processes."""
+        values, indices = reducer.concat(self.values.T).T, reducer.concat(self.indices.T).T
+        order = indices.argsort(dim=1)
+        found = _Strongest.of(self.values, self.k)
+        found.add(values.gather(1, order), indices.gather(1, order))
+        return found
 
 
 def rank(
@@ -156,12 +164,13 @@ def _rank(fitted: FittedModel, test: Jacobian, quantity: Quantity, k: int) -> Ra
     for part in _parts(fitted, test):
         heaps = {side: _Strongest.of(test.f[part], k) for side in sides}
         passing = _Passing(fitted, test.subset(part), quantity.subset(part))
-        for start, change in passing.effects():
+        for here, change in passing.effects():
             support = -quantity.good * change
             for side, heap in heaps.items():
-                heap.add(support if side == "for" else -support, start)
+                heap.add(support if side == "for" else -support, here)
+        passing.finish()
         for side, heap in heaps.items():
-            sides[side].append(heap)
+            sides[side].append(heap.collected(passing.reducer))
         leverage, total = passing.leverage, passing.backprojected
     with torch.no_grad():
         network, prior = fitted.network, fitted.prior
@@ -186,7 +195,9 @@ def effects(
     for test, quantity, _ in request.of_each(fitted.model, chunks, fitted.num_examples):
         for part in _parts(fitted, test):
             passing = _Passing(fitted, test.subset(part), quantity.subset(part))
-            yield torch.cat([change for _, change in passing.effects()], 1)
+            changes = [change.T for _, change in passing.effects()]  # (m, n)
+            own = torch.cat(changes) if changes else test.f.new_empty(0)
+            yield fitted.collected(passing.index, own).T
 
 
 def _parts(fitted: FittedModel, test: Jacobian) -> Iterator[slice]:
@@ -201,30 +212,35 @@ def _parts(fitted: FittedModel, test: Jacobian) -> Iterator[slice]:
 
 
 class _Passing:
-    """One pass over the training data for a few inputs."""
+    """One pass over the training data for a few inputs, each process over its own."""
 
     def __init__(self, fitted: FittedModel, test: Jacobian, quantity: Quantity) -> None:
-        self.fitted, self.quantity = fitted, quantity
+        self.fitted, self.quantity, self.reducer = fitted, quantity, fitted.row_reducer
+        self.index = torch.arange(fitted.num_examples, device=test.f.device)
         with torch.no_grad():
             direction = quantity.direction(test.f).unsqueeze(-1)
             self.cross_covariance = fitted.precision.cross_covariance(test.weighted(direction))  # V_·x c_x
         self.leverage = test.f.new_zeros(fitted.num_examples)
         self.backprojected = torch.zeros_like(fitted.theta)  # Jᵀr
 
-    def effects(self) -> Iterator[tuple[int, Tensor]]:
-        """(index of the first, effects (n, m)) of the training points, batch by batch, in order."""
+    def effects(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(Indices (m,), effects (n, m)) of the training points, batch by batch, in order."""
         fitted = self.fitted
         residual = fitted.residual()
         with torch.no_grad():
             root = fitted.root()
-            for here, rows in placed(fitted.rows_at(torch.arange(fitted.num_examples))):
+            for here, rows in fitted.own_rows(self.index):
                 weights = self._weights(rows, residual[here], root[here], here)
                 self.backprojected += rows.vjp(residual[here].to(rows.f), fitted.network.shapes)
                 seen = self.cross_covariance.products(rows.weighted(weights))  # weighted V_ix c_x
                 change = seen.square().sum(0) if self.quantity.by in SPREADS else -seen[0]
-                yield here.start, change.T
+                yield self.index[here], change.T
 
-    def _weights(self, rows: Jacobian, residual: Tensor, root: Tensor, here: slice) -> Tensor:
+    def finish(self) -> None:
+        """Add up what the processes found."""
+        self.reducer.sum_(self.leverage, self.backprojected)
+
+    def _weights(self, rows: Jacobian, residual: Tensor, root: Tensor, here: slice | Tensor) -> Tensor:
         """(I - Λ_iV_ii)⁻¹ r_i (m, C, 1), or W with W Wᵀ = (I - Λ_iV_ii)⁻¹ Λ_i (m, C, R) for variances."""
         exact = self.fitted.structure.spec.exact
         out = removal_terms(self.fitted.precision.removal_blocks(rows, root), root, exact)

@@ -166,16 +166,20 @@ def newton_decrement(fitted: FittedModel) -> float:
 
 
 def _linear(fitted: FittedModel) -> bool:
-    """Whether the network is linear in its weights, as far as the first batch of the data shows; False without data."""
+    """Whether the network is linear in its weights, as far as the first batch of the data shows; False without data.
+
+    All processes say what the first one finds.
+    """
     source, network = fitted.structure.source, fitted.network
     if source is None:
         return False
     try:
         with preserved_rng(network.device):
             x, _ = next(iter(source))
+        found = linear_at(network, x)
     except (NTKLaplaceError, StopIteration):
-        return False
-    return linear_at(network, x)
+        found = False
+    return fitted.settings.reducer.gather(found)[0]
 
 
 def _moved(model: LinearizedModel) -> bool:

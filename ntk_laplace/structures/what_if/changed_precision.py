@@ -69,6 +69,7 @@ class ChangedPrecision(PosteriorPrecision):
         super().__init__(prior, rows.f)
         self.base, self.rows = base, rows
         self.homogeneous, self.standard_error = base.homogeneous, base.standard_error
+        self.reads_data = base.reads_data
         self._require_memory(budget)
         self._signs = signs.flatten().to(rows.f)
         kernel = self._cross(rows).transpose(0, 1).flatten(0, 1)  # K, (m R, m R)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import ParameterBlock, PosteriorPrecision
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Source
+from ntk_laplace.runtime.reduction import collective_property
 from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, LinearizedModel, Structure, StructureSpec
+from ntk_laplace.structures.data_passes import collected_jacobian
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import of_kind
 from ntk_laplace.structures.what_if.changed_precision import ChangedPrecision
@@ -43,7 +45,7 @@ class MovedPoints(TrainingPoints):
     def __repr__(self) -> str:
         return f"MovedPoints({self._unmoved!r})"
 
-    @cached_property
+    @collective_property
     def f(self) -> Tensor:
         """Outputs at the displaced weights, (N, C)."""
         with torch.no_grad():
@@ -208,6 +210,10 @@ class ChangedStructure(Structure):
         named = model.network.unflatten(vector)
         return torch.cat([self.inner.jvp(model, vector), *(one.rows.jvp(named) for one in self.added)])
 
+    def read_at(self, model: LinearizedModel, index: Tensor) -> Source | None:
+        """What the structure before the change reads; several processes have no added points."""
+        return self.inner.read_at(model, index[index < len(self.base.f)])
+
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
         """Rows of J from another pass; those of added points are stored."""
         n, index = len(self.base.f), index.to(self.unmoved_points.f.device)
@@ -283,7 +289,7 @@ def changed_structure(
 
 
 def rows_of(fitted: FittedModel, index: Tensor) -> Jacobian:
-    """Rows of J at a few training points, ascending, from another pass.
+    """Rows of J at a few training points, ascending, from another pass, on every process.
 
     Raises
     ------
@@ -293,12 +299,11 @@ def rows_of(fitted: FittedModel, index: Tensor) -> Jacobian:
         If the data cannot be read again.
     """
     parts: list[Jacobian] = []
-    for rows in fitted.rows_at(index):
+    for _, rows in fitted.own_rows(index):
         if not parts:
             fitted.model.require_memory(rows.nbytes * len(index) // rows.num_examples,
                                         f"the rows of {len(index):,} training points",
                                         "Ask about fewer points at a time.")
         parts.append(rows)
-    if not parts:
-        raise DataError(f"{len(index):,} training points", "none", "Pass the data of the fit.")
-    return Jacobian.concatenate(parts)
+    source = fitted.structure.read_at(fitted.model, index)
+    return Jacobian.concatenate(parts) if source is None else collected_jacobian(fitted.model, source, parts)
