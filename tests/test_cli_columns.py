@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 import joblib
 import numpy as np
@@ -221,9 +223,14 @@ REFUSED = {
                       r"'\xa0oak'."),
     "blanks alone": ({"kind": ["oak", "  "] * 10}, {}, f"got '  ' in row 1, {ROWS}. Remove the blanks, in pandas by "
                      "frame['kind'] = frame['kind'].str.strip(), and name what is left empty, or fill it in."),
-    "dates": ({"kind": pandas.date_range("2026-01-01", periods=20)}, {},
-              "expected names or numbers in column 'kind' of t.csv; got a date or a time in row 0, counted from 0 "
-              "below the names. Make days of the dates, in pandas by frame['kind'] = (pandas.to_datetime("),
+    "dates": ({"kind": ["2026-01-31", "2026-02-30"] * 10}, {}, "expected dates such as 2026-01-31 in column 'kind' of "
+              f"t.csv; got '2026-02-30' in row 1, {ROWS}. Correct the value, remove the row, or take all as names, "
+              "--category kind."),
+    "durations": ({"kind": pandas.to_timedelta(np.arange(20), unit="D")}, {}, "expected names or numbers in column "
+                  f"'kind' of t.csv; got a date or a time in row 0, {ROWS}."),
+    "dates of another form": ({"kind": ["31.01.2026", "01.02.2026"] * 10}, {}, f"got '31.01.2026' in row 0, {ROWS}, a "
+                              "date or an amount as text. Make days of the dates, in pandas by frame['kind'] = "
+                              "(pandas.to_datetime(frame['kind'], dayfirst=True) - "),
     "lists": ({"kind": [["oak"]] * 20}, {}, "got a value of type list in row 0"),
     "missing": ({"kind": [None, "oak"] * 10}, {}, f"got none in row 0, {ROWS}. Fill it in, or remove the row. Or let "
                 "--fill-missing do so."),
@@ -261,6 +268,36 @@ def test_lines_that_make_numbers_of_dates_and_amounts(text: str, number: float |
         exec(line.partition("in pandas by ")[2].removesuffix("."), {"pandas": pandas, "frame": frame})
         assert frame["kind"].tolist()[::2] == [number, number] and frame["kind"].isna()[1]
     assert as_numbers(pandas.Series([text, "other"], name="kind")) == ""
+
+
+@pytest.mark.parametrize("values", [
+    ["2000-01-01", "2000-01-11", "1999-12-31"], [datetime.date(2000, 1, 1), datetime.date(2000, 1, 11),
+                                                 datetime.date(1999, 12, 31)],
+    pandas.to_datetime(["2000-01-01", "2000-01-11", "1999-12-31"]),
+    ["2000-01-01T00:00Z", "2000-01-11 02:00:00.0+02:00", "1999-12-31"],
+], ids=["text", "objects", "pandas", "zones"])
+def test_dates_are_days(values: Any, frame: pandas.DataFrame) -> None:
+    column = pandas.Series(values)
+    table = frame[["width"]].assign(kind=column[np.arange(20) % 3].to_numpy())
+    found = InputColumns.of(table, TABLE, list(table))
+    assert found.features == ["width", "kind"] and str(found) == "Inputs: kind as days since 2000-01-01"
+    rows = found.rows(table, TABLE)
+    assert rows["kind"].tolist()[:3] == [0, 10, -1]
+    assert found.shown(rows)["kind"].tolist()[:3] == ["2000-01-01", "2000-01-11", "1999-12-31"]
+    assert InputColumns.of(table.astype({"kind": str}), TABLE, list(table), ["kind"]).categories["kind"]
+
+
+def test_later_dates_and_gaps(frame: pandas.DataFrame) -> None:
+    table = frame[["width"]].assign(kind=["2000-01-01", "2000-01-11 12:00", None, None] * 5)
+    found = InputColumns.of(table, TABLE, list(table), fill=True)
+    rows = found.rows(table, TABLE)
+    assert rows["kind"].tolist()[:4] == [0, 10.5, 5.25, 5.25] and rows["kind missing"].tolist()[:4] == [0, 0, 1, 1]
+    assert found.shown(rows)["kind"].tolist()[:3] == ["2000-01-01 00:00:00", "2000-01-11 12:00:00", None]
+    later = table.assign(kind=["2001-01-01", "soon", 7, None] * 5)
+    with pytest.raises(DataError, match=r"expected dates such as .*; got 'soon' in row 1"):
+        found.rows(later, TABLE)
+    assert found.rows(later, TABLE, skip=True)["kind"].isna().tolist()[:4] == [False, True, True, False]
+    assert found.unknown_words(later).startswith("'soon' in rows 1, 5, ")
 
 
 @pytest.mark.parametrize("values", [pandas.Categorical([1, 2] * 10), pandas.Series(["1", "2"] * 10, dtype=object)])

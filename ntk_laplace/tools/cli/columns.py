@@ -1,4 +1,4 @@
-"""Columns of inputs as numbers: categories become columns of 0 and 1, and missing values are filled where asked for."""
+"""Columns of inputs as numbers: categories become columns of 0 and 1, and dates days; missing values may be filled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from pandas.api.types import is_numeric_dtype
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.table_columns import require_column
 from ntk_laplace.tools.cli.values import (
+    FIRST_DAY,
     as_numbers,
+    dates,
+    days,
+    has_dates,
     numbers,
     require_64_bits,
     require_distinct,
@@ -40,31 +44,36 @@ class InputColumns:
     # what replaces missing numbers, for the columns that may have gaps; 0 in each column of a category. Each gets one
     # more column, which is 1 where a value is missing
     filled: dict[str, float]
+    dates: tuple[str, ...] = ()  # columns of dates and times: each becomes days since `FIRST_DAY`
 
     @classmethod
     def of(
         cls, frame: pandas.DataFrame, path: Path, names: Sequence[str], categories: Sequence[str] = (),
         fill: bool = False,
     ) -> InputColumns:
-        """Find the categories of training data, and the means that fill missing numbers, if some may be missing.
+        """Find the categories and dates of training data, and the means that fill missing numbers, if some may be.
 
         Columns in `categories` are categories whatever their values are; all columns of names are. Refuse a column that
-        is neither numbers nor names, has too many categories, or no value (DataError).
+        is neither numbers, names nor dates, has too many categories, or no value (DataError).
         """
         for name in categories:
             require_column("--category", name, names, path, "Name a column of inputs.")
         for name in () if fill else names:
             require_present(frame[name], path, " Or let --fill-missing do so.")
+        dated = tuple(name for name in names if name not in categories and has_dates(frame[name]))
         found = {name: _categories(frame[name], path) for name in names
-                 if name in categories or _has_names(frame[name], path)}
+                 if name in categories or (name not in dated and _has_names(frame[name], path))}
+        for name in dated:
+            _require_dates(frame[name], path, f"take all as names, --category {shlex.quote(name)}")
         gaps = [name for name in names if fill and frame[name].isna().any()]
         for name in gaps:
             if frame[name].isna().all():
                 raise DataError(f"a value in some row of column {name!r} of {path}", "none",
                                 f"Leave it out, --drop {shlex.quote(name)}.")
         counted = [name for name in gaps if name not in found]
-        means = np.nanmean(numbers(frame, path, counted, missing=True), axis=0).tolist() if counted else []
-        own = cls(list(names), found, dict.fromkeys(gaps, 0.0) | dict(zip(counted, means, strict=True)))
+        means = {name: float(np.nanmean(days(frame[name]) if name in dated else numbers(frame, path, [name], True)))
+                 for name in counted}
+        own = cls(list(names), found, dict.fromkeys(gaps, 0.0) | means, dated)
         twice = pandas.Index(own.features)
         if twice.has_duplicates:
             raise DataError("different names of the columns of inputs and of categories",
@@ -93,6 +102,8 @@ class InputColumns:
         for name in () if skip else self.names:
             if name not in self.filled:
                 require_present(frame[name], path, f" No row of the training data lacks it; {_OTHERS}.")
+        for name in () if skip else self.dates:
+            _require_dates(frame[name], path, _OTHERS)
         unknown = self.unknown(frame)
         for name in () if skip else unknown:
             own, texts = self.categories[name], _texts(frame[name])[unknown[name]]
@@ -102,11 +113,9 @@ class InputColumns:
             raise DataError(f"categories of the training data ({first_few(own)}) in column {name!r} of {path}",
                             f"{_where(texts)}, counted from 0 below the names",
                             f"{remedy}Correct the names, or remove the rows; {_OTHERS}.")
-        counted = [name for name in self.names if name not in self.categories]
-        values: NDArray[np.float64] = np.empty((len(frame), 0))
-        if counted:  # later tables need each column
-            values = numbers(frame, path, counted, True, "remove the row")
-        known = {name: column[:, None] for name, column in zip(counted, values.T, strict=True)}
+        known = {name: days(frame[name])[:, None] if name in self.dates else
+                 numbers(frame, path, [name], True, "remove the row")  # later tables need each column
+                 for name in self.names if name not in self.categories}
         parts = []
         for name in self.names:
             gaps = frame[name].isna().to_numpy(bool)[:, None]
@@ -127,6 +136,8 @@ class InputColumns:
             other = gaps & (name not in self.filled)
             if known is not None:
                 other |= ~gaps & ~_texts(frame[name]).isin(known)
+            if name in self.dates:
+                other |= ~gaps & np.isnan(days(frame[name]))
             found[name] = other.to_numpy(bool)
         return {name: other for name, other in found.items() if other.any()}
 
@@ -140,7 +151,9 @@ class InputColumns:
         found = {}
         for name in self.names:
             known = self.categories.get(name)
-            if known is None:
+            if name in self.dates:
+                found[name] = dates(rows[name]).astype(object)
+            elif known is None:
                 found[name] = rows[name].astype(object)
             else:
                 number = rows[[f"{name}={value}" for value in known]].to_numpy().argmax(1)
@@ -158,6 +171,7 @@ class InputColumns:
         """What the columns are taken as, beside numbers; empty if all are numbers without gaps."""
         words = [f"{name} as {len(values)} {'category' if len(values) == 1 else 'categories'}"
                  for name, values in self.categories.items()]
+        words += [f"{name} as days since {FIRST_DAY}" for name in self.dates]
         words += [f"{name} filled where it is missing" for name in self.filled]
         return f"Inputs: {first_few(words, quote=False, most=_TOLD)}" if words else ""
 
@@ -182,6 +196,15 @@ def _has_names(column: pandas.Series, path: Path) -> bool:
     raise DataError(f"numbers alone, or names alone, in column {name!r} of {path}", got,
                     "Correct the values, leave cells empty where one is missing, for --fill-missing, or take all as "
                     f"names, --category {shlex.quote(name)}.")
+
+
+def _require_dates(column: pandas.Series, path: Path, other: str) -> None:
+    """Refuse values that are no dates; they may be missing (DataError). `other` can be done beside a correction."""
+    wrong = np.isnan(days(column)) & column.notna().to_numpy(bool)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise DataError(f"dates such as 2026-01-31 in column {column.name!r} of {path}",
+                        f"{str(column.iloc[row])!r}{row_words(row)}", f"Correct the value, remove the row, or {other}.")
 
 
 def _texts(column: pandas.Series) -> pandas.Series:

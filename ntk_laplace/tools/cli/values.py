@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -155,6 +156,37 @@ def as_numbers(column: pandas.Series) -> str:
                 "pandas.Timestamp('2000-01-01')).dt.days.")
     lines = [line for pattern, line in _AMOUNTS.items() if texts.str.fullmatch(pattern).all()]
     return f"Make numbers of the amounts, in pandas by {frame} = {frame}{lines[0]}.astype(float)." if lines else ""
+
+
+FIRST_DAY = "2000-01-01"
+_ISO_8601 = r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?"
+
+
+def has_dates(column: pandas.Series) -> bool:
+    """Whether all values that are not missing are dates or times: of Python or pandas, or text as ISO 8601 has it."""
+    if is_datetime64_any_dtype(column.dtype):
+        return True
+    values = column.dropna()
+    if is_numeric_dtype(column.dtype) or values.empty:
+        return False
+    return all(isinstance(value, datetime.date) for value in values) or (
+        all(isinstance(value, str) for value in values) and bool(values.astype(str).str.fullmatch(_ISO_8601).all()))
+
+
+def days(column: pandas.Series) -> NDArray[np.float64]:
+    """Days from `FIRST_DAY` to dates and times, in UTC if they name no zone, (rows,); NaN for what is no date."""
+    values = column if is_datetime64_any_dtype(column.dtype) else column.astype(object).where(
+        column.map(lambda value: isinstance(value, str | datetime.date)), None)
+    options = {} if is_datetime64_any_dtype(column.dtype) else {"format": "ISO8601"}
+    times = pandas.to_datetime(values, errors="coerce", utc=True, **options)
+    return ((times - pandas.Timestamp(FIRST_DAY, tz="UTC")) / pandas.Timedelta(days=1)).to_numpy(np.float64)
+
+
+def dates(days: pandas.Series) -> pandas.Series:
+    """The dates after so many days, as text; with the time of day in UTC if some is not midnight."""
+    times = pandas.Timestamp(FIRST_DAY) + pandas.to_timedelta(days, unit="D").dt.round("s")
+    whole = bool((times == times.dt.normalize())[times.notna()].all())
+    return times.dt.strftime("%Y-%m-%d" if whole else "%Y-%m-%d %H:%M:%S")
 
 
 def require_no_numbers(column: pandas.Series, path: Path, other: str) -> None:
