@@ -15,6 +15,7 @@ from sklearn.metrics import accuracy_score, mean_squared_error, roc_auc_score
 from torch.distributions import Distribution
 
 from ntk_laplace.errors import DataError, TargetError, require_whole
+from ntk_laplace.runtime.conversion import to_tensor
 
 __all__ = [
     "Reliability",
@@ -273,7 +274,7 @@ def interval_coverage(
         A calibrated prediction has coverage equal to level.
     """
     middle, spread, truth = _array(mean).ravel(), _array(variance).ravel(), _array(targets).ravel()
-    wanted = torch.as_tensor(_levels(levels))
+    wanted = to_tensor(_levels(levels))
     if not middle.size == spread.size == truth.size or truth.size == 0:
         raise TargetError(f"as many targets and variances as means, {middle.size}",
                           f"{truth.size} targets and {spread.size} variances", "Pass one of each for every prediction.")

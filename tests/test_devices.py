@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.utils import backend_registration
+
+import ntk_laplace as ntkl
+from minima import trained
+from refusals import inputs, labels
 
 CASES = [("deep_mlp", "kfac"), ("deep_mlp", "inf"), ("deep_mlp", "full"), ("cnn_groups", "gp"), ("cnn_groups", "diag"),
          ("embedding_bag", "ekfac"), ("deep_mlp", "iterative")]
@@ -32,3 +38,33 @@ def test_another_device_gives_the_same_answers():
              if not isinstance(gap, float) or not gap < 1e-9}
     assert not wrong
     assert len(moves) == 2 and max(moves.values()) < 1e-9
+
+
+def answers(structure: str, path: Path, module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Of verbs that draw, count, sort, sum and store."""
+    posterior = ntkl.laplace(module, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(3.0), structure)
+    new = x[:3] + 0.1
+    found = [posterior.log_marginal_likelihood(), posterior.leave_one_out(points=4).log_density,
+             posterior.leave_one_out().mean, posterior.remove([1], linearization="moving").network.theta,
+             posterior.evidence_bound(5).value, posterior.elbo(samples=20).value]
+    found += [posterior.predict(new, method).probs for method in ("glm", "probit", "nn")]
+    posterior.explain(new)
+    posterior.calibrate((x, y))
+    posterior.fit_hyperparameters(steps=2)
+    posterior.save(path, include_data=True)
+    loaded = ntkl.load(path, module, data=(x, y))
+    found += [loaded.predict(new).probs, loaded.condition((new, y[:3])).f, loaded.subset(range(5)).f]
+    return found
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac", "iterative"])
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+def test_nothing_is_made_on_the_default_device(structure: str, tmp_path: Path) -> None:
+    """As after torch.set_default_device("cuda") in a script whose data are elsewhere: here it has no values."""
+    given = trained("classes"), inputs(), labels()
+    torch.manual_seed(0)
+    expected = answers(structure, tmp_path / "one.pt", *given)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        found = answers(structure, tmp_path / "two.pt", *given)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

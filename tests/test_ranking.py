@@ -11,6 +11,8 @@ from exact_cases import fit as exact_fit
 from ntk_laplace.posterior.explain import ranking
 from ntk_laplace.posterior.explain.joint_removal import GroupRemoval
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.reduction import SingleProcess
+from ranks import on_ranks
 from reference import outputs, relative_error
 from reference_effects import dense_effects
 from refusals import refused
@@ -193,12 +195,19 @@ def test_covariances_towards_given_inputs(kind, structure):
 def test_a_bounded_heap_is_a_sort():
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 20, (3, 40), generator=generator).double()
-    heap = ranking._Strongest.of(values, 5)
-    for start in range(0, 40, 7):
-        heap.add(values[:, start : start + 7], start)
     order = values.argsort(dim=1, descending=True, stable=True)[:, :5]
-    assert torch.equal(heap.indices, order)
-    assert torch.equal(heap.values, values.gather(1, order))
+
+    def run(reducer):
+        """Each rank has every other part, the last rank those of the first points."""
+        heap = ranking._Strongest.of(values, 5)
+        for here in torch.arange(40).split(7)[reducer.world_size - 1 - reducer.rank :: reducer.world_size]:
+            heap.add(values[:, here], here)
+        found = heap.collected(reducer)
+        assert torch.equal(found.indices, order)
+        assert torch.equal(found.values, values.gather(1, order))
+
+    run(SingleProcess())
+    on_ranks(2, run)
 
 
 @pytest.mark.slow

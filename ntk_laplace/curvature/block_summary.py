@@ -208,7 +208,7 @@ def num_tests(width: int, rank: int) -> int:
 def sketch_vectors(width: int, rank: int, like: Tensor) -> Tensor:
     """The test vectors of all sides of this width, (p, s): the same for all batches and processes."""
     generator = torch.Generator().manual_seed(width)
-    drawn = torch.randn(width, num_tests(width, rank), generator=generator, dtype=torch.float64)
+    drawn = torch.randn(width, num_tests(width, rank), generator=generator, dtype=torch.float64, device="cpu")
     return drawn.to(like)
 
 

@@ -55,7 +55,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         shapes: Mapping[str, torch.Size] | None = None,
     ) -> None:
         self._keep(rows, prior, shapes)
-        own = torch.eye(rows.num_cotangents).to(rows.f).expand(rows.num_examples, -1, -1)
+        own = torch.eye(rows.num_cotangents, dtype=rows.f.dtype, device=rows.f.device).expand(rows.num_examples, -1, -1)
         self.root = own if root is None else root
         self.weighted = rows if root is None else rows.weighted(root)
         if gram is None:
@@ -175,7 +175,8 @@ class FunctionSpacePrecision(PosteriorPrecision):
         `left_inverse` is L (N, R, C) with L S = I. The result replaces V_nn: any dΛ_n = S E Sᵀ has E = L dΛ_n Lᵀ,
         and tr(V_nn dΛ_n) = tr(SᵀV_nnS E).
         """
-        seen = torch.eye(self.weighted.num_cotangents).to(self.weighted.f) - self.inverse_blocks
+        blocks = self.inverse_blocks
+        seen = torch.eye(blocks.shape[1], dtype=blocks.dtype, device=blocks.device) - blocks
         return left_inverse.mT @ seen @ left_inverse
 
     def spectrum(self) -> Tensor | None:

@@ -170,7 +170,7 @@ class ProbedLogDet:
         like, generator = self.curvature.like, torch.Generator().manual_seed(self.seed)
 
         def drawn() -> Tensor:
-            return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
+            return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8, device="cpu")
 
         for _ in range(start):
             drawn()

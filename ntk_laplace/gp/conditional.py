@@ -151,7 +151,7 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
             return list(self.orders)
         if not self.fresh:
             self._generator.manual_seed(self.seed)
-        return [torch.randperm(num_examples, generator=self._generator) for _ in range(self.orders)]
+        return [torch.randperm(num_examples, generator=self._generator, device="cpu") for _ in range(self.orders)]
 
     def _require(self, function_dist: MultivariateNormal) -> None:
         if not isinstance(function_dist, MultivariateNormal):
@@ -169,7 +169,7 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
 def _rows_of(orders: Tensor) -> Tensor:
     """Given orders, each a permutation."""
     whole = orders.dim() == 2 and not orders.is_floating_point() and orders.numel() > 0
-    if not whole or not bool((orders.sort(1).values.cpu() == torch.arange(orders.shape[1])).all()):
+    if not whole or not bool((orders.sort(1).values.cpu() == torch.arange(orders.shape[1], device="cpu")).all()):
         raise HyperparameterError("orders (K, n) with a permutation of 0 to n - 1 in each row",
                                   f"a tensor of shape {tuple(orders.shape)} that is none",
                                   "Pass torch.arange(n)[None], or the number of random orders.")

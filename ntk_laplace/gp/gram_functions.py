@@ -17,6 +17,7 @@ from ntk_laplace.jacobian.contractions import Variance
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.known_gradients import with_gradients
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
@@ -140,4 +141,4 @@ def _written_out(rows: Jacobian, shapes: ParameterLayout) -> Tensor:
 
 
 def _entries(variance: Variance | None, size: int, like: Tensor) -> Tensor:
-    return torch.as_tensor(0.0 if variance is None else variance).to(like).expand(size)
+    return to_tensor(0.0 if variance is None else variance).to(like).expand(size)

@@ -137,7 +137,7 @@ class NTKKernel(Kernel):
     def __getitem__(self, index: Any) -> Kernel:
         if not self.batch_shape:
             return self
-        return self._over(torch.empty(()).expand(self.batch_shape)[index].shape)
+        return self._over(torch.empty((), device="cpu").expand(self.batch_shape)[index].shape)
 
     def _over(self, batch_shape: Size) -> NTKKernel:
         """The same kernel with another batch shape and the same prior."""
@@ -155,7 +155,7 @@ def _pairs(left: Jacobian, right: Jacobian, shape1: Size, shape2: Size, batch: S
 
     def parts(rows: Jacobian, shape: Size) -> list[Jacobian]:
         each = [rows.subset(slice(at, at + shape[-2])) for at in range(0, shape[:-1].numel(), shape[-2])]
-        places = torch.arange(len(each)).view(shape[:-2]).expand(batch).flatten().tolist()
+        places = torch.arange(len(each), device="cpu").view(shape[:-2]).expand(batch).flatten().tolist()
         return [each[place] for place in places]
 
     ours = parts(left, shape1)

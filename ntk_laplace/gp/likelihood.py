@@ -24,7 +24,7 @@ class _UnitNoise(Noise):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("one", torch.ones(1, dtype=torch.float64), persistent=False)
+        self.register_buffer("one", torch.ones(1, dtype=torch.float64, device="cpu"), persistent=False)
 
     def forward(self, *params: Any, shape: Size | None = None, **kwargs: Any) -> LinearOperator:
         if shape is None:

@@ -50,7 +50,8 @@ class Batch:
         count = max(tuning.FEWEST_CHECKED, min(tuning.MOST_CHECKED, n // 8))
         if n <= count:
             return None
-        return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:count].sort().values.to(self.out.device)
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(n), device="cpu")
+        return order[:count].sort().values.to(self.out.device)
 
     def disagreeing(
         self, blocks: Sequence[Block], whole: bool = False, uncertain: bool = False
@@ -94,8 +95,8 @@ class Batch:
     def _sums_disagree(self, blocks: Sequence[Block], out: Tensor, cotangents: Tensor) -> tuple[str, ...] | None:
         """Parameters whose randomly weighted rows differ from autograd's gradient; None for a nonfinite gradient."""
         generator = torch.Generator().manual_seed(len(out))
-        weights = torch.randn(cotangents.shape[:2], generator=generator, dtype=torch.float64).to(cotangents)
-        truth = GradientCheck(out, cotangents, weights, self.parameters, self.network.precision)
+        weights = torch.randn(cotangents.shape[:2], generator=generator, dtype=torch.float64, device="cpu")
+        truth = GradientCheck(out, cotangents, weights.to(cotangents), self.parameters, self.network.precision)
         return truth.disagreeing(blocks) if truth.finite else None
 
     def _require_finite(self, blocks: Sequence[Block]) -> None:

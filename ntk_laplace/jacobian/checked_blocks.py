@@ -108,12 +108,12 @@ class CheckedBlocks:
     def another(self, x: Inputs, n: int) -> tuple[Graph, int]:
         """Graph of m examples of `x`, and m, which differs from n."""
         m = 2 if n != 2 else 3
-        few = take(x, torch.arange(m) % num_examples(x))
+        few = take(x, torch.arange(m, device="cpu") % num_examples(x))
         return Graph(self.network.evaluate(few), self.parameters), m
 
     def _of_one(self, batch: Batch) -> list[Block]:
         """Blocks of a single example, which does not reveal the example axis of a tensor: it is used twice."""
-        twice = take(batch.x, torch.zeros(2, dtype=torch.long))
+        twice = take(batch.x, torch.zeros(2, dtype=torch.long, device="cpu"))
         out, cotangents = self.network.evaluate(twice), batch.cotangents.expand(-1, 2, -1)
         both = self.of(replace(batch, x=twice, out=out, cotangents=cotangents))
         return [block.subset(slice(0, 1)) for block in both]

@@ -80,7 +80,8 @@ class DifferentiableRows:
                 if compute == self._by_loop:
                     raise
                 return False
-            weights = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(rows)
+            generator = torch.Generator().manual_seed(0)
+            weights = torch.randn(rows.shape, generator=generator, dtype=torch.float64, device="cpu").to(rows)
             slopes: Sequence[Tensor] = ()
             if rows.requires_grad and watched:  # rows of biases alone are constant
                 slopes = torch.autograd.grad((weights * rows).sum(), watched, allow_unused=True, materialize_grads=True)

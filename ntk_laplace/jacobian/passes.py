@@ -213,7 +213,7 @@ class JacobianPass:
             out = network.evaluate(x, offset)
             n, c = out.shape
             if root is None:
-                cotangents = torch.eye(c).to(out)[:, None].expand(c, n, c)
+                cotangents = torch.eye(c, dtype=out.dtype, device=out.device)[:, None].expand(c, n, c)
             else:
                 own = root[part] if isinstance(root, Tensor) else root(out.detach(), part)
                 cotangents = own.movedim(-1, 0).to(out)

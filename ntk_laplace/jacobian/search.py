@@ -65,12 +65,12 @@ class Search:
 
     def draw(self, *shape: int) -> Tensor:
         """Standard normal numbers in the outputs' type and on their device."""
-        return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(self.out)
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float64, device="cpu").to(self.out)
 
     @cached_property
     def weights(self) -> Tensor:
         """A distinct weight α_n of each example, (N,)."""
-        steps = torch.arange(len(self.out))
+        steps = torch.arange(len(self.out), device="cpu")
         return (1.0 + 0.7 * steps.double() * (-1.0) ** steps).to(self.out)
 
     @cached_property

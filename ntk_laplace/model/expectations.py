@@ -135,7 +135,7 @@ class Expectation:
         d = root.shape[2]
         base = scrambled_sobol(count, d, self._seed).to(mean.device)
         generator = Generator().manual_seed(self._seed)
-        shift = torch.rand(shifts, n, d, generator=generator, dtype=torch.float64)
+        shift = torch.rand(shifts, n, d, generator=generator, dtype=torch.float64, device="cpu")
         for part in panels(n, 2 * shifts * count * c * each, tuning.AVERAGED_OUTPUTS):
             # (s, k, m, d): a random shift modulo 1 of a net is one as even as the net itself
             uniform = (base.view(1, count, 1, d) + shift[:, part].unsqueeze(1).to(mean.device)).frac_()

@@ -63,7 +63,7 @@ class Held:
     def minibatches(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
         """Minibatches of at most `size` examples, in random order within each batch."""
         for x, y, weights in self:
-            for index in torch.randperm(len(y), generator=generator).split(size):
+            for index in torch.randperm(len(y), generator=generator, device="cpu").split(size):
                 index = index.to(y.device)
                 yield take(x, index), y[index], None if weights is None else weights[index]
 
@@ -150,7 +150,7 @@ class Descent:
         """Take iterations of L-BFGS; False if the objective falls no more than by rounding."""
         before = self.value
         self._optimizer.param_groups[0].update(max_iter=iterations, max_eval=4 * iterations)
-        self._optimizer.step(lambda: torch.tensor(self._evaluate(), dtype=torch.float64))
+        self._optimizer.step(lambda: torch.tensor(self._evaluate(), dtype=torch.float64, device="cpu"))
         return before - self.value > self.rounding
 
     def settle(self) -> None:

@@ -15,6 +15,7 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.pictures import pictures_of, shades
 from ntk_laplace.plotting.style import BLUE, LIGHT_GREY, VERMILION, in_brackets, literal
 from ntk_laplace.posterior.explain import Entry, Ranked
+from ntk_laplace.runtime.conversion import to_tensor
 
 _FOR, _AGAINST = BLUE, VERMILION
 _FEATURES = 8  # maximum columns of a feature table in a figure
@@ -58,7 +59,7 @@ def _fitting(x: Any, count: int, what: str) -> Tensor | None:
     if x is None or isinstance(x, (tuple, dict)):
         return None
     try:
-        x = torch.as_tensor(x)
+        x = to_tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"the {count:,} {what}, as an array", f"{type(x).__name__}", "Pass a tensor.") from error
     if x.ndim == 0 or len(x) != count:
@@ -193,7 +194,7 @@ def _lines(ranked: Ranked, features: tuple[Tensor, Tensor], names: Sequence[str]
         for side, color, marker in (("for", _FOR, "o"), ("against", _AGAINST, "s")):
             own = [e for e in chosen if (e.support > 0) == (side == "for") and e.support]
             if own:
-                at = torch.tensor([e.training_index for e in own])
+                at = torch.tensor([e.training_index for e in own], device="cpu")
                 sizes = [16 + 130 * abs(e.support) / largest for e in own]
                 axes.scatter(training[at], targets[at], s=sizes, marker=marker, color=color, alpha=0.7, label=side)
         axes.axvline(float(inputs[i]), color="black", lw=1.0, ls=(0, (4, 2)))

@@ -57,14 +57,15 @@ class CompressionVerbs(Fitted):
                            for edge in (reducer.rank, reducer.rank + 1))
 
             def rows(_: str) -> Iterator[tuple[Jacobian, Tensor]]:
-                for here, part in placed(fitted.rows_at(torch.arange(first, last))):
+                for here, part in placed(fitted.rows_at(torch.arange(first, last, device="cpu"))):
                     yield part, root[first:last][here]
 
             curvature = CurvatureProducts(fitted.model, rows, lambda values: values[first:last], fitted.num_examples,
                                           root.shape[2], reducer.concat)
             found = fitted.derived(compressed(spec, fitted.structure, curvature))
             cost = 0.5 * float(self.posterior_precision.log_det() - found.precision.log_det())
-            some = torch.linspace(0, fitted.num_examples - 1, min(tuning.MEASURED_POINTS, fitted.num_examples)).long()
+            measured = min(tuning.MEASURED_POINTS, fitted.num_examples)
+            some = torch.linspace(0, fitted.num_examples - 1, measured, device="cpu").long()
             before, after = (
                 torch.cat([one.covariance_blocks(part) for part in fitted.rows_at(some)]).diagonal(dim1=1, dim2=2)
                 for one in (self.posterior_precision, found.precision)

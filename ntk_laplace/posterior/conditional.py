@@ -16,7 +16,7 @@ from ntk_laplace.runtime.sampling import draw_sizes
 from ntk_laplace.structures import FittedModel
 
 _TUNED = 17  # one of 17 conditioned points is held out: 5 % of all data if 85 % are conditioned on
-SCALES = torch.logspace(-3, 1, 17, dtype=torch.float64)
+SCALES = torch.logspace(-3, 1, 17, dtype=torch.float64, device="cpu")
 TEMPERATURES = {"draws": "temperature", "average": "average_temperature"}
 """Which number of a calibration a temperature is."""
 
@@ -89,7 +89,7 @@ class LinearRefit:
 
     def scores(self, index: Tensor, calibrations: list[Calibration], samples: int) -> Tensor:
         """Σ log density at unseen points, as often as the evidence counts each, for each calibration."""
-        total, points = torch.zeros(len(calibrations), dtype=torch.float64), self.whole.points
+        total, points = torch.zeros(len(calibrations), dtype=torch.float64, device="cpu"), self.whole.points
         for here, rows, mean in self._rows(index):
             covariance = self.precision.covariance_blocks(rows)
             targets, counts = points.targets[here], self.whole.likelihood.weight * points.counts[here]

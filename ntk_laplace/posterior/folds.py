@@ -26,7 +26,7 @@ def fold_of_each(folds: Any, count: int, seed: int) -> Tensor:
     remedy = f"Pass a number from 2 to {count}, or {count} integers."
     if is_whole(folds, 2) and folds <= count:
         require_whole("seed", seed, 0, "Pass for example seed=0.")
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(int(seed)))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(int(seed)), device="cpu")
         return order.argsort() % int(folds)
     wrong = DataError(f"2 to {count} folds, or the fold of each of {count} points", f"{folds!r}"[:80], remedy)
     if isinstance(folds, (int, float, str)):

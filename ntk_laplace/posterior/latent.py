@@ -229,7 +229,7 @@ def _by_position(precision: PosteriorPrecision, rows: Jacobian, positions: int) 
     n, outputs = rows.f.shape
     own = outputs // positions
     group = max(1, tuning.POSITION_BLOCK // own)
-    every, found = torch.eye(outputs).to(rows.f), []
+    every, found = torch.eye(outputs, dtype=rows.f.dtype, device=rows.f.device), []
     for columns in every.split(group * own, 1):
         joint = precision.covariance_blocks(rows.weighted(columns.expand(n, *columns.shape)))
         found.append(diagonal_blocks(joint, own))

@@ -99,7 +99,8 @@ class PredictionVerbs(LatentVerbs):
         if own.positions is not None:
             return _responses(self._moments(chunks, mean, positions), True, lambda f, blocks: own.together(
                 respond(f.reshape(len(f) * positions, -1), blocks.flatten(0, 1))))
-        if method == "probit" and own.probit_by_variance(*2 * (torch.zeros(1, self.num_outputs),)) is not None:
+        zeros = torch.zeros(1, self.num_outputs, device="cpu")
+        if method == "probit" and own.probit_by_variance(zeros, zeros) is not None:
             return _responses(self._variances(chunks, mean), likelihood is None, respond)
         return _responses(self._moments(chunks, mean), likelihood is None, respond)
 

@@ -197,7 +197,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         """The generator, or one that is seeded by the global state: a structure may repeat its draws without one."""
         if generator is not None:
             return generator
-        return Generator(device=self.network.device).manual_seed(int(torch.randint(2**62, ())))
+        return Generator(device=self.network.device).manual_seed(int(torch.randint(2**62, (), device="cpu")))
 
     def _draws_of(self, given: object) -> Tensor:
         theta, remedy = self._fitted.theta, "Pass weights in the order of posterior.network.shapes."

@@ -98,7 +98,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs, OtherDataVerbs):
                                   _joint(fit.log_likelihood(rest, draws, calibration, int(seed))))
             elif self._fitted.structure.spec.keeps_jacobian:
                 sequence = PrequentialEvidence.of(self._fitted)
-                whole = sequence.evidence(torch.arange(self.num_examples))
+                whole = sequence.evidence(torch.arange(self.num_examples, device="cpu"))
                 scores = [whole - sequence.evidence(order[:m]) for order in chosen]
             else:
                 whole = self.log_marginal_likelihood(correction=True)
@@ -236,4 +236,4 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs, OtherDataVerbs):
 def _joint(log_likelihood: Tensor) -> Tensor:
     """The joint density from (draws, n), nats, with a warning at the caller's line of the verb."""
     found = conditional_estimate(log_likelihood.unsqueeze(1), "joint")
-    return torch.tensor(float(warn_of(found)), dtype=torch.float64)
+    return torch.tensor(float(warn_of(found)), dtype=torch.float64, device="cpu")

@@ -116,7 +116,7 @@ class WhatIfs:
         if not self._groups.moving:
             own.fitted.require_exact(", for the posterior of a group at a fixed linearization",
                                      'Fit one of them, or ask with linearization="moving".')
-            return own.reweight(torch.arange(own.num_examples), self.weights[index], steps=None)
+            return own.reweight(torch.arange(own.num_examples, device="cpu"), self.weights[index], steps=None)
         with torch.inference_mode(False):
             return own._derived(self._groups.fitted(index, own.fitted))
 
@@ -251,7 +251,8 @@ class WhatIfsVerbs(WhatIfVerbs):
         """
         numbers = fold_of_each(folds, self.num_examples, seed)
         names, numbers = numbers.unique(return_inverse=True)
-        found = self.what_ifs(numbers == torch.arange(len(names)).unsqueeze(1), linearization=linearization)
+        groups = torch.arange(len(names), device="cpu").unsqueeze(1)
+        found = self.what_ifs(numbers == groups, linearization=linearization)
         numbers = numbers.to(self._fitted.theta.device)
         with torch.inference_mode(False), torch.no_grad():
             f = self._fitted.theta.new_empty(self.num_examples, self.num_outputs)

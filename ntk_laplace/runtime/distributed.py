@@ -125,7 +125,8 @@ def process_group(timeout: float | timedelta = 1800.0) -> Iterator[Any]:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=seconds))
-    dist.all_reduce(torch.zeros(1))  # a process that left at once would close connections that others still make
+    # a process that left at once would close connections that others still make
+    dist.all_reduce(torch.zeros(1, device="cpu"))
     yield dist.group.WORLD
     dist.destroy_process_group()  # not after an error: it could wait for a process that died
 

@@ -142,7 +142,7 @@ def unique_null_space_(values: Tensor, vectors: Tensor) -> Tensor:
     counts = (values <= limit).sum(-1).flatten().tolist()
     generator, most = torch.Generator().manual_seed(0), max(counts, default=0)
     # the same numbers on every device, in every floating type, whatever the default of torch
-    fixed = torch.randn(n, most, generator=generator, dtype=torch.float32).to(vectors)
+    fixed = torch.randn(n, most, generator=generator, dtype=torch.float32, device="cpu").to(vectors)
     for own, count in zip(vectors.view(-1, n, n), counts, strict=True):
         if count:
             null = own[:, :count]

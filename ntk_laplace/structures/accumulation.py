@@ -173,7 +173,7 @@ class Accumulation:
             "form": {"name": self.spec.name, "options": self.spec.options()},
             "model": dict(self.signature),
             "stage": self.stage,
-            "done": self.done.rows.long() if include_data else torch.arange(0),
+            "done": self.done.rows.long() if include_data else torch.arange(0, device="cpu"),
             "parts": [block.record() for block in self.parameter_blocks],
             "sums": [dict(summary.sums) for summary in self.summaries],
             "frames": [eigenbasis.record() for eigenbasis in self.eigenbases],
@@ -182,7 +182,7 @@ class Accumulation:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Accumulation:
         """Restore an accumulation from its record, of this version or the first."""
-        done = record["done"].cpu() if "done" in record else torch.arange(record["examples_done"])
+        done = record["done"].cpu() if "done" in record else torch.arange(record["examples_done"], device="cpu")
         blocks, sums = [ParameterBlock.from_record(own) for own in record["parts"]], record["sums"]
         spec = structure_of(record["form"]["name"], record["form"]["options"])
         return cls(
@@ -246,7 +246,7 @@ class Accumulation:
     def _collect(self, model: LinearizedModel) -> None:
         """Outputs, targets and weights of all processes, by global number."""
         reducer = model.settings.reducer
-        if reducer.world_size == 1 and torch.equal(self.done.so_far, torch.arange(len(self.done))):
+        if reducer.world_size == 1 and torch.equal(self.done.so_far, torch.arange(len(self.done), device="cpu")):
             return
         order = reducer.concat(self.done.rows.long()).argsort()
         if any(reducer.gather(len(self.weights) > 0)) and not len(self.weights) and len(self.f):

@@ -89,7 +89,7 @@ class Roots:
 
     def numbers(self, seen: int, n: int) -> Tensor:
         """Global numbers of n examples, of which the first is number `seen` of those that this process reads."""
-        return torch.arange(seen, seen + n) if self._numbers is None else self._numbers[seen : seen + n]
+        return torch.arange(seen, seen + n, device="cpu") if self._numbers is None else self._numbers[seen : seen + n]
 
 
 def counts_of(model: LinearizedModel, targets: Tensor, weights: Tensor | None) -> Tensor | None:

@@ -94,7 +94,7 @@ def evidence_bound(
         require_whole("examples", examples, 1, "Leave it out for all examples in one block.")
     seed = require_whole("seed", seed, 0, "Leave it out for 0.")
     count = -(-n // min(n, examples or n))
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed), device="cpu")
     device = fitted.network.device
     parts = [part.sort().values.to(device) for part in order.tensor_split(count)]
     with torch.no_grad():
@@ -108,7 +108,7 @@ def evidence_bound(
                                   "Leave blocks= out for all of them.")
     chosen = whole
     if blocks is not None and blocks < len(whole):
-        drawn = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed + 1))[:blocks]
+        drawn = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed + 1), device="cpu")[:blocks]
         chosen = [whole[i] for i in drawn.tolist()]
     layouts = _layouts(fitted, parameters)
     with torch.inference_mode(False), torch.no_grad():

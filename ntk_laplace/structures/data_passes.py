@@ -102,7 +102,7 @@ def read_rows(
 
 def selected(model: LinearizedModel, batches: Source, index: Tensor, total: int) -> Selected:
     """The examples at `index` of a source with `total` examples."""
-    keep = torch.zeros(total, dtype=torch.bool)
+    keep = torch.zeros(total, dtype=torch.bool, device="cpu")
     keep[index.cpu()] = True
     return Selected.of(batches, keep, model.settings.reducer)
 

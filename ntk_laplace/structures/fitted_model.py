@@ -281,7 +281,7 @@ class FittedModel:
     @property
     def row_reducer(self) -> Reducer:
         """Adds up what each process computes of its `own_rows`; a single process where each has all rows."""
-        source = self.structure.read_at(self.model, torch.arange(self.num_examples))
+        source = self.structure.read_at(self.model, torch.arange(self.num_examples, device="cpu"))
         return SingleProcess() if source is None else self.settings.reducer
 
     def collected(self, index: Tensor, values: Tensor) -> Tensor:

@@ -385,8 +385,8 @@ def _derivative(what: str, likelihood: Likelihood, values: Tensor) -> Tensor:
 
 def _of_some(draws: Draws, index: slice | Tensor) -> Draws:
     """The draws of some of the points."""
-    counts = torch.tensor([count for _, count in draws])
-    number = torch.arange(len(draws)).repeat_interleave(counts)
+    counts = torch.tensor([count for _, count in draws], device="cpu")
+    number = torch.arange(len(draws), device="cpu").repeat_interleave(counts)
     kept, sizes = torch.unique_consecutive(number[index if isinstance(index, slice) else index.cpu()],
                                            return_counts=True)
     return tuple((draws[own][0], size) for own, size in zip(kept.tolist(), sizes.tolist(), strict=True))

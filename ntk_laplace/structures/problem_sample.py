@@ -49,7 +49,7 @@ class ProblemSample:
         # Λ, S and SᵀJ of one example; what their computation takes beside them
         each += 4 * outputs * columns * model.jacobian_pass.dtype.itemsize
         most = max(2, min(tuning.PROBED_EXAMPLES, tuning.WORKING_SET_BYTES // each, num_examples(x)))
-        index = torch.randperm(num_examples(x), generator=torch.Generator().manual_seed(0))[:most]
+        index = torch.randperm(num_examples(x), generator=torch.Generator().manual_seed(0), device="cpu")[:most]
         x, likelihood = take(x, index), model.likelihood.at(index)
         f = model.network.without_grad(x).to(model.jacobian_pass.dtype)
         targets = likelihood.targets(y[index.to(y.device)], len(index), outputs)

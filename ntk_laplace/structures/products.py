@@ -115,7 +115,7 @@ class CurvatureProducts:
 
     def largest(self, function: Callable[[Jacobian], float]) -> float:
         """The largest value of a function of the rows of the first training points, whichever process reads them."""
-        measured = self.shares(torch.arange(self.num_examples)) < tuning.MEASURED_POINTS
+        measured = self.shares(torch.arange(self.num_examples, device="cpu")) < tuning.MEASURED_POINTS
         value, seen, left = 0.0, 0, int(measured.sum())
         if left:
             for rows, _ in self.rows("variances"):

@@ -34,7 +34,9 @@ def tolerance(relative_error: float, joint: float, log_det: float) -> float:
 def expected_logs(problem: Problem) -> Tensor:
     """Estimates of log(1 + λ) of the eigenvalues of SᵀKS, descending; none where the spectrum is not known."""
     spectrum = problem.spectrum
-    return torch.zeros(0, dtype=torch.float64) if spectrum is None else spectrum.double().clamp_min(0.0).log1p()
+    if spectrum is None:
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    return spectrum.double().clamp_min(0.0).log1p()
 
 
 @dataclass(frozen=True)

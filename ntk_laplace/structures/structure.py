@@ -206,7 +206,7 @@ class Structure(ABC):
 
     def training_covariances(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
         """V_nn at the training points, (N, C, C)."""
-        everything = torch.arange(self.points.num_examples)
+        everything = torch.arange(self.points.num_examples, device="cpu")
         parts = (precision.covariance_blocks(rows) for rows in self.rows_at(model, everything))
         return fill_buffer(parts, self.points.num_examples).rows
 

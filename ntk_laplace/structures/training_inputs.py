@@ -31,7 +31,7 @@ def training_inputs(
                             f"{given:,}", "Pass them in the order of the fit.")
         network, targets = model.network, structure.points.targets
         if settings.sharded:  # the points are those of all processes
-            targets = torch.zeros(num_examples(inputs))
+            targets = torch.zeros(num_examples(inputs), device="cpu")
         source: Source = settings.own(network.batches((inputs, targets), settings.batch_size))
     elif structure.source is None:
         raise DataError("the training inputs x, which this posterior does not have", "none",

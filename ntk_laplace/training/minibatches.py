@@ -69,7 +69,7 @@ class Minibatches:
         if self._batch_size is None or self._batch_size >= len(y):
             yield x, y, weights
             return
-        order = torch.randperm(len(y))
+        order = torch.randperm(len(y), device="cpu")
         for index in order.tensor_split(-(-len(y) // self._batch_size)):
             own = None if weights is None else weights[index.to(weights.device)]
             index = index.to(self._device)

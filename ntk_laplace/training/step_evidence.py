@@ -93,8 +93,8 @@ class SubsetEvidence(StepEvidence):
 
     def _drawn(self, m: int) -> DataLoader:
         """M examples by torch's global random state, in batches as they are read."""
-        keep = torch.zeros(self.total, dtype=torch.bool)
-        keep[torch.randperm(self.total)[:m]] = True
+        keep = torch.zeros(self.total, dtype=torch.bool, device="cpu")
+        keep[torch.randperm(self.total, device="cpu")[:m]] = True
         chosen = Selected(self.batches(), keep)
         batches: list[Any] = list(chosen)
         if chosen.weights is not None:

@@ -75,7 +75,7 @@ class Examples:
         if self.batch_size is not None and self._kept is None:
             raise UnsupportedError(f"data of at most {format_bytes(tuning.HELD_BYTES)} for minibatches",
                                    format_bytes(size), "Leave batch_size= out: every step then reads all examples.")
-        self._order, self._position = torch.empty(0, dtype=torch.long), 0
+        self._order, self._position = torch.empty(0, dtype=torch.long, device="cpu"), 0
         if float(self.total) == 0:
             raise DataError("at least one example with a positive weight", "weights that are all zero",
                             "Look at the example weights.")
@@ -99,7 +99,7 @@ class Examples:
         """All examples, in their order."""
         seen = 0
         for x, y in merged_batches(self._batches, self._model.network) if self._kept is None else self._kept:
-            yield self._part(x, y, torch.arange(seen, seen + num_examples(x)))
+            yield self._part(x, y, torch.arange(seen, seen + num_examples(x), device="cpu"))
             seen += num_examples(x)
 
     def next(self, generator: torch.Generator) -> Iterator[Part]:

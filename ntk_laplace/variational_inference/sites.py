@@ -49,7 +49,7 @@ class _Anchored(Iteration):
 
     def _batches(self) -> Iterator[Jacobian]:
         """J, in batches of consecutive training points."""
-        return self._fitted.rows_at(torch.arange(self._fitted.num_examples))
+        return self._fitted.rows_at(torch.arange(self._fitted.num_examples, device="cpu"))
 
     def _curvature_at_anchor(self) -> Tensor:
         """Λ at θ*, (N, C, C)."""
@@ -159,7 +159,7 @@ class AnchoredSites(_Anchored):
         site hardly changes V; there V_nn is solved for.
         """
         precision = self.precision
-        seen = torch.eye(self._root.shape[2]).to(self._root) - self._blocks
+        seen = torch.eye(self._root.shape[2], dtype=self._root.dtype, device=self._root.device) - self._blocks
         covariance = self._left_inverse.mT @ seen @ self._left_inverse
         least = seen.diagonal(dim1=1, dim2=2).min(1).values
         solved = (least < torch.finfo(seen.dtype).eps ** (1 / 3)).nonzero().squeeze(1)

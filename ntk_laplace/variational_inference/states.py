@@ -281,14 +281,14 @@ def prior_times(prior: GaussianPrior, ratio: Tensor) -> GaussianPrior:
 
 def _scaled(rows: Jacobian, factor: float) -> Jacobian:
     """All rows times a number."""
-    r = rows.num_cotangents
-    return rows.weighted((torch.eye(r).to(rows.f) * factor).expand(rows.num_examples, r, r))
+    eye = torch.eye(rows.num_cotangents, dtype=rows.f.dtype, device=rows.f.device)
+    return rows.weighted((eye * factor).expand(rows.num_examples, -1, -1))
 
 
 def _padded(rows: Jacobian, width: int) -> Jacobian:
     """Rows with so many cotangents, of which the last are zero."""
-    r, n = rows.num_cotangents, rows.num_examples
-    return rows if r == width else rows.weighted(torch.eye(r, width).to(rows.f).expand(n, r, width))
+    eye = torch.eye(rows.num_cotangents, width, dtype=rows.f.dtype, device=rows.f.device)
+    return rows if len(eye) == width else rows.weighted(eye.expand(rows.num_examples, -1, -1))
 
 
 def _bordered(matrix: Tensor, below: Tensor, corner: Tensor) -> Tensor:

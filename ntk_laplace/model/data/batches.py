@@ -123,7 +123,7 @@ class Batches:
         """
         if self._share is None:
             start, end, total = reducer.share(self._count())
-            self._share = torch.arange(start, end), total
+            self._share = torch.arange(start, end, device="cpu"), total
         return self._share
 
     def _count(self) -> int:
@@ -153,7 +153,7 @@ class Batches:
                 raise DataError("the same batches in the same order in every process", "different ones",
                                 "Give each process the same loader, its random generator seeded alike; or its own "
                                 "share with Settings(sharded=True).")
-            parts = dealt(torch.arange(total), sizes, reducer.world_size)
+            parts = dealt(torch.arange(total, device="cpu"), sizes, reducer.world_size)
             if not all(len(part) for part in parts):
                 batches = "examples" if sizes is None else "batches"
                 raise DataError(f"at least one of the {batches} for each of {reducer.world_size} processes",

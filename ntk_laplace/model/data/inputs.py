@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.threads import ProcessWide
 
 # what a network takes; tensors share their first axis
@@ -217,9 +218,9 @@ def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
         array = array.astype(array.dtype.newbyteorder("="), order="C")  # torch takes neither
     read_only = isinstance(array, np.ndarray) and not array.flags.writeable
     with _READ_ONLY.entered() if read_only else nullcontext():
-        found = torch.as_tensor(array, dtype=dtype)
+        found = to_tensor(array, dtype=dtype)
     if dtype is None and isinstance(x, (list, tuple)) and found.is_floating_point():
-        return torch.as_tensor(x, dtype=torch.float64)  # which Python's numbers have; torch took its default
+        return to_tensor(x, dtype=torch.float64)  # which Python's numbers have; torch took its default
     return found
 
 

@@ -19,12 +19,12 @@ def dealt(left: Tensor, sizes: Sequence[int] | None, ranks: int) -> list[Tensor]
     Of ascending numbers `left` (n,). Batches of these `sizes`, those of all data, are not cut (DataError if only a part
     of one is in `left`); with None, data may be cut anywhere.
     """
-    ends = torch.arange(1, len(left) + 1)
+    ends = torch.arange(1, len(left) + 1, device="cpu")
     if sizes is not None:
-        count = torch.zeros(len(sizes), dtype=torch.long)
-        batch = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        count = torch.zeros(len(sizes), dtype=torch.long, device="cpu")
+        batch = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), torch.tensor(sizes, device="cpu"))
         count.index_add_(0, batch[left], torch.ones_like(left))
-        partly = (count > 0) & (count < torch.tensor(sizes))
+        partly = (count > 0) & (count < torch.tensor(sizes, device="cpu"))
         if bool(partly.any()):
             raise _other_batches()
         ends = count[count > 0].cumsum(0)
@@ -89,7 +89,7 @@ def examples_of(numbers: Tensor, total: int) -> Tensor:
     if len(numbers) and int(numbers.max()) >= total:
         raise DataError(f"at least {int(numbers.max()) + 1:,} examples, as in the interrupted fit", f"{total:,}",
                         "Resume with the same data.")
-    keep = torch.zeros(total, dtype=torch.bool)
+    keep = torch.zeros(total, dtype=torch.bool, device="cpu")
     keep[numbers] = True
     return keep
 

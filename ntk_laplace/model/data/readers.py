@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -21,6 +20,7 @@ from ntk_laplace.model.data.loaders import (
 )
 from ntk_laplace.model.data.parts import examples_of, index_loader, index_of, only_batches, subset_of
 from ntk_laplace.model.data.weights import example_weights
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.panels import panels
 
 _USUAL = ("labels", "label", "targets", "target", "y")  # keys of targets, for messages
@@ -166,7 +166,7 @@ def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
         return _apart(batch, targets)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         x, y = batch
-        return x, torch.as_tensor(y)
+        return x, to_tensor(y)
     got = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if hasattr(batch, "__len__") else "")
     raise DataError("batches that are pairs (inputs, targets), or (inputs, targets, weights)", got,
                     "Leave out what is neither, such as names; group several inputs as one: ((x1, x2), y) or "

@@ -49,13 +49,13 @@ class RowBuffer:
     def rows(self) -> Tensor:
         """All rows so far, (N, ...), without spare capacity."""
         if self._rows is None:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         return self._rows if self._count == len(self._rows) else self._rows[: self._count].clone()
 
     @property
     def so_far(self) -> Tensor:
         """The same rows as a view of the buffer."""
-        return torch.empty(0) if self._rows is None else self._rows[: self._count]
+        return torch.empty(0, device="cpu") if self._rows is None else self._rows[: self._count]
 
     def copy(self) -> RowBuffer:
         """A copy of the buffer that can grow independently."""

@@ -145,7 +145,7 @@ class Selected(_Derived):
 
     def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
         """Global numbers of this process's kept examples among all kept ones, and how many these are."""
-        return (torch.arange(self.length), self.length) if self._share is None else self._share
+        return (torch.arange(self.length, device="cpu"), self.length) if self._share is None else self._share
 
     def on(self, device: torch.device) -> Selected:
         """The same data with batches on another device."""

@@ -41,4 +41,4 @@ def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
 def _in_double_precision(weights: Any) -> Any:
     """Python numbers as float64 (torch would use its default dtype); other values as `as_tensors` reads them."""
     numbers = isinstance(weights, (tuple, list)) and all(map(is_number, weights))
-    return torch.tensor(weights, dtype=torch.float64) if numbers else as_tensors(weights)
+    return torch.tensor(weights, dtype=torch.float64, device="cpu") if numbers else as_tensors(weights)

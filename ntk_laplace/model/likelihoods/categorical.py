@@ -15,6 +15,7 @@ from ntk_laplace.model.likelihoods.labels import as_probabilities, is_observed, 
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import CategoricalResponse, Response
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.scalars import scalar
 
 _SHORT = 32  # classes: of fewer, vector instructions run along the examples, in a fifth of the time for 10
@@ -81,9 +82,9 @@ class Categorical(Likelihood):
         if type(self) is not Categorical:
             return None  # a subclass may override the density
         c = num_outputs
-        v = torch.full((c,), c**-0.5, dtype=torch.float64)
+        v = torch.full((c,), c**-0.5, dtype=torch.float64, device="cpu")
         v[0] -= 1.0
-        return (torch.eye(c, dtype=torch.float64) - 2.0 * torch.outer(v, v) / v.square().sum())[:, 1:]
+        return (torch.eye(c, dtype=torch.float64, device="cpu") - 2.0 * torch.outer(v, v) / v.square().sum())[:, 1:]
 
     def observed(self, y: Tensor) -> Tensor | None:
         """Mask of observed labels, (N,); None if all are observed."""
@@ -290,7 +291,7 @@ def _with_complement(f: Tensor) -> tuple[Tensor, Tensor]:
 def _checked(temperature: Any) -> Tensor:
     expected, remedy = "one temperature that is positive and finite", "Pass a positive number, such as 1."
     try:
-        value = torch.as_tensor(temperature, dtype=torch.float64).detach()
+        value = to_tensor(temperature, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise HyperparameterError(expected, repr(temperature)[:80], remedy) from error
     if value.numel() != 1 or not (value.isfinite().all() and (value > 0).all()):

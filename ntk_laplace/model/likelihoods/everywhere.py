@@ -28,6 +28,7 @@ from ntk_laplace.model.likelihoods.registry import built, record_to_build, regis
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read
 from ntk_laplace.model.network import channels_fit
+from ntk_laplace.runtime.conversion import to_tensor
 
 
 def positions_of(likelihood: Likelihood, batches: Batches) -> Size | None:
@@ -111,7 +112,7 @@ class Everywhere(Likelihood):
         """Take the shape of one example's targets, if none was given."""
         if self.positions:
             return
-        shape = torch.as_tensor(y).shape[1:]
+        shape = to_tensor(y).shape[1:]
         if not shape.numel() or not shape:
             raise TargetError("targets (N, *positions), one number for each position", f"shape {(len(y), *shape)}",
                               "Pass the shape of the positions, Everywhere(likelihood, positions).")
@@ -202,7 +203,8 @@ class Everywhere(Likelihood):
         """Words of an error with the position in the example in place of the number among all positions."""
         def place(found: re.Match[str]) -> str:
             number, count = int(found[1].replace(",", "")), math.prod(self.positions)
-            where = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(number % count), self.positions))
+            position = torch.tensor(number % count, device="cpu")
+            where = ", ".join(str(int(i)) for i in torch.unravel_index(position, self.positions))
             return f"at position ({where}) of example {number // count:,}"
 
         return re.sub(r"at example ([\d,]*\d)", place, words)
@@ -274,7 +276,9 @@ class Everywhere(Likelihood):
     def identified(self, num_outputs: int) -> Tensor | None:
         """Those of each position."""
         found = self.likelihood.identified(self._per_position(num_outputs))
-        return None if found is None else torch.kron(torch.eye(self.num_positions(num_outputs)).to(found), found)
+        if found is None:
+            return None
+        return torch.kron(torch.eye(self.num_positions(num_outputs), dtype=found.dtype, device=found.device), found)
 
     # --- the response
 

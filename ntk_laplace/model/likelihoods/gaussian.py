@@ -118,7 +118,7 @@ class Gaussian(PerOutput):
         """
         if self.kind != "point":
             return self
-        part, found = Gaussian(torch.ones(1), "point", self.missing), self.log_noise[index]
+        part, found = Gaussian(torch.ones(1, device="cpu"), "point", self.missing), self.log_noise[index]
         if found.requires_grad:
             del part.log_noise
             vars(part)["log_noise"] = found  # a plain tensor: gradients reach this module's parameter

@@ -8,6 +8,7 @@ import torch
 from torch import Size, Tensor
 
 from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.runtime.conversion import to_tensor
 
 KINDS = ("auto", "scalar", "output", "point", "covariance")
 
@@ -15,7 +16,7 @@ KINDS = ("auto", "scalar", "output", "point", "covariance")
 def numbers(noise: Any) -> Tensor:
     """A copy of the noise as a float64 tensor."""
     try:
-        return torch.as_tensor(noise, dtype=torch.float64).detach().clone()
+        return to_tensor(noise, dtype=torch.float64).detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise HyperparameterError("noise as a number or a tensor", repr(noise)[:80],
                                   "Pass variances, such as 0.1.") from error
@@ -60,7 +61,7 @@ def unit_factors(covariance: Tensor) -> tuple[Tensor, Tensor]:
                                   fault if covariance.dim() == 2 else shape,
                                   'Noise of one variance per point and output is Gaussian(noise, kind="point").')
     scale = factor.diagonal()
-    rows, columns = torch.tril_indices(len(scale), len(scale), -1)
+    rows, columns = torch.tril_indices(len(scale), len(scale), -1, device="cpu")
     return 2.0 * scale.log(), (factor / scale)[rows, columns]
 
 

@@ -43,7 +43,7 @@ def probe(network: Network, x: Inputs) -> Tensor:
     n = num_examples(x)
     if n == 0:
         raise DataError("at least one example", "an empty batch", "Pass one or more inputs.")
-    few = take(x, slice(0, _FIRST) if n >= _FIRST else torch.arange(_FIRST).clamp_max(n - 1))
+    few = take(x, slice(0, _FIRST) if n >= _FIRST else torch.arange(_FIRST, device="cpu").clamp_max(n - 1))
     with preserved_rng(network.device):
         found = _probed(network, few)
         if not found.requires_grad:
@@ -82,7 +82,7 @@ def _followed(network: Network, x: Inputs) -> Tensor:
             half = take(x, slice(0, (n + 1) // 2))
             x = half if network.evaluate(half).requires_grad else take(x, slice(n // 2, n))
             n = num_examples(x)
-        return network.evaluate(take(x, torch.arange(2).clamp_max(n - 1)))
+        return network.evaluate(take(x, torch.arange(2, device="cpu").clamp_max(n - 1)))
 
 
 def _require_last(network: Network, x: Inputs) -> None:
@@ -161,7 +161,7 @@ def independent_of_batches(network: Network, parts: Sequence[Inputs]) -> bool:
     The check uses two examples of each batch. It detects a network whose control flow depends on a property
     shared by the whole batch.
     """
-    pairs = [take(x, torch.tensor([0, num_examples(x) - 1])) for x in parts]
+    pairs = [take(x, torch.tensor([0, num_examples(x) - 1], device="cpu")) for x in parts]
     try:
         with preserved_rng(network.device):
             apart = torch.cat([network.without_grad(pair) for pair in pairs])
@@ -176,4 +176,5 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def _every_other(x: Inputs) -> Inputs:
-    return take(x, torch.arange(0, num_examples(x), 2))  # indexed, not strided, to get the same graph as later batches
+    # indexed, not strided, to get the same graph as later batches
+    return take(x, torch.arange(0, num_examples(x), 2, device="cpu"))

@@ -70,7 +70,7 @@ def linear_at(network: Network, x: Inputs) -> bool:
     if network.num_parameters < sum(parameter.numel() for parameter in network.module.parameters()):
         return False
     own = network.theta
-    draw = torch.randn(len(own), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(own)
+    draw = torch.randn(len(own), generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu").to(own)
     moved = own + (1.0 + own.abs()) * draw
     try:
         with preserved_rng(network.device), torch.inference_mode(False):

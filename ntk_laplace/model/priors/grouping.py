@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.model.priors.names import Value, assign, flatten, shorten, unknown
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 
@@ -69,8 +70,10 @@ class Grouping:
             raise unknown("parameter", name, self.shapes)
         if self.by_parameter:
             entries = self.shapes.slices()[name]
-            return torch.arange(entries.start, entries.stop)
-        return self._over_inputs(torch.arange(self.shapes[name][1])) if name == self.by_input else self.group_of[name]
+            return torch.arange(entries.start, entries.stop, device="cpu")
+        if name == self.by_input:
+            return self._over_inputs(torch.arange(self.shapes[name][1], device="cpu"))
+        return self.group_of[name]
 
     def counts(self, device: torch.device) -> Tensor:
         """Count the parameters in each group, (G,), int64."""
@@ -122,7 +125,7 @@ class Grouping:
         size = self.shapes.num_parameters if self.by_parameter else len(self.names)
         if isinstance(given, Mapping):
             return self._from_parameters(given) if self.by_parameter else self._from_groups(given)
-        values = torch.as_tensor(given, dtype=torch.float64)
+        values = to_tensor(given, dtype=torch.float64)
         if values.numel() != 1 and values.shape != (size,):
             raise HyperparameterError(f"one precision, or one per group, ({size},)", f"shape {tuple(values.shape)}",
                                       f"The groups are {shorten(self.group_names)}.")
@@ -132,8 +135,8 @@ class Grouping:
         values: dict[str, float] = {}
         for key, value in self._with_each_input(given).items():
             group = self._group_named(key)
-            if group in values or torch.as_tensor(value).numel() != 1:
-                got = "two" if group in values else f"shape {tuple(torch.as_tensor(value).shape)}"
+            if group in values or to_tensor(value).numel() != 1:
+                got = "two" if group in values else f"shape {tuple(to_tensor(value).shape)}"
                 raise HyperparameterError(f"one precision for group {group!r}", got,
                                           'Tensors of precisions want groups="parameter".')
             values[group] = float(value)
@@ -141,14 +144,14 @@ class Grouping:
         if missing:
             raise HyperparameterError(f"a precision for every group, {shorten(self.names)}",
                                       f"none for {shorten(missing)}", "Name each group once.")
-        return torch.tensor([values[name] for name in self.names], dtype=torch.float64)
+        return torch.tensor([values[name] for name in self.names], dtype=torch.float64, device="cpu")
 
     def _with_each_input(self, given: Mapping[str, Value]) -> dict[str, Value]:
         """The mapping with the name of the tensor that is `by_input` replaced by the names of its groups."""
         found = dict(given)
         if self.by_input is None or self.by_input not in found:
             return found
-        names, value = self.names[self.inputs], torch.as_tensor(found.pop(self.by_input))
+        names, value = self.names[self.inputs], to_tensor(found.pop(self.by_input))
         count = len(names)
         if value.numel() != 1 and value.shape != (count,):
             raise HyperparameterError(f"one precision for {self.by_input!r}, or one for each input, ({count},)",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 Value = float | Tensor
@@ -46,7 +47,7 @@ def flat_mean(given: Value | Mapping[str, Value], shapes: ParameterLayout) -> Te
     """μ0 as one number (1,) or one per parameter (P,)."""
     if isinstance(given, Mapping):
         return flatten(given, shapes, "mean")
-    size, given = shapes.num_parameters, torch.as_tensor(given)
+    size, given = shapes.num_parameters, to_tensor(given)
     if given.numel() != 1 and given.shape != (size,):
         raise HyperparameterError(
             f"one mean, or a flat one of shape ({size},)",
@@ -64,7 +65,7 @@ def flatten(given: Mapping[str, Value], shapes: ParameterLayout, what: str) -> T
                                   "Add them, a number or a tensor each.")
     parts = []
     for name, shape in shapes.items():
-        value = torch.as_tensor(given[name], dtype=torch.float64)
+        value = to_tensor(given[name], dtype=torch.float64)
         if value.numel() != 1 and value.shape != shape:
             raise HyperparameterError(f"a {what} of shape {tuple(shape)} for {name!r}, or one number",
                                       f"shape {tuple(value.shape)}", "Pass a tensor of the parameter's shape.")
@@ -87,7 +88,7 @@ def _checked(value: Any, good: Any, expected: str) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _checked(part, good, f"{expected}, for {key!r} too") for key, part in value.items()}
     try:
-        numbers = torch.as_tensor(value, dtype=torch.float64).detach().clone()
+        numbers = to_tensor(value, dtype=torch.float64).detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         remedy = "Pass a number, a tensor, or a mapping from names to them."
         raise HyperparameterError(expected, repr(value)[:80], remedy) from error

@@ -61,7 +61,7 @@ class LinearLeaveOneOut:
         """All terms of the mean, in one part."""
         a, s = setting["precision"].to(self._z), setting["noise"].to(self._z)
         shrunk = self._values / (self._values + a * s)  # h
-        eye = torch.eye(self._z.shape[1]).to(self._z)
+        eye = torch.eye(self._z.shape[1], dtype=self._z.dtype, device=self._z.device)
         # [G⁻¹]_nn; it stays regular at a leverage of 1, where nothing predicts the point
         slack = 1.0 + 1e3 * torch.finfo(eye.dtype).eps
         blocks = (slack * eye - torch.einsum("nrj,j,nqj->nrq", self._vectors, shrunk, self._vectors)) / s

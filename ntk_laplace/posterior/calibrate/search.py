@@ -145,14 +145,14 @@ def _value(found: Objective, values: dict[str, float], samples: int | None = Non
 
 
 def _setting(values: Mapping[str, float]) -> Setting:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    return {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in values.items()}
 
 
 def _value_and_gradient(
     found: Objective, names: tuple[str, ...], fixed: dict[str, float], logs: np.ndarray, samples: int | None
 ) -> tuple[float, np.ndarray]:
     """The mean log density and its gradient in the logarithms."""
-    free = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
+    free = torch.tensor(logs, dtype=torch.float64, requires_grad=True, device="cpu")
     total, gradient = 0.0, torch.zeros_like(free)
     with torch.enable_grad():
         setting = _setting(fixed) | dict(zip(names, free.exp().unbind(), strict=True))

@@ -93,7 +93,7 @@ class PredictionIntervals:
 
         n, responses = len(self.mean), len(self.counts)
         frame = pandas.DataFrame({
-            "input": torch.arange(n).repeat_interleave(responses).tolist(),
+            "input": torch.arange(n, device="cpu").repeat_interleave(responses).tolist(),
             "response": list(range(responses)) * n,
             **{name: getattr(self, name).flatten().tolist() for name in ("mean", "lower", "upper", "width")},
         })

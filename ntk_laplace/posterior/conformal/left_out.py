@@ -68,7 +68,7 @@ class WithoutEach:
         fitted, (n, c) = self._fitted, test.f.shape
         across = []
         for output in range(c):
-            chosen = one_hot(torch.tensor(output), c).to(test.f).expand(n, c).unsqueeze(-1)
+            chosen = one_hot(torch.tensor(output, device="cpu"), c).to(test.f).expand(n, c).unsqueeze(-1)
             across.append(fitted.precision.cross_covariance(test.weighted(chosen)))
         moved = test.f.new_zeros(n, fitted.num_examples, c)
         widened = torch.zeros_like(moved) if self._variances else None

@@ -110,7 +110,7 @@ def conditional_estimate(log_likelihood: Tensor, kind: str) -> ConditionalEstima
     if not all(map(math.isfinite, averages)):  # a density of zero in every sample
         return ConditionalEstimate(sum(averages), math.inf, -math.inf, kind, count, asked, float(count), 0.0, math.inf)
     effective = min(effective_samples(term) for term in terms.T)
-    weights = (terms - torch.tensor(averages, dtype=terms.dtype)).exp()  # of mean 1
+    weights = (terms - torch.tensor(averages, dtype=terms.dtype, device="cpu")).exp()  # of mean 1
     positive = bool(torch.isfinite(terms).all())
     # the spread of the logs is seen where a few weights hide theirs; those of densities of zero have none
     seen = (weights.sum(1), terms.sum(1)) if positive else (weights.sum(1),)

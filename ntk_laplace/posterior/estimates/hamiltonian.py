@@ -140,7 +140,7 @@ class HamiltonianPath(Path[Weights]):
         if last < 2:
             return
         count = max(1, min(last // 4, _PILOT_TEMPERATURES))
-        places = torch.linspace(1, last - 1, count, dtype=torch.float64).round().long()
+        places = torch.linspace(1, last - 1, count, dtype=torch.float64, device="cpu").round().long()
         state = self.start(min(chains, _PILOT_CHAINS), generator)
         log_step, found = -0.25 * math.log(len(self._base.mean)), list[float]()
         for place in track(places.tolist(), "ntk_laplace: adapting the steps of the chains", len(places), shown):
@@ -148,7 +148,7 @@ class HamiltonianPath(Path[Weights]):
                 state = self._trajectory(state, float(betas[place]), math.exp(log_step), generator)
                 log_step += _RATE * (self.acceptances[-1] - _WISHED)
             found.append(log_step)
-        smooth = _smooth(torch.tensor(found, dtype=torch.float64))
+        smooth = _smooth(torch.tensor(found, dtype=torch.float64, device="cpu"))
         self.steps = torch.from_numpy(np.interp(np.arange(1, last), places, smooth)).exp()
         self.forget()
 

@@ -61,7 +61,7 @@ class Path(ABC, Generic[State]):
 
 def schedule(temperatures: int) -> Tensor:
     """β_0 = 0 to β_T = 1, (T + 1,), close to each other at both ends."""
-    points = torch.sigmoid(torch.linspace(-_STEEPNESS, _STEEPNESS, temperatures + 1, dtype=torch.float64))
+    points = torch.sigmoid(torch.linspace(-_STEEPNESS, _STEEPNESS, temperatures + 1, dtype=torch.float64, device="cpu"))
     return (points - points[0]) / (points[-1] - points[0])
 
 

@@ -180,7 +180,7 @@ class _Products:
         room = min(tuning.KEPT_ROWS_BYTES, tuning.KEPT_ROWS_BYTES if budget is None else budget)
         kept: list[tuple[slice | Tensor, Jacobian]] = []
         fits = True
-        for here, rows in self._fitted.own_rows(torch.arange(n)):
+        for here, rows in self._fitted.own_rows(torch.arange(n, device="cpu")):
             fits = fits and rows.nbytes * n <= room * rows.num_examples
             if fits:
                 kept.append((here, rows))

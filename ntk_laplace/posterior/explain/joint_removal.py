@@ -52,7 +52,7 @@ class GroupRemoval:
         """
         found = [self._one(test.subset(slice(i, i + 1)), group) for i, group in enumerate(groups)]
         changes, leverages, trusted = zip(*found, strict=True)
-        return torch.cat(changes), torch.tensor(leverages), torch.tensor(trusted)
+        return torch.cat(changes), torch.tensor(leverages, device="cpu"), torch.tensor(trusted, device="cpu")
 
     def _one(self, test: Jacobian, group: Tensor) -> tuple[Tensor, float, bool]:
         if len(group) == 0:

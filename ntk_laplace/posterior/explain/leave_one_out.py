@@ -147,7 +147,7 @@ class LeaveOneOut:
         import pandas
 
         count = len(self.mean)
-        chosen = torch.arange(count)[: counted(k, count)] if by is None else self._order(by, k).cpu()
+        chosen = torch.arange(count, device="cpu")[: counted(k, count)] if by is None else self._order(by, k).cpu()
         numbers = {name: values.cpu()[chosen].tolist() for name, values in self._columns().items()}
         classes = {} if self.targets.ndim > 1 else {"most_likely": self.mean.argmax(1).cpu()[chosen].tolist()}
         frame = pandas.DataFrame({

@@ -76,7 +76,7 @@ class Ascent:
         if state is None:
             self._moving = None
             return
-        self._moving = self._created(torch.zeros(state["size"], dtype=torch.float64, requires_grad=True))
+        self._moving = self._created(torch.zeros(state["size"], dtype=torch.float64, requires_grad=True, device="cpu"))
         self._moving[1].load_state_dict(state["optimizer"])
 
 

@@ -35,6 +35,7 @@ from ntk_laplace.posterior.hyperparameters.objectives import (
 )
 from ntk_laplace.posterior.hyperparameters.variables import Variables
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.progress import track
 
 METHODS = ("lbfgs", "adam", "mackay")
@@ -251,7 +252,7 @@ def _lbfgs(search: _Search) -> None:
 
     def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
         nonlocal last
-        point = search.inside(torch.as_tensor(logs))
+        point = search.inside(to_tensor(logs))
         try:
             found = search.at(point)
         except (NumericalError, NonFiniteError):
@@ -324,7 +325,7 @@ def _fixed_point(variables: Variables, distances: Tensor) -> Tensor:
             observed = likelihood.observed(posterior.targets)
             each = residual.shape[1] if observed is None else observed.sum(1)
             left = max(float((counts * each).sum()) - float(used.sum()), torch.finfo(torch.float64).tiny)
-            found.append(torch.tensor([squares / left], dtype=torch.float64).log())
+            found.append(torch.tensor([squares / left], dtype=torch.float64, device="cpu").log())
     return torch.cat(found)
 
 

@@ -88,10 +88,10 @@ class Variables:
 
     def box(self, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
         """Lower and upper bounds of the logarithms; parameters without a logarithm are unbounded."""
-        low, high = (torch.tensor(bound, dtype=torch.float64).log() for bound in bounds)
-        free = torch.cat([torch.full((p.numel(),), name not in self._logarithms)
+        low, high = (torch.tensor(bound, dtype=torch.float64, device="cpu").log() for bound in bounds)
+        free = torch.cat([torch.full((p.numel(),), name not in self._logarithms, device="cpu")
                           for name, p in self.parameters.items()])
-        infinite = torch.full((len(free),), float("inf"), dtype=torch.float64)
+        infinite = torch.full((len(free),), float("inf"), dtype=torch.float64, device="cpu")
         return torch.where(free, -infinite, low), torch.where(free, infinite, high)
 
     def shown(self, values: Tensor) -> list[float]:

@@ -90,6 +90,6 @@ def orders(num_examples: int, permutations: int, seed: int) -> list[Tensor]:
     require_memory(8 * int(permutations) * num_examples, torch.device("cpu"),
                    f"{permutations:,} orders of {num_examples:,} points", "Take fewer permutations.")
     if permutations == 0:
-        return [torch.arange(num_examples)]
+        return [torch.arange(num_examples, device="cpu")]
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randperm(num_examples, generator=generator) for _ in range(permutations)]
+    return [torch.randperm(num_examples, generator=generator, device="cpu") for _ in range(permutations)]

@@ -97,7 +97,7 @@ def all_rows(fitted: FittedModel) -> Jacobian:
         After the first batch, if the rows of all points do not fit in memory.
     """
     n, parts = fitted.num_examples, list[Jacobian]()
-    for rows in fitted.rows_at(torch.arange(n)):
+    for rows in fitted.rows_at(torch.arange(n, device="cpu")):
         if not parts and rows.num_examples < n:
             needed = 2 * rows.nbytes * -(-n // rows.num_examples)
             fitted.model.require_memory(needed, f"rows of J at {n:,} training points", REMEDY)

@@ -137,7 +137,7 @@ class NetworkLikelihood(WeightLikelihood):
                                    f"one in {precision}", 'Use linearization="fixed", or network.float().')
         generator, gaps = torch.Generator().manual_seed(0), list[float]()
         for distance in _PLACES:
-            away, noise = torch.randn(2, len(theta), generator=generator, dtype=torch.float64).to(theta)
+            away, noise = torch.randn(2, len(theta), generator=generator, dtype=torch.float64, device="cpu").to(theta)
             gaps.append(self.hessian_gap(theta + distance * theta.square().mean().sqrt() * away, noise))
             if gaps[-1] <= _DISAGREEMENT:
                 return

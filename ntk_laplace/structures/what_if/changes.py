@@ -65,7 +65,7 @@ def drawn(points: Indices, count: int, seed: int) -> Tensor:
         raise DataError(f"1 to {count:,} training points", f"points={points}",
                         "Pass how many to draw, or a list of their numbers.")
     require_whole("seed", seed, 0, "Pass for example seed=0.")
-    return torch.randperm(count, generator=torch.Generator().manual_seed(int(seed)))[: int(points)]
+    return torch.randperm(count, generator=torch.Generator().manual_seed(int(seed)), device="cpu")[: int(points)]
 
 
 def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float) -> TrainingPoints:

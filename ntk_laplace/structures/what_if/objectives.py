@@ -316,7 +316,7 @@ class CurvatureAtFit:
 
     def _deflated(self) -> Deflated:
         generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(self.theta.shape, generator=generator, dtype=torch.float64).to(self.theta)
+        noise = torch.randn(self.theta.shape, generator=generator, dtype=torch.float64, device="cpu").to(self.theta)
         with torch.no_grad():
             steps = min(tuning.DEFLATION, _room(self.fitted.settings) // (2 * noise.nbytes))
             return Deflated(self._products(1), self.fitted.solver.solve, noise, steps, self._precision)
