@@ -65,8 +65,9 @@ def collected_jacobian(model: LinearizedModel, batches: Source, parts: list[Jaco
     if reducer.world_size == 1:
         return Jacobian.concatenate(parts)
     device, numbers = model.network.device, reducer.concat(batches.numbers(reducer)[0])
-    found = [part.to(model.jacobian_pass.dtype, device) for own in reducer.gather(parts) for part in own]
-    return Jacobian.concatenate(found).subset(numbers.argsort().to(device))
+    whole = Jacobian.concatenate([part.to(model.jacobian_pass.dtype, device)
+                                  for own in reducer.gather(parts) for part in own])  # freed before the next copy
+    return whole.subset(numbers.argsort().to(device))
 
 
 def collected_points(
