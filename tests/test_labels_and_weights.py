@@ -24,7 +24,8 @@ from ntk_laplace.model.network import Caller
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.tools.comparison import compare_models
-from ntk_laplace.tools.explorer.gather import Naming, gather
+from ntk_laplace.tools.explorer.gather import gather
+from ntk_laplace.tools.explorer.naming import Naming
 from reference import Dense, difference, outputs, relative_error, take
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import jacobians

@@ -1,7 +1,7 @@
 """The explorer: explanations of many predictions on one interactive page."""
 
 from ntk_laplace.tools.explorer.display import in_digits, spread_of
-from ntk_laplace.tools.explorer.gather import MOST_FEATURES, Naming
+from ntk_laplace.tools.explorer.naming import MOST_FEATURES, Naming
 from ntk_laplace.tools.explorer.page import ExplorerPage, explore
 from ntk_laplace.tools.explorer.units import content_in_units
 

@@ -18,7 +18,8 @@ from ntk_laplace.model.data import Inputs, as_tensors, num_examples
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import SourceEffects
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
-from ntk_laplace.tools.explorer.gather import Naming, gather
+from ntk_laplace.tools.explorer.gather import gather
+from ntk_laplace.tools.explorer.naming import Naming
 from ntk_laplace.tools.explorer.sources import HTML, with_sources
 from ntk_laplace.tools.report import document
 

@@ -1,0 +1,129 @@
+"""What a posterior says of inputs and of its training points, in the digits of the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ntk_laplace.model.data import as_tensor
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.explain import LeaveOneOut
+from ntk_laplace.tools.explorer.display import rounded, rounded_each, spread_of
+
+
+class Answers:
+    """Predictions and targets of a posterior, rounded; probabilities of two classes where it has one logit.
+
+    Attributes
+    ----------
+    kind : {"classes", "binary", "values"}
+        Of the targets: a class with one output each, a class with one logit, or numbers.
+    outputs, responses : list of float
+        Ranges of each output and of each target in the training data, which decide the digits of numbers beside each
+        other; empty for classes.
+    """
+
+    def __init__(self, posterior: Posterior) -> None:
+        self.posterior, self._likelihood = posterior, posterior.likelihood.for_new_points()
+        self.kind = "values"
+        if self._likelihood.classifies and self._likelihood.event_shape(posterior.num_outputs) == ():
+            self.kind = "classes"
+        elif self._likelihood.classifies and posterior.num_outputs == 1:
+            self.kind = "binary"
+        self.outputs, self.responses = (
+            [spread_of(column) for column in table.reshape(len(table), -1).T.tolist()] if self.kind == "values" else []
+            for table in (posterior.f.detach(), posterior.targets)
+        )
+
+    def output_spread(self, number: int) -> float:
+        """The range of one output; 0 for classes."""
+        return self.outputs[number] if self.outputs else 0.0
+
+    def names(self, target: str) -> list[str]:
+        """Names of the classes or outputs where the caller gives none; that of regression's `target` with a number."""
+        c = self.posterior.num_outputs
+        if self.kind == "values":
+            what = target if self.posterior.likelihood.num_responses(c) == c else "output"
+            return [what if c == 1 else f"{what} {i}" for i in range(c)]
+        return [str(i) for i in range(2 if self.kind == "binary" else c)]
+
+    def summary(self) -> str:
+        """The sentence on the fit below the title."""
+        posterior, likelihood = self.posterior, type(self.posterior.likelihood).__name__
+        kept = "" if posterior.fitted.structure.spec.keeps_jacobian else f"structure {posterior.structure}, "
+        return (f"{posterior.num_examples:,} training points, {posterior.num_parameters:,} parameters, "
+                f"{kept}{likelihood} likelihood")
+
+    def signs(self, f: Tensor) -> Tensor:
+        """(n,), -1 where a binary logit is negative: effects are then shown on the negative logit, that of class 0."""
+        turned = (f[:, 0] < 0) & (self.kind == "binary")
+        return torch.where(turned, -1.0, 1.0).to(f)
+
+    def said(self, prediction: Any, i: int) -> dict[str, Any]:
+        """A prediction of input i: class probabilities, or mean and standard deviations."""
+        if self.kind != "values":
+            return self._answer(prediction.probs[i])
+        said = self._answer(prediction.mean[i])
+        said["deviation"] = rounded(prediction.variance[i].sqrt().reshape(-1))
+        for name in ("epistemic", "aleatoric"):
+            part = getattr(prediction, name, None)
+            if part is not None:
+                said[name] = rounded(part[i].sqrt().reshape(-1))
+        return said
+
+    def at(self, f: Tensor, sign: Tensor) -> dict[str, Any]:
+        """The network's prediction of one input at changed outputs f (C,)."""
+        with torch.no_grad():
+            mean = self._likelihood.mean(f[None])[0]
+        return {"f": rounded_each(f * sign, self.outputs)} | self._answer(mean)
+
+    def _answer(self, mean: Tensor) -> dict[str, Any]:
+        """Probabilities of all classes, or the mean of each output, from the mean response to one input."""
+        mean = mean.reshape(-1)
+        if self.kind == "values":
+            return {"mean": rounded_each(mean, self.responses)}
+        return {"probabilities": rounded(mean if self.kind == "classes" else torch.cat([1 - mean, mean]))}
+
+    def truths(self, targets: Any, n: int) -> list[Any]:
+        """Targets of n inputs: a class (for a soft label the most probable one), a number, or one number per output.
+
+        None for an input without a target, NaN for one of several that is missing.
+        """
+        likelihood, gaps = self._likelihood, torch.zeros(n, 1, dtype=torch.bool)
+        if isinstance(targets, np.ndarray) and targets.dtype.kind == "f":
+            targets = as_tensor(targets)
+        if isinstance(targets, Tensor) and targets.is_floating_point() and targets.shape[:1] == (n,):
+            gaps = targets.isnan().reshape(n, -1)
+            targets = targets.masked_fill(gaps.view_as(targets), 0)  # any that the likelihood takes, whatever its marks
+        y = likelihood.targets(targets, n, self.posterior.num_outputs)
+        observed = likelihood.observed(y)
+        there = ~gaps.to(y.device) if observed is None else ~gaps.to(y.device) & observed.reshape(n, -1)
+        y = y.argmax(1) if self.kind == "classes" and y.ndim == 2 else y.flatten() if y.numel() == n else y
+        found = y if self.kind == "values" else (y > 0.5).long() if self.kind == "binary" else y.long()
+        if self.kind == "values" and y.ndim == 2:
+            found = found.masked_fill(~there, torch.nan)
+        return [rounded_each(truth, self.responses) if known else None
+                for truth, known in zip(found.tolist(), there.any(1).tolist(), strict=True)]
+
+    def training_set(self, left_out: LeaveOneOut) -> dict[str, list[Any]]:
+        """Columns of the table of training points."""
+        mean, targets = left_out.mean, self.posterior.targets
+        without = mean.squeeze(-1)
+        if self.kind != "values":
+            without = (mean[:, 0] >= 0).long() if self.kind == "binary" else mean.argmax(1)
+        observed = self.posterior.likelihood.observed(targets)
+        shown = [rounded_each(target, self.responses)
+                 for target in (targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)]
+        if observed is not None and observed.ndim == 1:  # missing labels and missing numbers are null
+            shown = [target if known else None for target, known in zip(shown, observed.tolist(), strict=True)]
+        return {
+            "target": shown,
+            "without": [rounded_each(value, self.responses) for value in without],
+            "logDensity": rounded(left_out.log_density),
+            "leverage": rounded(left_out.leverage),
+            "selfInfluence": rounded(left_out.self_influence),
+            "information": rounded(left_out.information),
+        }
