@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal, overload
@@ -18,11 +15,9 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import (
     DataError,
     HyperparameterError,
-    NTKLaplaceWarning,
     UnsupportedError,
     is_choice,
     is_flag,
@@ -41,25 +36,16 @@ from ntk_laplace.posterior.explain import Explanation, Ranking, SourceEffects, s
 from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Auto, Settings, StructureSpec
-from ntk_laplace.tools.estimators.held_out import calibrated, held_out
+from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
-from ntk_laplace.tools.estimators.tables import Array, Standardized, require_numbers
+from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
+from ntk_laplace.tools.estimators.training import trained, untrusted_untold
 from ntk_laplace.tools.estimators.units import Explained
-from ntk_laplace.training import (
-    EvidenceHistory,
-    EvidenceSchedule,
-    EvidenceTraining,
-    train_from_starts,
-    train_with_evidence,
-)
-from ntk_laplace.training.model import Model
+from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
 
-_UNTRUSTED = "the fitted predictive is not to be trusted"
-_FOLDS = 5  # of predictive="folds"
 # prior precisions that the training of an "mlp" starts from; of more examples the second start changes next to nothing
 _PRECISIONS, _FEW = (1.0, 0.1), 10_000
-_FEWEST = 1_000  # more examples may be kept apart
 
 
 class _Fitted(BaseEstimator):
@@ -132,77 +118,35 @@ class LaplaceEstimator(_Fitted):
                 posterior.fit_hyperparameters()
                 self.history_, self.predictive_fit_ = None, None
                 if self.predictive is not None:
-                    with _untold():
+                    with untrusted_untold():
                         self.predictive_fit_ = posterior.fit_predictive(self.predictive, strict=False)
             else:
-                module, posterior = self._trained(new, module, data, likelihood, prior, starts, settings, seed)
+                found = trained(new, module, data, likelihood, prior, starts, self.predictive, seed,
+                                self._training_options(settings))
+                module, posterior = found.module, found.posterior
+                self.history_, self.predictive_fit_ = found.history, found.predictive
+                self.n_iter_ = len(found.history.loss)
+                self._keep_apart(found.held_out)
         if self.predictive_fit_ is not None and not self.predictive_fit_.trusted:
             posterior.predictive = None
-        self._size = posterior.fitted.total
         self.posterior_, self.network_ = posterior, module
         self.log_marginal_likelihood_value_ = float(posterior.log_marginal_likelihood().detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value
 
-    def _trained(
-        self, new: Callable[[], nn.Module], module: nn.Module, data: tuple[Tensor, ...], likelihood: Likelihood,
-        prior: GaussianPrior, starts: list[float] | None, settings: Settings, seed: int,
-    ) -> tuple[nn.Module, Posterior]:
-        """The network, trained with evidence, and its posterior with a fitted predictive."""
-        many, folds = self.predictive == "loo" and len(data[1]) > _FEWEST, self.predictive == "folds"
-        options = {
-            "structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
-            "optimizer": partial(adam, rate=self.learning_rate),
-            "predictive": self.predictive and "loo", "batch_size": self.batch_size, "settings": settings,
-        } | self._schedules()
+    def _training_options(self, settings: Settings) -> dict[str, Any]:
+        """Of `train_with_evidence`."""
+        return {"structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
+                "optimizer": partial(adam, rate=self.learning_rate), "batch_size": self.batch_size,
+                "settings": settings}
 
-        def trained() -> EvidenceTraining:
-            with _untold(later=many or folds):
-                if starts is None:
-                    return train_with_evidence(module, data, likelihood, prior, **options)
-                return train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
-
-        sized = Model(module, likelihood, prior, data, self.structure, CurvatureType.of(self.curvature), None, settings)
-        apart = many and not sized.has_exact()
-        if not apart:
-            with warnings.catch_warnings(record=many) as told:  # of a training that may not be the last
-                if many:
-                    warnings.simplefilter("always")
-                found = trained()
-            posterior, fit = found.posterior, found.predictive
-            apart = many and (fit is None or not fit.trusted)
-            seen: dict[Any, Any] = {}
-            for one in () if apart or told is None else told:
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=seen)
-        if apart:  # calibrated with data that the training does not see
-            module, given, held = new(), data, held_out(data[1], likelihood.classifies, seed)
-            data, options["predictive"] = self._without(held, given), None
-            found = trained()
-            posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))
-        if folds:
-            options["schedule"] = EvidenceSchedule(self.epochs, steps=0)  # the hyperparameters stay
-
-            def train(part: tuple[Tensor, ...]) -> Posterior:
-                own = copy.deepcopy((posterior.likelihood, posterior.prior))
-                return train_with_evidence(new(), part, *own, **options).posterior
-
-            with _untold(later=True):
-                fit = posterior.cross_calibrate(train, data, min(_FOLDS, len(data[1])), seed=seed)
-        self.history_, self.predictive_fit_, self.n_iter_ = found.history, fit, len(found.history.loss)
-        return module, posterior
-
-    def _without(self, held: NDArray[np.intp], data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The data of the training, without examples that are kept from it."""
+    def _keep_apart(self, held: NDArray[np.intp]) -> None:
+        """Take these training points out of the attributes that number them."""
         kept = np.setdiff1d(np.arange(len(self.training_index_)), held)
         place = np.full(len(self.training_index_) + 1, -1)
         place[kept] = np.arange(len(kept))
         self.training_point_ = place[self.training_point_]  # -1 is last
         self.held_out_index_ = self.training_index_[held]
         self.training_index_, self.y_train_ = self.training_index_[kept], self.y_train_[kept]
-        return tuple(part[torch.as_tensor(kept)] for part in data)
-
-    def _schedules(self) -> dict[str, Any]:
-        """Options of the training that are not those of `train_with_evidence`."""
-        return {}
 
     def _precision(self, examples: int = 1) -> Any:
         """`precision`; of "auto" two for a perceptron and not too many examples, else 1."""
@@ -275,17 +219,10 @@ class LaplaceEstimator(_Fitted):
         weight: Array = np.ones(len(x))
         if sample_weight is not None:
             weight = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
-        _, labels = np.unique(y, return_inverse=True)
-        _, first, member = np.unique(np.column_stack([x, labels.reshape(len(x), -1)]), axis=0, return_index=True,
-                                     return_inverse=True)
-        total: Array = np.bincount(member.ravel(), weights=weight).astype(np.float64)
-        order = [group for group in np.argsort(first) if total[group] > 0]
-        if not order:  # scikit-learn says so itself from 1.8 on
+        first, total, point = merged_rows(x, y, weight)
+        if not len(first):  # scikit-learn says so itself from 1.8 on
             raise DataError("sample weights of which one at least is non-zero", "zeros alone", "Leave them out.")
-        place = np.full(len(total), -1)
-        place[order] = np.arange(len(order))
-        self.training_point_, self._row_weight = np.where(weight > 0, place[member.ravel()], -1), weight
-        self.training_index_, total = first[order], total[order]
+        self.training_index_, self.training_point_, self._row_weight = first, point, weight
         self.held_out_index_ = np.zeros(0, dtype=np.intp)
         self.y_train_ = y[self.training_index_]
         return x[self.training_index_], self.y_train_, None if (total == 1.0).all() else total
@@ -403,8 +340,7 @@ class LaplaceEstimator(_Fitted):
     def theta_(self) -> Array:
         """Logarithms of the hyperparameters: prior precisions of each group, then those of the likelihood."""
         check_is_fitted(self)
-        values = [parameter.detach().flatten().double() for parameter in _hyperparameters(self.posterior_)]
-        return torch.cat(values).cpu().numpy()
+        return theta_of(self.posterior_)
 
     @overload
     def log_marginal_likelihood(self, theta: Any = ..., eval_gradient: Literal[False] = ...) -> float: ...
@@ -439,51 +375,14 @@ class LaplaceEstimator(_Fitted):
         check_is_fitted(self, "posterior_")
         if theta is None and not eval_gradient and np.array_equal(self.theta_, self._theta):
             return self.log_marginal_likelihood_value_
-        own = _hyperparameters(self.posterior_)
-        before = [parameter.detach().clone() for parameter in own]
-        try:
-            if theta is not None:
-                self._set(own, np.asarray(theta, dtype=np.float64))
-            with torch.enable_grad():
-                value = self.posterior_.log_marginal_likelihood()
-                total = float(value) + self._log_jacobian
-                if not eval_gradient:
-                    return total
-                slopes = torch.autograd.grad(value, own)
-            return total, torch.cat([slope.flatten().double() for slope in slopes]).cpu().numpy()
-        finally:
-            with torch.no_grad():
-                for parameter, value_before in zip(own, before, strict=True):
-                    parameter.copy_(value_before)
-
-    def _set(self, own: list[nn.Parameter], theta: Array) -> None:
-        sizes = [parameter.numel() for parameter in own]
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = np.exp(theta)
-        if theta.shape != (sum(sizes),) or not (np.isfinite(values) & (values > 0)).all():
-            got = f"shape {theta.shape}" if theta.shape != (sum(sizes),) else f"{theta.min():g} to {theta.max():g}"
-            raise HyperparameterError(f"theta of shape ({sum(sizes)},), logarithms of finite numbers", got,
-                                      "Pass an array like theta_.")
-        with torch.no_grad():
-            for parameter, part in zip(own, torch.as_tensor(theta).split(sizes), strict=True):
-                parameter.copy_(part.view_as(parameter))
+        value, gradient = evidence_at(self.posterior_, theta, eval_gradient)
+        total = value + self._log_jacobian
+        return total if gradient is None else (total, gradient)
 
     @property
     def _log_jacobian(self) -> float:
         """log density of targets in their own units less that of standardized ones, summed over the data."""
         return 0.0
-
-
-@contextmanager
-def _untold(later: bool = False) -> Iterator[None]:
-    """Without the warning of a predictive that is not to be trusted: `predictive_fit_` tells, and it is not used.
-
-    If one is fitted later to other data, also without that of none.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", f"{_UNTRUSTED}|no predictive is fitted" if later else _UNTRUSTED,
-                                NTKLaplaceWarning)
-        yield
 
 
 def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
@@ -509,7 +408,3 @@ def _takes_inputs(spec: StructureSpec | Auto) -> bool:
     except HyperparameterError:
         return False
     return True
-
-
-def _hyperparameters(posterior: Posterior) -> list[nn.Parameter]:
-    return [*posterior.prior.parameters(), *posterior.likelihood.parameters()]

@@ -1,4 +1,4 @@
-"""Tables of inputs and targets: columns of numbers, and their standardization."""
+"""Tables of inputs and targets: columns of numbers, their standardization, and equal rows."""
 
 from __future__ import annotations
 
@@ -47,6 +47,21 @@ class Standardized:
     def undone(self, table: Array) -> Array:
         """The table in its own units."""
         return table * self.scale + self.mean
+
+
+def merged_rows(x: Array, y: Array, weight: Array) -> tuple[NDArray[np.intp], Array, NDArray[np.intp]]:
+    """Equal examples as one, whose weight is the sum of theirs; those of weight 0 are left out.
+
+    The first row of each in their order, its weight, and which of them each row is, -1 for one that is left out.
+    """
+    _, labels = np.unique(y, return_inverse=True)
+    _, first, member = np.unique(np.column_stack([x, labels.reshape(len(x), -1)]), axis=0, return_index=True,
+                                 return_inverse=True)
+    total: Array = np.bincount(member.ravel(), weights=weight).astype(np.float64)
+    order = [group for group in np.argsort(first) if total[group] > 0]
+    place = np.full(len(total), -1)
+    place[order] = np.arange(len(order))
+    return first[order], total[order], np.where(weight > 0, place[member.ravel()], -1)
 
 
 def require_magnitudes(table: Array, names: Sequence[str]) -> None:

@@ -1,0 +1,108 @@
+"""The training of an estimator's network, and the calibration of its posterior."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ntk_laplace.curvature import CurvatureType
+from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.calibrate import PredictiveFit
+from ntk_laplace.tools.estimators.held_out import calibrated, held_out
+from ntk_laplace.training import (
+    EvidenceHistory,
+    EvidenceSchedule,
+    EvidenceTraining,
+    train_from_starts,
+    train_with_evidence,
+)
+from ntk_laplace.training.model import Model
+
+_UNTRUSTED = "the fitted predictive is not to be trusted"
+_FOLDS = 5  # of predictive="folds"
+_FEWEST = 1_000  # more examples may be kept apart
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network, and its posterior with a fitted predictive."""
+
+    module: nn.Module
+    posterior: Posterior
+    history: EvidenceHistory
+    predictive: PredictiveFit | None
+    held_out: NDArray[np.intp]  # numbers of the examples that the training did not see, for the predictive
+
+
+def trained(
+    new: Callable[[], nn.Module], module: nn.Module, data: tuple[Tensor, ...], likelihood: Likelihood,
+    prior: GaussianPrior, starts: Sequence[float] | None, predictive: str | None, seed: int, options: Mapping[str, Any],
+) -> Trained:
+    """Train a network with evidence, in place, or from each of several precisions.
+
+    `predictive` is that of `LaplaceRegressor`; a training that another one follows gets a module that `new` makes. The
+    options are those of `train_with_evidence`.
+    """
+    many, folds = predictive == "loo" and len(data[1]) > _FEWEST, predictive == "folds"
+    options = {**options, "predictive": predictive and "loo"}
+
+    def run() -> EvidenceTraining:
+        with untrusted_untold(later=many or folds):
+            if starts is None:
+                return train_with_evidence(module, data, likelihood, prior, **options)
+            return train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
+
+    curvature = CurvatureType.of(options["curvature"])
+    sized = Model(module, likelihood, prior, data, options["structure"], curvature, None, options["settings"])
+    held = np.zeros(0, dtype=np.intp)
+    apart = many and not sized.has_exact()
+    if not apart:
+        with warnings.catch_warnings(record=many) as told:  # of a training that may not be the last
+            if many:
+                warnings.simplefilter("always")
+            found = run()
+        posterior, fit = found.posterior, found.predictive
+        apart = many and (fit is None or not fit.trusted)
+        seen: dict[Any, Any] = {}
+        for one in () if apart or told is None else told:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=seen)
+    if apart:  # calibrated with data that the training does not see
+        module, given, held = new(), data, held_out(data[1], likelihood.classifies, seed)
+        kept = torch.as_tensor(np.setdiff1d(np.arange(len(data[1])), held))
+        data, options["predictive"] = tuple(part[kept] for part in given), None
+        found = run()
+        posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))
+    if folds:
+        options["schedule"] = EvidenceSchedule(options["epochs"], steps=0)  # the hyperparameters stay
+
+        def train(part: tuple[Tensor, ...]) -> Posterior:
+            own = copy.deepcopy((posterior.likelihood, posterior.prior))
+            return train_with_evidence(new(), part, *own, **options).posterior
+
+        with untrusted_untold(later=True):
+            fit = posterior.cross_calibrate(train, data, min(_FOLDS, len(data[1])), seed=seed)
+    return Trained(module, posterior, found.history, fit, held)
+
+
+@contextmanager
+def untrusted_untold(later: bool = False) -> Iterator[None]:
+    """Without the warning of a predictive that is not to be trusted: `predictive_fit_` tells, and it is not used.
+
+    If one is fitted later to other data, also without that of none.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", f"{_UNTRUSTED}|no predictive is fitted" if later else _UNTRUSTED,
+                                NTKLaplaceWarning)
+        yield
