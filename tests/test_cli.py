@@ -332,8 +332,8 @@ def test_the_error_for_another_table_shows_the_line_that_converts_it(
     assert message.startswith(f"expected an .npz file with arrays X and y of numbers; got {name}. A table can be .csv")
     assert "pickle" not in message
     exec(message[message.index("pandas.") : -1], {"pandas": pandas})
-    x, y = inputs.Files(torch.float64, ntkl.Categorical(), columns=["kind"]).training(Path(name[0] + ".csv"))
-    assert torch.equal(x, torch.as_tensor(table.iloc[:, :2].to_numpy())) and y.tolist() == [0, 1, 2]
+    data = inputs.Files(torch.float64, ntkl.Categorical(), columns=["kind"]).training(Path(name[0] + ".csv"))
+    assert torch.equal(data.x, torch.as_tensor(table.iloc[:, :2].to_numpy())) and data.y.tolist() == [0, 1, 2]
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.images import ImageNetwork, read_images
 from ntk_laplace.tools.cli.tables import read_table
+from ntk_laplace.tools.report import Page
 
 NETWORK = """
 from torch import nn
@@ -443,6 +444,22 @@ def test_folders_that_do_not_fit_are_one_line(folder: Path, capsys: pytest.Captu
     assert [point.get("target") for point in points] == [None] * (len(points) // 2) + [0] * (len(points) // 2)
     refused([*line("explain", "kind.npz"), "--inputs", "train"], "columns or arrays of the training data; got the "
             "folder train. A folder of images needs one as --data too.", capsys)
+
+
+@pytest.mark.filterwarnings("ignore:'mode' parameter is deprecated:DeprecationWarning")
+def test_predictions_of_images_name_their_own_files(
+    folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the held-out images, which are read after them."""
+    monkeypatch.setattr("ntk_laplace.tools.cli.predict.build", lambda *_: Page("without pictures"))
+    write_images("train")
+    write_images("new", count=2)
+    Path("new/light").rename("new/other")
+    options = ["--inputs", "new", "--held-out", "train", "--out", "p.csv"]
+    assert cli.main([*line("predict", "train", "image"), *options]) == 0
+    files = [str(Path(kind) / f"0{index}.png") for kind in ("dark", "other") for index in range(2)]
+    assert pandas.read_csv("p.csv")["file"].tolist() == files
+    assert "Scores of 2 of 4 inputs; 2 are no class of the training data, such as 'other'" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------------------------ fit

@@ -27,22 +27,21 @@ def run(options: argparse.Namespace) -> None:
 
 def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     model = bring(options)
-    files, labels = model.files, model.files.sources
+    training, labels = model.training, model.training.sources
     if labels is not None:
         require_sources(labels, options)
-    x, y = files.inputs(options.inputs, "inputs to explain")
-    model.check(x)
-    x, y = take(x, slice(options.most)), None if y is None else y[: options.most]
+    new = model.read(options.inputs, "inputs to explain")
+    x, y = take(new.x, slice(options.most)), None if new.y is None else new.y[: options.most]
     posterior = ntkl.laplace(*model.given, options.structure, **model.options)
-    classes = options.classes or files.classes
+    classes = options.classes or training.classes
     if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
         classes = None  # names of responses, which are fewer than the outputs
-    names = None if files.names is None else files.names[: options.most]
-    naming = Naming(classes, options.features or files.features, options.shape, (options.target or ["target"])[0],
-                    names, files.training_names)
+    names = None if new.names is None else new.names[: options.most]
+    naming = Naming(classes, options.features or training.features, options.shape, (options.target or ["target"])[0],
+                    names, training.names)
     known = None if y is None or y.isnan().any() else y
     sources = None if labels is None else posterior.source_effects(x, labels, y=known)
-    page = explore(posterior, x, model.data[0], y, options.k, naming, options.title,
+    page = explore(posterior, x, training.x, y, options.k, naming, options.title,
                    candidates=options.candidates, sources=sources)
     outputs = naming.classes if posterior.num_outputs > 1 else [naming.target]
     return page, "" if sources is None else in_words(sources, outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import Inputs, to_device
-from ntk_laplace.tools.cli.inputs import Files
+from ntk_laplace.tools.cli.inputs import Data, Files, TrainingData
 from ntk_laplace.tools.cli.likelihood import build_likelihood
 from ntk_laplace.tools.cli.python_files import load_network
 from ntk_laplace.tools.cli.weights import check_forward, load_weights
@@ -23,21 +24,27 @@ class Model:
     """A trained network, its data, likelihood and prior."""
 
     network: nn.Module  # on its device, in eval mode
-    data: tuple[Inputs, Tensor]  # for the training; several input arrays are a dict
+    training: TrainingData
     likelihood: ntkl.Likelihood
     prior: ntkl.GaussianPrior
     options: dict[str, Any]  # `curvature`, `dtype`, `settings` and `output`, as in `laplace`
-    files: Files  # reads more data as the training data were read
+    files: Files
+
+    @property
+    def data(self) -> tuple[Inputs, Tensor]:
+        """Inputs and targets of the training."""
+        return self.training.x, self.training.y
 
     @property
     def given(self) -> tuple[nn.Module, tuple[Inputs, Tensor], ntkl.Likelihood, ntkl.GaussianPrior]:
         """The first arguments of `laplace`."""
         return self.network, self.data, self.likelihood, self.prior
 
-    def check(self, x: Inputs) -> None:
-        """Run the network on two other inputs, to report errors in them clearly (NetworkError)."""
-        device = next(self.network.parameters()).device
-        check_forward(self.network, to_device(x, device), self.options["output"])
+    def read(self, path: Path, what: str, labeled: bool = False) -> Data:
+        """Other data like those of the training, which the network takes (DataError, NetworkError)."""
+        found = self.files.like(self.training, path, what, labeled)
+        check_forward(self.network, to_device(found.x, next(self.network.parameters()).device), self.options["output"])
+        return found
 
 
 def bring(options: argparse.Namespace) -> Model:
@@ -47,12 +54,12 @@ def bring(options: argparse.Namespace) -> Model:
     load_weights(network.to(dtype=dtype), options.checkpoint)
     likelihood = build_likelihood(options)
     files = Files(dtype, likelihood, options.targets, options.target, options.source, options.drop)
-    x, y = files.training(options.data)
-    check_forward(network, x, options.output)
+    training = files.training(options.data)
+    check_forward(network, training.x, options.output)
     network.to(_device(options.device, dtype))
     prior = ntkl.GaussianPrior(options.precision, groups=options.groups)
     own = {"curvature": options.curvature, "dtype": dtype, "settings": settings_of(options), "output": options.output}
-    return Model(network, (x, y), likelihood, prior, own, files)
+    return Model(network, training, likelihood, prior, own, files)
 
 
 def settings_of(options: argparse.Namespace) -> ntkl.Settings:

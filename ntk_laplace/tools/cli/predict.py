@@ -28,18 +28,17 @@ _SHOWN = 8  # precisions or noises that are told
 
 def run(options: argparse.Namespace) -> None:
     """Load, fit, calibrate, predict, write."""
-    if is_estimator(options.network[0]):
-        _of_estimator(options)
-        return
+    (_of_estimator if is_estimator(options.network[0]) else _of_network)(options)
+
+
+def _of_network(options: argparse.Namespace) -> None:
     page_path = options.out.with_suffix(".html")
     require_writable(options, options.out, page_path)
     model = bring(options)
-    x, y = model.files.inputs(options.inputs, "inputs to predict")
-    model.check(x)
-    held_out = None
+    new, held_out = model.read(options.inputs, "inputs to predict"), None
     if options.held_out is not None:
-        held_out = model.files.data(options.held_out, "held-out data")
-        model.check(held_out[0])
+        held = model.read(options.held_out, "held-out data", labeled=True)
+        held_out = held.x, held.y
     _require_exact(options)
     _tell("fitting the posterior")
     posterior = ntkl.laplace(*model.given, options.structure, **model.options)
@@ -54,20 +53,21 @@ def run(options: argparse.Namespace) -> None:
     _tell("predicting the inputs")
     if isinstance(posterior.likelihood, PerOutput):
         posterior.likelihood.missing = "nan"  # of the inputs: those of other data were read
-    found = Predictions.of(posterior, x, y, options.level, held_out, options.classes or model.files.classes)
+    found = Predictions.of(posterior, new.x, new.y, options.level, held_out,
+                           options.classes or model.training.classes)
     sentences += summary(fit, found)
     warned += doubts(fit, found)
     page = build(posterior, judged, found, sentences, warned, options.out.name)
-    if model.files.names is not None:
-        found.frame.insert(1, "file", model.files.names)
+    if new.names is not None:
+        found.frame.insert(1, "file", new.names)
     found.frame.to_csv(options.out, index=False)
     page.write(page_path)
     print("\n".join(sentences))
     kind = "class of the training data" if found.labels else "number"
-    if found.judged is None and model.files.others:
-        print(f"\n{scored_words(np.zeros((len(found.frame), 1), bool), [], model.files.others, kind)}")
+    if found.judged is None and new.others:
+        print(f"\n{scored_words(np.zeros((len(found.frame), 1), bool), [], new.others, kind)}")
     if found.judged is not None:
-        print(f"\n{scored_words(found.judged.known, found.names, model.files.others, kind)}")
+        print(f"\n{scored_words(found.judged.known, found.names, new.others, kind)}")
         print(score_table(found.judged.scores(options.level)))
     for text in warned:
         print(f"\nWARNING: {text}")
