@@ -15,23 +15,14 @@ class Pool:
 
     Each output is a response of unit noise then. A label at x tells ½ log det(I + A_xx) about the weights: exactly for
     a Gaussian likelihood, to second order in f otherwise.
-
-    Attributes
-    ----------
-    mean : Tensor, (n, C)
-        Outputs of the (linearized) network.
-    covariance : Tensor, (n, C, C)
-        V at each input, given the labels observed so far.
-    root : Tensor, (n, C, R)
-        S.
     """
 
     def __init__(self, posterior: Posterior, rows: Jacobian) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.likelihood: Likelihood = posterior.likelihood.for_new_points()
             self.mean, self._rows, self._precision = rows.f, rows, posterior.posterior_precision
-            self.root = self.likelihood.root(self.mean).to(rows.f)
-            self.covariance = self._precision.covariance_blocks(rows)
+            self.root = self.likelihood.root(self.mean).to(rows.f)  # S, (n, C, R)
+            self.covariance = self._precision.covariance_blocks(rows)  # V given the labels observed so far, (n, C, C)
         self._halves: list[Tensor] = []  # V_ni S_i (I + A_ii)^-½ of each observed i, given those before it, (n, C, R)
 
     def __len__(self) -> int:

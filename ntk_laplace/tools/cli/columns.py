@@ -99,20 +99,9 @@ class InputColumns:
 
         Refuse values that are no numbers, and those that are `unknown` (DataError); with `skip` these are NaN.
         """
-        for name in () if skip else self.names:
-            if name not in self.filled:
-                require_present(frame[name], path, f" No row of the training data lacks it; {_OTHERS}.")
-        for name in () if skip else self.dates:
-            _require_dates(frame[name], path, _OTHERS)
         unknown = self.unknown(frame)
-        for name in () if skip else unknown:
-            own, texts = self.categories[name], _texts(frame[name])[unknown[name]]
-            bare = {text.strip(): text for text in own}
-            twin = next((bare[text.strip()] for text in texts if text.strip() in bare), None)
-            remedy = "" if twin is None else f"One differs from {twin!r} in blanks alone. "
-            raise DataError(f"categories of the training data ({first_few(own)}) in column {name!r} of {path}",
-                            f"{_where(texts)}, counted from 0 below the names",
-                            f"{remedy}Correct the names, or remove the rows; {_OTHERS}.")
+        if not skip:
+            self._require_known(frame, path, unknown)
         known = {name: days(frame[name])[:, None] if name in self.dates else
                  numbers(frame, path, [name], True, "remove the row")  # later tables need each column
                  for name in self.names if name not in self.categories}
@@ -140,6 +129,21 @@ class InputColumns:
                 other |= ~gaps & np.isnan(days(frame[name]))
             found[name] = other.to_numpy(bool)
         return {name: other for name, other in found.items() if other.any()}
+
+    def _require_known(self, frame: pandas.DataFrame, path: Path, unknown: dict[str, NDArray[np.bool_]]) -> None:
+        for name in self.names:
+            if name not in self.filled:
+                require_present(frame[name], path, f" No row of the training data lacks it; {_OTHERS}.")
+        for name in self.dates:
+            _require_dates(frame[name], path, _OTHERS)
+        for name, rows in unknown.items():
+            own, texts = self.categories[name], _texts(frame[name])[rows]
+            bare = {text.strip(): text for text in own}
+            twin = next((bare[text.strip()] for text in texts if text.strip() in bare), None)
+            remedy = "" if twin is None else f"One differs from {twin!r} in blanks alone. "
+            raise DataError(f"categories of the training data ({first_few(own)}) in column {name!r} of {path}",
+                            f"{_where(texts)}, counted from 0 below the names",
+                            f"{remedy}Correct the names, or remove the rows; {_OTHERS}.")
 
     def unknown_words(self, frame: pandas.DataFrame) -> str:
         """The `unknown` inputs of a table, where they are and what they are; empty if there are none."""

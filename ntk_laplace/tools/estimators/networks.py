@@ -54,22 +54,9 @@ class _TwoLogits(nn.Module):
 def network_of(
     network: object, inputs: int, outputs: int, hidden_layer_sizes: Sequence[int], activation: str
 ) -> nn.Module:
-    """A new network for data of this many features and outputs; the caller's module is copied.
+    """A new network for data of this many features and outputs: "mlp" in double precision, or a copy of the caller's.
 
-    Parameters
-    ----------
-    network : "mlp", callable, nn.Module, or a skorch net
-        A callable gets (inputs, outputs). Of a skorch net that is fitted, `module_` is copied; otherwise its module is
-        made. A net whose criterion is `torch.nn.NLLLoss` or `torch.nn.BCELoss` returns probabilities; the network
-        returned gives their logarithms, or log odds.
-    inputs, outputs : int
-    hidden_layer_sizes, activation
-        Of "mlp", in double precision.
-
-    Raises
-    ------
-    UnsupportedError, HyperparameterError
-        If it is none of these, or makes no module.
+    UnsupportedError or HyperparameterError if it is no "mlp", callable, module or skorch net, or makes no module.
     """
     if isinstance(network, str) and network == "mlp":
         return _mlp(inputs, outputs, hidden_layer_sizes, activation)
@@ -123,6 +110,7 @@ def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str
 
 
 def _of_skorch(net: Any) -> nn.Module:
+    """The fitted module of a net, or a new one; of a loss of probabilities, with their logarithms or log odds added."""
     if hasattr(net, "module_"):
         module = copy.deepcopy(net.module_)
     elif isinstance(net.module, nn.Module):
@@ -137,10 +125,7 @@ def _of_skorch(net: Any) -> nn.Module:
 def with_outputs(module: nn.Module, x: Tensor, outputs: int, classes: bool) -> nn.Module:
     """The network with this many outputs, of which one logit makes two if they are those of classes.
 
-    Raises
-    ------
-    NetworkError, DataError
-        Before it is trained, if it does not take the inputs, or has another number of outputs.
+    NetworkError or DataError, before it is trained, if it does not take the inputs, or has another number of outputs.
     """
     with in_mode(module, training=False), torch.no_grad():
         try:

@@ -19,14 +19,9 @@ _DENSITIES = ("own_log_prob", "own_log_prob_without")
 
 
 def in_units(found: Explained, scale: ArrayLike, mean: ArrayLike) -> Explained:
-    """Explanations of ``scale * f + mean``, with targets ``scale * y + mean`` and the noise that belongs to them.
+    """Explanations of ``scale * f + mean``, (C,), with targets ``scale * y + mean`` and the noise that belongs to them.
 
-    Parameters
-    ----------
-    found : Explanation, Ranking or SourceEffects
-        Of outputs f with a Gaussian likelihood. Its `quantity` stays that of f.
-    scale, mean : array_like, (C,)
-        Of each output.
+    They are found of f with a Gaussian likelihood. Their `quantity` stays that of f.
     """
     unit, shift = (torch.as_tensor(part).to(found.f) for part in (scale, mean))
     own = unit[found.quantity.output].unsqueeze(1)  # of the explained output, (n, 1)
