@@ -26,17 +26,9 @@ def alternate(
     Where precisions are fitted at weights that have learned the noise, they keep it. Here they change while it is
     forgotten.
 
-    Parameters
-    ----------
-    fit : callable
-        Fits a posterior at the network's present weights; its prior and likelihood are those of the objective.
-    objective : Objective
-    data : Held
-    rounds : int
-        Times that minibatches follow the evidence. It has the last word.
-    steps : int
-        Ascent steps on the evidence in each round; before the first at most ten times as many of L-BFGS.
-    progress : bool, optional
+    `fit` is at the network's present weights, with the objective's own prior and likelihood. Minibatches follow the
+    evidence in each of the rounds, and it has the last word. A round takes `steps` ascent steps on it; before the first
+    at most ten times as many of L-BFGS.
     """
     annealing = Annealing(objective, data, _RATE, tuning.RETRAINING_STEPS, tuning.MINIBATCH, rounds)
     ascent = Ascent(None, _LOG_RATE, _BOUNDS)

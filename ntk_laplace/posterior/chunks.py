@@ -17,25 +17,11 @@ from ntk_laplace.structures.data_passes import shown
 class Chunks:
     """Inputs from tensors, a loader or a dataset, chunk by chunk, in order.
 
-    Parameters
-    ----------
-    model : LinearizedModel
-    x : tensor, tuple or dict of tensors, DataLoader or Dataset
-    batch_size : int, optional
-        Maximum examples in a chunk; by default 512, or fewer if they exceed 16 MiB. Small batches of a loader are
-        merged up to it, unless merging would change the network's outputs.
+    A chunk has `batch_size` examples at most; by default 512, or fewer if they exceed 16 MiB. Small batches of a loader
+    are merged up to it, unless merging would change the network's outputs. `length` is the number of examples for
+    tensors; None for a loader or a dataset.
 
-    Attributes
-    ----------
-    length : int or None
-        Number of examples for tensors; None for a loader or a dataset.
-
-    Raises
-    ------
-    HyperparameterError
-        If `batch_size` is not a positive integer.
-    DataError, UnsupportedError
-        As `InputBatches`.
+    HyperparameterError if `batch_size` is not a positive integer; DataError or UnsupportedError as `InputBatches`.
     """
 
     def __init__(self, model: LinearizedModel, x: InputData, batch_size: int | None = None) -> None:

@@ -24,36 +24,14 @@ TEMPERATURES = {"draws": "temperature", "average": "average_temperature"}
 def rest_given(
     fitted: FittedModel, order: Tensor, m: int, scale: float | None, temperature: str | None, samples: int
 ) -> tuple[LinearRefit, Tensor, Calibration]:
-    """The linearized network given the first m points of the order, the other points, and its calibration for these.
+    """The linearized network given the first m points of the order (N,), the other points, and its calibration.
 
-    Parameters
-    ----------
-    fitted : FittedModel
-        To all points.
-    order : Tensor, (N,)
-    m : int
-    scale : float, optional
-        Factor of the latent covariance. None: the one of `SCALES` that best predicts a held-out seventeenth of the
-        first m points.
-    temperature : str, optional
-        A name of `TEMPERATURES`: that one is fitted to these held-out points, together with the scale unless it is
-        given.
-    samples : int
-        Number of points of f, if the predictive has no closed form.
+    If no scale is given, it is the one of `SCALES` that best predicts a held-out seventeenth of the first m points; a
+    temperature, by its name in `TEMPERATURES`, is fitted to these too. The samples are points of f, if the predictive
+    has no closed form. The other points, (N - m,), are ascending.
 
-    Returns
-    -------
-    LinearRefit
-    Tensor, (N - m,)
-        Ascending.
-    Calibration
-
-    Raises
-    ------
-    HyperparameterError
-        If the scale is negative or not finite.
-    UnsupportedError
-        If the temperature is unknown, or the likelihood has none.
+    HyperparameterError if the scale is negative or not finite; UnsupportedError if the temperature is unknown, or the
+    likelihood has none.
     """
     if scale is not None and not (is_number(scale) and scale >= 0):
         raise HyperparameterError("a scale of the covariance, finite and at least 0", f"{scale!r}",

@@ -20,10 +20,7 @@ _STALLED = 0.75  # of the decrement at half of the iterations: kinks, or a way t
 class WatchedFit:
     """A fit at the network's present weights, which knows the evidence of its first result.
 
-    Parameters
-    ----------
-    fit : callable
-        Where it changes to another structure, the first result is that of the new one.
+    Where it changes to another structure, the first result is that of the new one.
     """
 
     def __init__(self, fit: Callable[[], FittedModel]) -> None:
@@ -48,39 +45,16 @@ def converged(
     objective: Objective, data: Held, fit: Callable[[], FittedModel], steps: int, tolerance: float, aim: float,
     progress: bool | None, remedy: str,
 ) -> FittedModel:
-    """Train the objective's network until its Newton decrement is at most `aim`, nats per point.
+    """Train the objective's network until its Newton decrement is at most `aim`, nats per point, and fit there.
 
     The decrement needs a fit, so it is computed after 0, 10, 20, 40, ... iterations of L-BFGS, and where its upper
     bound from the gradient alone is small enough. Where the objective no longer falls, Adam's steps are tried once.
     Training ends before `aim` where the decrement is within the tolerance and twice the iterations took less than a
     quarter off it: outputs with kinks have no such optimum, and others are on the way to another one.
 
-    Parameters
-    ----------
-    objective : Objective
-        Over all examples. Its network ends at the best weights found, also after an interruption.
-    data : Held
-    fit : callable
-        Fits the structure at the network's present weights.
-    steps : int
-        Iterations of L-BFGS at most.
-    tolerance : float
-        A warning is issued above it, and above what rounding of the log joint hides.
-    aim : float
-        At most the tolerance.
-    progress : bool, optional
-    remedy : str
-        How the caller takes more steps, for the warning.
-
-    Returns
-    -------
-    FittedModel
-        At these weights.
-
-    Raises
-    ------
-    NumericalError
-        If the objective does not decrease from weights that are no optimum.
+    The objective is over all examples. Its network ends at the best weights found, also after an interruption. Above
+    the tolerance, and above what rounding of the log joint hides, there is a warning with the caller's `remedy`.
+    NumericalError if the objective does not decrease from weights that are no optimum.
     """
     fitted = fit()
     decrement, due, annealed = newton_decrement(fitted), _ITERATIONS, False

@@ -21,16 +21,8 @@ class DifferentiableModel:
     """f and J of a fitted model at inputs, and products with H⁻¹, all differentiable in the inputs.
 
     J is written out, (n, C, P), whatever the structure. H is a constant: a prediction's gradient needs no more of the
-    training data than H⁻¹ v, which every structure has.
-
-    Parameters
-    ----------
-    fitted : FittedModel
-
-    Raises
-    ------
-    UnsupportedError
-        If the structure estimates covariances by random draws, or several processes share the fit.
+    training data than H⁻¹ v, which every structure has. UnsupportedError if the structure estimates covariances by
+    random draws, or several processes share the fit.
     """
 
     def __init__(self, fitted: FittedModel) -> None:
@@ -49,20 +41,9 @@ class DifferentiableModel:
         return self._fitted.precision
 
     def rows(self, x: Any, step: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Outputs (n, C) and rows of J (n, C, P) at `x`.
+        """Outputs (n, C) and rows of J (n, C, P) at `x`, at weights from which the step (P,) is subtracted.
 
-        Parameters
-        ----------
-        x : tensor, or tuple or dict of tensors
-        step : Tensor, (P,), optional
-            Subtracted from the weights of the linearized model.
-
-        Raises
-        ------
-        DataError
-            If `x` has no examples.
-        MemoryBudgetError
-            If J does not fit in memory.
+        DataError if `x` has no examples; MemoryBudgetError if J does not fit in memory.
         """
         model = self._fitted.model
         network = model.network
@@ -83,10 +64,7 @@ class DifferentiableModel:
 def wants_gradients(x: Any) -> bool:
     """Whether a gradient in `x` is wanted: a tensor of it requires one, and gradients are enabled.
 
-    Raises
-    ------
-    DataError
-        If it is a loader or a dataset, whose inputs nobody holds.
+    DataError if it is a loader or a dataset, whose inputs nobody holds.
     """
     if isinstance(x, (DataLoader, Dataset)):
         raise DataError("a tensor, or a tuple or dict of tensors, for differentiable=True", f"a {type(x).__name__}",

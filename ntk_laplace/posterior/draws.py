@@ -13,20 +13,9 @@ Sampler = Callable[[int, Generator | None], Tensor]
 
 
 class WeightDraws:
-    """Weight samples that are the same in every iteration.
+    """Weight samples that are the same in every iteration: `count` of `numbers` parameters, of the dtype of `like`.
 
-    Parameters
-    ----------
-    draw : callable
-        Maps a number of samples and a generator to samples (count, P).
-    count : int
-        Number of samples S.
-    numbers : int
-        Number of parameters P.
-    like : Tensor
-        Gives the dtype and device of the samples.
-    generator : torch.Generator, optional
-        Source of randomness; the global state of the device otherwise.
+    They are drawn with the generator, the global state of the device by default.
     """
 
     def __init__(

@@ -223,13 +223,7 @@ def load(
 
 
 def spec_of(structure: str | StructureSpec | Auto) -> StructureSpec | Auto:
-    """The specification of a name; for "auto" the choice of one.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is neither a specification nor the name of one.
-    """
+    """The specification of a name; for "auto" the choice of one (UnsupportedError if it is neither of these)."""
     if isinstance(structure, StructureSpec):
         require_name(structure)
         return structure

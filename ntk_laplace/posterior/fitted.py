@@ -27,19 +27,10 @@ from ntk_laplace.structures.what_if import refitted
 
 
 class Fitted:
-    """A fitted model with a public interface; base class of the posterior's methods.
-
-    Parameters
-    ----------
-    fitted : FittedModel
-    reason : str
-        Why "auto" chose the structure.
-    calibration : Calibration, optional
-        Of its predictions.
-    """
+    """A fitted model with a public interface; base class of the posterior's methods."""
 
     def __init__(self, fitted: FittedModel, reason: str = "", calibration: Calibration | None = None) -> None:
-        self._fitted, self.reason = fitted, reason
+        self._fitted, self.reason = fitted, reason  # why "auto" chose the structure
         self._refit: tuple[tuple[Tensor, ...], Tensor] | None = None
         self._calibrated: tuple[tuple[Tensor, ...], Calibration] | None = None
         self.predictive = calibration
@@ -247,12 +238,8 @@ class Fitted:
     def _refit_step(self) -> Tensor:
         """θ - θ̄, (P,), with θ̄ the optimum of the linearized model.
 
-        Raises
-        ------
-        UnsupportedError
-            If the likelihood is not Gaussian and the curvature is not the linearized model's exact Hessian.
-        NumericalError
-            If the optimum is not reached.
+        UnsupportedError if the likelihood is not Gaussian and the curvature is not the linearized model's exact
+        Hessian; NumericalError if the optimum is not reached.
         """
         self._fitted.require_laplace('mean="posterior"')
         modules = self.prior, self.likelihood

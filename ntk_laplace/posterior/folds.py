@@ -16,10 +16,7 @@ from ntk_laplace.model.data import as_tensor, as_tensors, example_weights, num_e
 def fold_of_each(folds: Any, count: int, seed: int) -> Tensor:
     """The fold of each point, (N,): so many random folds of about equal size, or as they are given.
 
-    Raises
-    ------
-    DataError
-        If there are less than two folds or more than points, or they are not one whole number for each point.
+    DataError if there are less than two folds or more than points, or they are not one whole number for each point.
     """
     if count < 2:
         raise DataError("two or more training points, for folds", f"{count}", "Fit more points.")
@@ -43,10 +40,7 @@ def fold_of_each(folds: Any, count: int, seed: int) -> Tensor:
 def parts_of(data: Any) -> tuple[int, Callable[[Tensor], Any]]:
     """Number of examples, and what makes data of the same form from some of them, by their numbers (m,).
 
-    Raises
-    ------
-    DataError
-        If the data cannot be split.
+    DataError if the data cannot be split.
     """
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return len(cast(Any, data)), lambda index: Subset(data, index.tolist())

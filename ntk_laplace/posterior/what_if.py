@@ -288,12 +288,8 @@ class WhatIfVerbs(Fitted):
 def is_moving(linearization: object, steps: int | None) -> bool:
     """Whether the network moves.
 
-    Raises
-    ------
-    UnsupportedError
-        If `linearization` is not known.
-    HyperparameterError
-        If steps are limited where the network moves to its optimum.
+    UnsupportedError if `linearization` is not known; HyperparameterError if steps are limited where the network moves
+    to its optimum.
     """
     require_choice(linearization, ("fixed", "moving"), 'linearization="fixed" or "moving"',
                    'Use "moving" for the optimum of the network itself.')

@@ -275,10 +275,7 @@ def require_no_names(groups: object) -> None:
 def changed_weights(groups: Sequence[Indices] | Tensor, counts: Tensor, present: Tensor | None) -> Tensor:
     """Example weights of each change, (G, N), from those of before, (N,); `present` as in `require_left`.
 
-    Raises
-    ------
-    DataError, HyperparameterError
-        As `what_ifs`.
+    DataError or HyperparameterError as `what_ifs`.
     """
     n = len(counts)
     remedy = f"Pass lists of numbers from 0 to {n - 1}, or a matrix with {n} columns."

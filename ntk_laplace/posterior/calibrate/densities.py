@@ -28,25 +28,13 @@ Setting = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Moments of f at points that do not contribute to them, and their targets.
+    """Moments of f at points that do not contribute to them, and their targets."""
 
-    Attributes
-    ----------
-    mean : Tensor, (N, C)
-    covariance : Tensor, (N, C, C), or (N, L, C/L, C/L) at L positions
-    targets : Tensor
-        Canonical targets, as the response takes them.
-    weights : Tensor, (N,)
-        Example weights; 0 for a point that is removed or has no target.
-    scalar : bool
-        Whether the network's outputs have shape (N,).
-    """
-
-    mean: Tensor
-    covariance: Tensor
-    targets: Tensor
-    weights: Tensor
-    scalar: bool = False
+    mean: Tensor  # (N, C)
+    covariance: Tensor  # (N, C, C), or (N, L, C/L, C/L) at L positions
+    targets: Tensor  # as the response takes them
+    weights: Tensor  # (N,), of the examples; 0 for a point that is removed or has no target
+    scalar: bool = False  # whether the network's outputs have shape (N,)
 
     @classmethod
     def of(
@@ -81,14 +69,9 @@ class LeftOut:
 
 
 class Objective(Protocol):
-    """A mean log density as a function of a few positive numbers.
+    """A mean log density as a function of a few positive numbers."""
 
-    Attributes
-    ----------
-    samples : tuple of int or None
-        Points of f for the grid of a search, and for one search after the other; None for all, or if there are none.
-    """
-
+    # points of f for the grid of a search, and for one search after the other; None for all, or if there are none
     samples: tuple[int | None, ...]
 
     def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
@@ -100,15 +83,9 @@ class Objective(Protocol):
 
 
 class Densities(Objective, Protocol):
-    """Log densities of all points as a function of the calibration.
+    """Log densities of all points as a function of the calibration."""
 
-    Attributes
-    ----------
-    shares : Tensor, (N,)
-        Weights of the mean, with sum 1.
-    """
-
-    shares: Tensor
+    shares: Tensor  # (N,), weights of the mean, with sum 1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,13 +94,7 @@ class Densities(Objective, Protocol):
 
 
 def densities(likelihood: Likelihood, points: LeftOut) -> Densities:
-    """The log densities of some points.
-
-    Raises
-    ------
-    DataError
-        If no point has a target and a positive weight.
-    """
+    """The log densities of some points (DataError if none has a target and a positive weight)."""
     total = points.weights.sum()
     if not bool(total > 0):
         raise DataError("at least one point with a target and a positive weight", "none",
@@ -180,13 +151,7 @@ class NormalDensities:
 
 
 class SampledDensities:
-    """log E p(y given f/T), averaged over the points of f that `predict` uses.
-
-    Parameters
-    ----------
-    likelihood : Likelihood
-    points : LeftOut
-    """
+    """log E p(y given f/T), averaged over the points of f that `predict` uses."""
 
     def __init__(self, likelihood: Likelihood, points: LeftOut) -> None:
         self._likelihood, self._points = likelihood, points

@@ -29,10 +29,7 @@ _AXES = {"precision": Axis(1e-10, 1e10, 1e-6, 1e6, 13), "noise": Axis(1e-6, 1e6,
 class LinearLeaveOneOut:
     """Mean log density of each training point given all others, as a function of the two factors.
 
-    Parameters
-    ----------
-    fitted : FittedModel
-        Exact, with a Gaussian likelihood.
+    The fit is exact, with a Gaussian likelihood.
     """
 
     samples: tuple[int | None, ...] = None, None
@@ -78,12 +75,8 @@ class LinearLeaveOneOut:
 def with_left_out_hyperparameters(fitted: FittedModel) -> FittedModel:
     """The model with the precisions and the noise of the best mean leave-one-out density of its linear refit.
 
-    Raises
-    ------
-    UnsupportedError
-        If the likelihood is not Gaussian, or if the matrix has more rows than `tuning.LARGEST_SPECTRUM`.
-    MemoryBudgetError
-        If the eigenvectors do not fit in memory.
+    UnsupportedError if the likelihood is not Gaussian, or if the matrix has more rows than `tuning.LARGEST_SPECTRUM`;
+    MemoryBudgetError if the eigenvectors do not fit in memory.
     """
     plain = fitted.likelihood.counted_once()
     if type(plain) is not Gaussian:

@@ -55,19 +55,9 @@ def fit_calibration(
 ) -> tuple[Calibration, tuple[str, ...]]:
     """The calibration of the largest mean log density, and the names of what is at a bound.
 
-    Parameters
-    ----------
-    found : Densities
-    names : sequence of str, optional
-        Which numbers are fitted, by default all of the likelihood; the others are 1. With "scale" among them, scale 0
-        is compared as well. "common" alone: one factor for the covariance and the noise, in closed form.
-    fixed : mapping, optional
-        Values of others, if they are not 1.
-
-    Raises
-    ------
-    UnsupportedError
-        If the likelihood has no such number.
+    The numbers of these names are fitted, by default all of the likelihood (UnsupportedError if it has no such number);
+    the others are `fixed`, or 1. With "scale" among them, scale 0 is compared as well. "common" alone: one factor for
+    the covariance and the noise, in closed form.
     """
     chosen = _checked(found, names)
     if isinstance(found, NormalDensities) and chosen == (COMMON,):
@@ -105,14 +95,9 @@ def _checked(found: Densities, names: Sequence[str] | None) -> tuple[str, ...]:
 def climb(
     found: Objective, axes: Mapping[str, Axis], fixed: Mapping[str, float] | None = None
 ) -> tuple[float, dict[str, float]]:
-    """The largest value over the numbers of `axes`, the others `fixed`: the best of a grid, then bounded L-BFGS.
+    """The largest value over the numbers of `axes`, the others `fixed`, and all numbers: a grid, then bounded L-BFGS.
 
     A search over few points of f comes before that over all: from its end most of the steps are saved.
-
-    Returns
-    -------
-    float, dict of float
-        The value, and all numbers.
     """
     fixed = dict(fixed or {})
     if not axes:

@@ -47,10 +47,7 @@ class Removals:
 
         V_xi r⊥ = k(x, x_i) r⊥ - K_xS D_i,    (I - Λ_iV_ii)⁻¹ r⊥ = r⊥ + S_i [B⁻¹]_ii⁻¹ D_ii.
 
-    Parameters
-    ----------
-    fitted : FittedModel
-        Of a structure that keeps the Jacobian.
+    The structure keeps the Jacobian.
     """
 
     def __init__(self, fitted: FittedModel) -> None:
@@ -171,25 +168,14 @@ def without_each(
 
 @dataclass(frozen=True)
 class RemovalTerms:
-    """Terms for the removal of m training points from a curvature, each alone.
+    """Terms for the removal of m training points from a curvature, each alone."""
 
-    Attributes
-    ----------
-    root, half : Tensor, (m, C, R)
-        S_i and V_iiS_i.
-    inner, complement : Tensor, (m, R, R)
-        S_iᵀV_iiS_i, and I minus it; I instead where the removal is not trusted.
-    leverage : Tensor, (m,)
-        Largest eigenvalue of `inner`.
-    trusted : Tensor of bool, (m,)
-    """
-
-    root: Tensor
-    half: Tensor
-    inner: Tensor
-    complement: Tensor
-    leverage: Tensor
-    trusted: Tensor
+    root: Tensor  # S_i, (m, C, R)
+    half: Tensor  # V_iiS_i, (m, C, R)
+    inner: Tensor  # S_iᵀV_iiS_i, (m, R, R)
+    complement: Tensor  # I minus that; I where the removal is not trusted
+    leverage: Tensor  # (m,), the largest eigenvalue of `inner`
+    trusted: Tensor  # (m,)
 
     def amplified(self, residual: Tensor) -> Tensor:
         """(I - Λ_iV_ii)⁻¹ r_i for r (m, C), (m, C, 1); r_i where the removal is not trusted."""

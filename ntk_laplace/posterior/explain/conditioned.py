@@ -67,30 +67,12 @@ class Without:
 
 
 def conditioned(fitted: FittedModel, index: Tensor) -> tuple[Without, float]:
-    """Moments without each of some training points, in groups of at most a tenth of the data.
+    """Moments without each of some training points (m,), ascending, in groups of at most a tenth of the data.
 
-    Parameters
-    ----------
-    fitted : FittedModel
-        Any structure.
-    index : Tensor, (m,)
-        Training points, ascending.
+    The number beside them is the largest share of a Newton step that the last passes still added; 0 if all are taken.
 
-    Returns
-    -------
-    Without
-        In the order of `index`.
-    float
-        Largest share of a Newton step that the last passes still added; 0 if the steps are complete.
-
-    Raises
-    ------
-    UnsupportedError
-        If the curvature is not the GGN.
-    DataError
-        If no other points remain, or the data cannot be read again.
-    MemoryBudgetError
-        If a group's matrices do not fit in memory.
+    UnsupportedError if the curvature is not the GGN; DataError if no other points remain, or the data cannot be read
+    again; MemoryBudgetError if a group's matrices do not fit in memory.
     """
     n, c = fitted.num_examples, fitted.points.num_outputs
     if fitted.curvature_type.kind != "ggn":

@@ -32,19 +32,7 @@ _OTHER_ROOT = (
 
 @dataclass(frozen=True)
 class ExplanationRequest:
-    """The quantity to explain, and how many training points to show.
-
-    Attributes
-    ----------
-    k : int
-        Training points to show on each side.
-    output : int, sequence of int or None
-        The output to explain, for every input; by default each input's predicted class, or the first one.
-    by : str
-        "output" or "logit", "probability", "log_likelihood", "variance", "probability_variance".
-    y : optional
-        Targets at the inputs, for the log likelihood.
-    """
+    """The quantity to explain, as in `Posterior.explain`, and how many training points to show on each side."""
 
     k: int = 8
     output: Output = None
@@ -56,12 +44,8 @@ class ExplanationRequest:
     ) -> Iterator[tuple[Jacobian, Quantity, int]]:
         """Rows of each chunk, the quantity at their predictions, and the number of training points to show.
 
-        Raises
-        ------
-        DataError, UnsupportedError
-            As `quantity_of`, or if `k` is not a whole number of at least 1.
-        TargetError
-            If there are fewer targets than inputs, or more, after the last chunk.
+        DataError or UnsupportedError as `quantity_of`, or if `k` is not a whole number of at least 1; TargetError if
+        there are fewer targets than inputs, or more, after the last chunk.
         """
         y, start = as_tensors(self.y), 0
         each = y if is_choice(self.by, ("log_likelihood",)) and isinstance(y, Tensor) and y.ndim > 0 else None
@@ -193,16 +177,7 @@ class Explanation(Ranked):
 def explain(
     fitted: FittedModel, chunks: Iterable[Jacobian], request: ExplanationRequest
 ) -> Iterator[Explanation]:
-    """Decompose predictions and rank the training points behind them.
-
-    Parameters
-    ----------
-    fitted : FittedModel
-        Of a structure that keeps the Jacobian.
-    chunks : iterable of Jacobian
-        Rows of J at the inputs to explain; each chunk gives one explanation.
-    request : ExplanationRequest
-    """
+    """Decompose predictions and rank the training points behind them, for each chunk of rows of J at inputs."""
     decompose = _Decomposing(fitted)
     for test, about, k in request.of_each(fitted.model, chunks, fitted.num_examples):
         found = decompose(test, about, k)

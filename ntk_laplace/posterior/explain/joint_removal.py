@@ -17,11 +17,7 @@ from ntk_laplace.structures.what_if import HIGH_LEVERAGE, ChangedPrecision, rows
 class GroupRemoval:
     """Joint removal in weight space: rows of the groups are computed and subtracted from the structure's precision.
 
-    Parameters
-    ----------
-    fitted : FittedModel
-    members : Tensor
-        Training points that may be removed, ascending; few, because their rows are stored.
+    The members, ascending, are those that may be removed: few, because their rows are stored.
     """
 
     def __init__(self, fitted: FittedModel, members: Tensor) -> None:
@@ -32,23 +28,11 @@ class GroupRemoval:
             self._root = fitted.root()[members]
 
     def effects(self, test: Jacobian, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, with the structure's V.
+        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for the group G of each of n inputs, (n, C), with the structure's V.
 
-        Parameters
-        ----------
-        test : Jacobian
-            Rows at the n inputs.
-        groups : sequence of Tensor
-            Indices of the removed training points, per input.
-
-        Returns
-        -------
-        change : Tensor, (n, C)
-        leverage : Tensor, (n,)
-            Largest eigenvalue of S_GᵀV_GGS_G: the joint leverage of the group.
-        trusted : Tensor of bool, (n,)
-            False if the leverage is too large for an approximate curvature: nothing is then subtracted, and the
-            change is the first-order one, -V_xG r_G.
+        With it, (n,), the joint leverage of the group, the largest eigenvalue of S_GᵀV_GGS_G; and whether it is not too
+        large for an approximate curvature. If it is, nothing is subtracted, and the change is that of first order,
+        -V_xG r_G.
         """
         found = [self._one(test.subset(slice(i, i + 1)), group) for i, group in enumerate(groups)]
         changes, leverages, trusted = zip(*found, strict=True)

@@ -244,12 +244,8 @@ def _predicted(
 def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
     """Σ w_n log p(y_n given all other points), nats, and the leave-one-out predictions it comes from.
 
-    w_n is the example weight, times that of `Tempered`: how often the evidence counts the point.
-
-    Raises
-    ------
-    UnsupportedError
-        If the structure or the curvature is not exact: a removal from an approximation ranks points and is no score.
+    w_n is the example weight, times that of `Tempered`: how often the evidence counts the point. UnsupportedError if
+    the structure or the curvature is not exact: a removal from an approximation ranks points and is no score.
     """
     fitted.require_laplace("leave-one-out")
     fitted.require_exact(" for a leave-one-out score", "Fit one of them, leave out some points (any structure) with "

@@ -162,12 +162,8 @@ def require_quantity(by: object) -> None:
 def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: Output, y: object) -> Quantity:
     """Validate a request at predictions f (n, C).
 
-    Raises
-    ------
-    DataError
-        If the output does not exist, or required targets are missing.
-    UnsupportedError
-        If there is no such quantity.
+    DataError if the output does not exist, or required targets are missing; UnsupportedError if there is no such
+    quantity.
     """
     n, c = f.shape
     require_quantity(by)

@@ -216,15 +216,7 @@ class Ranked:
 
 
 def joined(parts: Iterable[R], room: int = 0) -> R:
-    """Concatenate explanations of consecutive inputs.
-
-    Parameters
-    ----------
-    parts : iterable of Explanation or Ranking
-        Consumed one at a time; tensors with an axis of inputs are copied.
-    room : int
-        Expected number of inputs, if known.
-    """
+    """Concatenate explanations of consecutive inputs, consumed one at a time; `room` inputs are expected, if known."""
     first: R | None = None
     questions: list[Quantity] = []
     rows: dict[tuple[str, str], RowBuffer] = {}
@@ -269,13 +261,7 @@ def counted(k: Any, default: int) -> int:
 
 
 def whole(k: Any) -> int:
-    """The validated number of training points to show.
-
-    Raises
-    ------
-    DataError
-        If k is not an integer of at least 1.
-    """
+    """The validated number of training points to show (DataError if it is no integer of at least 1)."""
     if not is_whole(k, 1):
         raise DataError("k of at least 1, a whole number", f"{k!r}", "Ask for one or more training points.")
     return int(k)

@@ -146,14 +146,7 @@ class _Strongest:
 def rank(
     fitted: FittedModel, chunks: Iterable[Jacobian], request: ExplanationRequest
 ) -> Iterator[Ranking]:
-    """Rank the training points by their effects on predictions, in a pass over the data for each chunk.
-
-    Parameters
-    ----------
-    chunks : iterable of Jacobian
-        Rows of J at the inputs to explain; each chunk gives one ranking.
-    request : ExplanationRequest
-    """
+    """Rank the training points by their effects on predictions, in a pass over the data for each chunk of rows of J."""
     for test, quantity, k in request.of_each(fitted.model, chunks, fitted.num_examples):
         yield _rank(fitted, test, quantity, k)
 

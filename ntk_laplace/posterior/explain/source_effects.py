@@ -159,20 +159,10 @@ class SourceEffects:
 
 
 def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]:
-    """Names of the sources, sorted, and the number of each training point's source, (N,).
+    """Names of the sources, sorted, and the number of each training point's source, (N,), of N labels and weights.
 
-    Parameters
-    ----------
-    sources : sequence, array or Tensor
-        N labels.
-    counts : Tensor, (N,)
-        Example weights, 0 where there is no target.
-
-    Raises
-    ------
-    DataError
-        If they are not one label for each training point, a label is missing, two labels differ in type alone, all
-        points are of one source, or each point is a source of its own.
+    DataError if they are not one label for each training point, a label is missing, two labels differ in type alone,
+    all points are of one source, or each point is a source of its own.
     """
     import pandas
 
@@ -202,10 +192,7 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
 def source_labels(sources: Sources, n: int, what: str = "training points") -> list[Any]:
     """One label for each of n training points, or of what the caller counts.
 
-    Raises
-    ------
-    DataError
-        If they are not as many, or one is neither a name nor a number.
+    DataError if they are not as many, or one is neither a name nor a number.
     """
     import pandas
 
