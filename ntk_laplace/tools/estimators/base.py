@@ -39,7 +39,7 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
-from ntk_laplace.tools.estimators.training import trained, untrusted_untold
+from ntk_laplace.tools.estimators.training import taken, trained
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
@@ -98,7 +98,6 @@ class LaplaceEstimator(_Fitted):
         self._inputs = Standardized.of(x, weight, self._standardized, [f"column {name!r} of X" for name in columns])
         self._constant = np.ptp(x, axis=0) <= 4 * np.finfo(x.dtype).eps * np.abs(x).max(0)  # up to rounding
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        settings = Settings(progress=bool(self.verbose))
         precision, groups = self._precision(len(x)), self._prior_groups(x.shape[1])
         starts = _several(precision)
         spread = self._spread if isinstance(groups, str) and groups == "input" else 1.0
@@ -113,31 +112,26 @@ class LaplaceEstimator(_Fitted):
             data: tuple[Tensor, ...] = self._tensor(x, module), y
             if weight is not None:
                 data = *data, torch.as_tensor(weight, dtype=torch.float64)
+            options = self._training_options() | {"settings": Settings(progress=bool(self.verbose))}
             if self.prefit:
-                posterior = laplace(module, data, likelihood, prior, self.structure, self.curvature, settings=settings)
-                posterior.fit_hyperparameters()
-                self.history_, self.predictive_fit_ = None, None
-                if self.predictive is not None:
-                    with untrusted_untold():
-                        self.predictive_fit_ = posterior.fit_predictive(self.predictive, strict=False)
+                found = taken(module, data, likelihood, prior, self.predictive, options)
             else:
-                found = trained(new, module, data, likelihood, prior, starts, self.predictive, seed,
-                                self._training_options(settings))
-                module, posterior = found.module, found.posterior
-                self.history_, self.predictive_fit_ = found.history, found.predictive
-                self.n_iter_ = len(found.history.loss)
-                self._keep_apart(found.held_out)
-        if self.predictive_fit_ is not None and not self.predictive_fit_.trusted:
-            posterior.predictive = None
-        self.posterior_, self.network_ = posterior, module
-        self.log_marginal_likelihood_value_ = float(posterior.log_marginal_likelihood().detach()) + self._log_jacobian
+                found = trained(new, module, data, likelihood, prior, starts, self.predictive, seed, options)
+        self.history_, self.predictive_fit_ = found.history, found.predictive
+        if found.history is not None:
+            self.n_iter_ = len(found.history.loss)
+        self._keep_apart(found.held_out)
+        if found.predictive is not None and not found.predictive.trusted:
+            found.posterior.predictive = None
+        self.posterior_, self.network_ = found.posterior, found.module
+        evidence = self.posterior_.log_marginal_likelihood()
+        self.log_marginal_likelihood_value_ = float(evidence.detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value
 
-    def _training_options(self, settings: Settings) -> dict[str, Any]:
+    def _training_options(self) -> dict[str, Any]:
         """Of `train_with_evidence`."""
         return {"structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
-                "optimizer": partial(adam, rate=self.learning_rate), "batch_size": self.batch_size,
-                "settings": settings}
+                "optimizer": partial(adam, rate=self.learning_rate), "batch_size": self.batch_size}
 
     def _keep_apart(self, held: NDArray[np.intp]) -> None:
         """Take these training points out of the attributes that number them."""

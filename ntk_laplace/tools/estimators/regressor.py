@@ -15,7 +15,6 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.likelihoods import Gaussian
 from ntk_laplace.runtime.linalg import symmetric_root
-from ntk_laplace.structures import Settings
 from ntk_laplace.tools.estimators.base import LaplaceEstimator
 from ntk_laplace.tools.estimators.tables import Array, Standardized
 from ntk_laplace.tools.estimators.units import Explained, in_units
@@ -124,10 +123,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     _spread = 3.0  # with 1, irrelevant inputs stay in the function
 
-    def _training_options(self, settings: Settings) -> dict[str, Any]:
+    def _training_options(self) -> dict[str, Any]:
         """A rate that falls to 0, and more evaluations: precisions and noise must arrive before the epochs end."""
         steps, rate = _STEPS if len(self._targets.scale) == 1 else _STEPS_OF_SEVERAL
-        return super()._training_options(settings) | {
+        return super()._training_options() | {
             "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs),
             "schedule": EvidenceSchedule(max(1, self.epochs // _EVALUATIONS), steps=steps, learning_rate=rate),
         }

@@ -20,6 +20,7 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
+from ntk_laplace.posterior.fit import laplace
 from ntk_laplace.tools.estimators.held_out import calibrated, held_out
 from ntk_laplace.training import (
     EvidenceHistory,
@@ -41,9 +42,25 @@ class Trained:
 
     module: nn.Module
     posterior: Posterior
-    history: EvidenceHistory
+    history: EvidenceHistory | None
     predictive: PredictiveFit | None
     held_out: NDArray[np.intp]  # numbers of the examples that the training did not see, for the predictive
+
+
+
+def taken(
+    module: nn.Module, data: tuple[Tensor, ...], likelihood: Likelihood, prior: GaussianPrior, predictive: str | None,
+    options: Mapping[str, Any],
+) -> Trained:
+    """The network as it is; hyperparameters are fitted at its weights. The arguments are those of `trained`."""
+    posterior = laplace(module, data, likelihood, prior, options["structure"], options["curvature"],
+                        settings=options["settings"])
+    posterior.fit_hyperparameters()
+    fit = None
+    if predictive is not None:
+        with _untrusted_untold():
+            fit = posterior.fit_predictive(predictive, strict=False)
+    return Trained(module, posterior, None, fit, np.zeros(0, dtype=np.intp))
 
 
 def trained(
@@ -59,7 +76,7 @@ def trained(
     options = {**options, "predictive": predictive and "loo"}
 
     def run() -> EvidenceTraining:
-        with untrusted_untold(later=many or folds):
+        with _untrusted_untold(later=many or folds):
             if starts is None:
                 return train_with_evidence(module, data, likelihood, prior, **options)
             return train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
@@ -91,13 +108,13 @@ def trained(
             own = copy.deepcopy((posterior.likelihood, posterior.prior))
             return train_with_evidence(new(), part, *own, **options).posterior
 
-        with untrusted_untold(later=True):
+        with _untrusted_untold(later=True):
             fit = posterior.cross_calibrate(train, data, min(_FOLDS, len(data[1])), seed=seed)
     return Trained(module, posterior, found.history, fit, held)
 
 
 @contextmanager
-def untrusted_untold(later: bool = False) -> Iterator[None]:
+def _untrusted_untold(later: bool = False) -> Iterator[None]:
     """Without the warning of a predictive that is not to be trusted: `predictive_fit_` tells, and it is not used.
 
     If one is fitted later to other data, also without that of none.
