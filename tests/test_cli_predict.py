@@ -19,7 +19,8 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics, plotting
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli import predict
-from ntk_laplace.tools.cli.predictions import Judged, as_set
+from ntk_laplace.tools.cli.predictions import Judged
+from ntk_laplace.tools.cli.scores import as_set
 
 NETWORK = """
 from torch import nn

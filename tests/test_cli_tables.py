@@ -25,7 +25,7 @@ from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.described import describe, fitted_words, tell_first
 from ntk_laplace.tools.cli.examples import read_examples, table_labels
-from ntk_laplace.tools.cli.predictions import score_table
+from ntk_laplace.tools.cli.scores import score_table
 from ntk_laplace.tools.cli.tables import read_table
 from ntk_laplace.tools.cli.values import scored_classes, target_classes
 

@@ -125,10 +125,14 @@ class PredictionSets:
         )
 
 
+def has_one_label(likelihood: Likelihood, num_outputs: int) -> bool:
+    """Whether a target is one label: `predict_set` has sets of them."""
+    return likelihood.classifies and likelihood.event_shape(num_outputs) in (Size(), Size((1,)))
+
+
 def require_classes(likelihood: Likelihood, num_outputs: int) -> None:
     """Refuse a likelihood without one label per example (UnsupportedError)."""
-    one = likelihood.classifies and likelihood.event_shape(num_outputs) in (Size(), Size((1,)))
-    if not one:
+    if not has_one_label(likelihood, num_outputs):
         raise UnsupportedError(
             "a likelihood of one label per example for sets of labels: Categorical(), or Bernoulli() of one output",
             f"{type(likelihood).__name__} of {num_outputs} output(s)",

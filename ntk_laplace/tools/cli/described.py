@@ -18,7 +18,7 @@ from torch import distributions
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.errors import untold
-from ntk_laplace.tools.cli.predictions import NETWORK, as_set, score_table, scores_of
+from ntk_laplace.tools.cli.scores import NETWORK, as_set, score_table, scores_of
 from ntk_laplace.tools.explorer import in_digits, spread_of
 
 _WITHOUT, _POSTERIOR = "without inputs", "posterior"

@@ -20,8 +20,9 @@ from ntk_laplace.tools.cli.estimator_file import load_estimator
 from ntk_laplace.tools.cli.files import is_estimator, require_writable
 from ntk_laplace.tools.cli.model import bring
 from ntk_laplace.tools.cli.new_examples import read_new
-from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_table, scored_words
+from ntk_laplace.tools.cli.predictions import Judged, Predictions
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
+from ntk_laplace.tools.cli.scores import score_table, scored_words
 
 _SHOWN = 8  # precisions or noises that are told
 

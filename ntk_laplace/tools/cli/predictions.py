@@ -1,83 +1,32 @@
-"""Predictions of the user's inputs as numbers: three versions of each, intervals or sets, scores, a table."""
+"""Predictions of the user's inputs as numbers: three versions of each, intervals or sets, a table."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas
-import torch
 from numpy.typing import NDArray
-from torch import Size, Tensor
+from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.errors import untold
 from ntk_laplace.model.calibration import CalibratedPredictive
-from ntk_laplace.model.likelihoods import Likelihood, Response
+from ntk_laplace.model.likelihoods import Response
 from ntk_laplace.model.predictive import joined
+from ntk_laplace.posterior.conformal.labels import has_one_label
 from ntk_laplace.posterior.conformal.quantiles import fewest_points
-from ntk_laplace.runtime.means import error_of_mean
-from ntk_laplace.tools.explorer import in_digits
+from ntk_laplace.tools.cli.scores import NETWORK, as_set, scores_of
 
-NETWORK, POSTERIOR, CALIBRATED = "network alone", "posterior as it is", "calibrated posterior"
+POSTERIOR, CALIBRATED = "posterior as it is", "calibrated posterior"
 _CHUNK = 512
 
 Versions = Mapping[str, Response]
 """Responses of the same points by name: the network alone, the posterior as it is, the calibrated posterior."""
-
-
-ERROR = "±"
-"""The score after the log likelihood: its standard error, as a mean over the points."""
-
-
-def scores_of(response: Any, targets: Tensor) -> dict[str, float]:
-    """`metrics.held_out_scores`, with the standard error of the log likelihood."""
-    scores, terms = metrics.held_out_scores(response, targets), metrics.log_likelihoods(response, targets).double()
-    shares = torch.full_like(terms, 1 / max(len(terms), 1))
-    return {"log_likelihood": scores.pop("log_likelihood"), ERROR: error_of_mean(shares * terms, shares), **scores}
-
-
-def score_words(score: str, value: float) -> str:
-    """A score; an RMSE has the unit of the targets, and may be of any size; the error of a single point is unknown."""
-    if score == ERROR:
-        return f"{value:.2g}" if np.isfinite(value) else ""
-    return in_digits(value) if score == "rmse" else f"{value:.4f}"
-
-
-def score_table(scores: Mapping[str, Mapping[str, float]]) -> str:
-    """Scores as text, a row for each version."""
-    table = pandas.DataFrame(scores).T
-    return table.to_string(formatters={score: partial(score_words, score) for score in table})
-
-
-def scored_words(known: NDArray[np.bool_], names: Sequence[str], others: Sequence[str], kind: str) -> str:
-    """Heading of scores: which inputs have some, and what the others have in place of a target.
-
-    `known`, (n, targets), says whether an input has the target; several targets have names. The `others` stand in place
-    of targets, and are none of this kind.
-    """
-    count, scored = f"{len(known):,}", known.sum(0)
-    if known.all():
-        return f"Scores of the {count} inputs"
-    which = [f"{scored[0]:,}"]
-    if len(scored) > 1 and len(names) == len(scored):
-        which = [f"{name} in {number:,}" for name, number in zip(names, scored, strict=True)]
-    missing = int((~known).sum()) - len(others)
-    why = [f"{missing:,} {'target is' if missing == 1 else 'targets are'} missing"] if missing else []
-    if others:
-        why.append(f"{len(others):,} {'is' if len(others) == 1 else 'are'} no {kind}, such as {others[0]!r}")
-    of = f"Scores of {' and '.join(which)} of {count}" if known.any() else f"No scores of the {count}"
-    return f"{of} inputs; {' and '.join(why)}"
-
-
-def single_labels(likelihood: Likelihood, num_outputs: int) -> bool:
-    """Whether a target is one label: `predict_set` has sets of them."""
-    return likelihood.classifies and likelihood.event_shape(num_outputs) in (Size(), Size((1,)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +42,7 @@ class Judged:
     def of(cls, posterior: ntkl.Posterior, x: Any, y: Tensor) -> Judged:
         """At inputs that were not trained on."""
         targets = _targets(posterior, y)
-        return cls(_versions(posterior, x), targets, single_labels(posterior.likelihood, posterior.num_outputs))
+        return cls(_versions(posterior, x), targets, has_one_label(posterior.likelihood, posterior.num_outputs))
 
     @classmethod
     def without_themselves(cls, posterior: ntkl.Posterior, calibration: ntkl.Calibration) -> Judged:
@@ -106,7 +55,7 @@ class Judged:
             respond = CalibratedPredictive(setting, posterior.likelihood, scalar=posterior.network.scalar)
             pairs = zip(found.mean.split(_CHUNK), found.covariance.split(_CHUNK), strict=True)
             versions[name] = joined([respond(*pair) for pair in pairs])
-        labels = single_labels(posterior.likelihood, posterior.num_outputs)
+        labels = has_one_label(posterior.likelihood, posterior.num_outputs)
         return cls(versions, posterior.targets, labels, True)
 
     @property
@@ -190,7 +139,7 @@ class Predictions:
         for each class or response.
         """
         likelihood, outputs = posterior.likelihood, posterior.num_outputs
-        labels = single_labels(likelihood, outputs)
+        labels = has_one_label(likelihood, outputs)
         targets = None if y is None else _targets(posterior, y)
         versions = _versions(posterior, x)
         response = versions[CALIBRATED]
@@ -345,9 +294,3 @@ def _spread(variance: Tensor) -> NDArray[np.float64]:
 
 def _array(values: Tensor) -> NDArray[Any]:
     return values.detach().cpu().numpy()
-
-
-def as_set(names: Iterable[object]) -> str:
-    """Names in braces; one that has what separates them is quoted, as in JSON."""
-    texts = (json.dumps(text, ensure_ascii=False) if set(text) & set(',{}"') else text for text in map(str, names))
-    return "{" + ", ".join(texts) + "}"

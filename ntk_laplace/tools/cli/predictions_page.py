@@ -8,7 +8,8 @@ import numpy as np
 
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
-from ntk_laplace.tools.cli.predictions import Judged, Predictions, score_words
+from ntk_laplace.tools.cli.predictions import Judged, Predictions
+from ntk_laplace.tools.cli.scores import score_words
 from ntk_laplace.tools.explorer import in_digits, spread_of
 from ntk_laplace.tools.report import Page
 

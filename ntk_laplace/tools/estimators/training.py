@@ -47,7 +47,6 @@ class Trained:
     held_out: NDArray[np.intp]  # numbers of the examples that the training did not see, for the predictive
 
 
-
 def taken(
     module: nn.Module, data: tuple[Tensor, ...], likelihood: Likelihood, prior: GaussianPrior, predictive: str | None,
     options: Mapping[str, Any],
