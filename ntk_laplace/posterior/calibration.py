@@ -12,6 +12,7 @@ from ntk_laplace.errors import DataError, UnsupportedError, require_choice, requ
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior.calibrate import LeftOut, PredictiveFit, densities, fit_calibration, log_density_terms
+from ntk_laplace.posterior.conditional import TEMPERATURES
 from ntk_laplace.posterior.explain import Reliability, leave_one_out, leave_some_out
 from ntk_laplace.posterior.folds import fold_of_each, parts_of
 from ntk_laplace.posterior.prediction import PredictionVerbs
@@ -22,7 +23,7 @@ from ntk_laplace.structures.what_if import Indices, drawn
 
 # training points that are left out at most: of an exact structure, and of others, which are fitted again without them
 _MOST_LEFT_OUT, _LEFT_OUT = 50_000, 300
-_TEMPERATURES = {"draws": "temperature", "average": "average_temperature", "network": "temperature"}
+_TEMPERATURES = {**TEMPERATURES, "network": "temperature"}
 
 
 class CalibrationVerbs(PredictionVerbs):

@@ -29,7 +29,7 @@ from ntk_laplace.posterior.conformal import (
     too_few,
     words_of,
 )
-from ntk_laplace.posterior.explain import LeaveOneOut, leave_one_out
+from ntk_laplace.posterior.explain import LeaveOneOut, Reliability, leave_one_out
 
 
 class CoverageVerbs(CalibrationVerbs):
@@ -104,14 +104,14 @@ class CoverageVerbs(CalibrationVerbs):
         normalized = score == "normalized"
         noise = self._noise() if normalized else None
 
-        def scale(f: Tensor, variance: Tensor | None) -> Tensor:
-            flat = f.reshape(-1, f.shape[-1])
-            if noise is None or variance is None:
-                return torch.ones_like(self.likelihood.mean(flat)).view(*f.shape[:-1], -1)
-            return response_scale(noise, flat, variance.reshape(flat.shape)).view(*f.shape[:-1], -1)
-
         def mean(f: Tensor) -> Tensor:
             return self.likelihood.mean(f.reshape(-1, f.shape[-1])).view(*f.shape[:-1], -1)
+
+        def scale(f: Tensor, variance: Tensor | None) -> Tensor:
+            if noise is None or variance is None:
+                return torch.ones_like(mean(f))
+            flat = f.reshape(-1, f.shape[-1])
+            return response_scale(noise, flat, variance.reshape(flat.shape)).view(*f.shape[:-1], -1)
 
         with torch.no_grad():
             f, variance, targets, counts, found = self._points_without_themselves(data)
@@ -131,13 +131,9 @@ class CoverageVerbs(CalibrationVerbs):
                 own = scale(left_f, left_variance)
                 parts.append((mean(at), *ends(mean(left_f), own, error, kept, level)))
                 del at, left_f, left_variance, own
-        method, fewest = _method(data), int(kept.sum(0).min())
-        everything = "its intervals are the whole line"
-        self._warn(found, level, fewest, everything)
+        method, guarantees, trust = _promised(found, level, int(kept.sum(0).min()), "its intervals are the whole line")
         middle, lower, upper = (self._shaped(torch.cat(same)) for same in zip(*parts, strict=True))
-        return PredictionIntervals(middle, lower, upper, level, method, score, kept.sum(0),
-                                   words_of(method, level, fewest, everything),
-                                   None if found is None else found.reliability)
+        return PredictionIntervals(middle, lower, upper, level, method, score, kept.sum(0), guarantees, trust)
 
     def predict_set(
         self, x: InputData, level: float = 0.9, *, score: str = "probability", data: Any = None,
@@ -220,10 +216,9 @@ class CoverageVerbs(CalibrationVerbs):
         if never_empty:
             empty = ~mask.any(1)
             mask[empty, p[empty].argmax(1)] = True
-        method, fewest, everything = _method(data), int(kept.sum()), "its sets have all labels"
-        self._warn(found, level, fewest, everything)
-        return PredictionSets(mask, p, level, method, score, fewest, words_of(method, level, fewest, everything),
-                              None if found is None else found.reliability)
+        count = int(kept.sum())
+        method, guarantees, trust = _promised(found, level, count, "its sets have all labels")
+        return PredictionSets(mask, p, level, method, score, count, guarantees, trust)
 
     # --- inside
 
@@ -270,15 +265,17 @@ class CoverageVerbs(CalibrationVerbs):
         """(n, D), or (n,) for a network with outputs of shape (N,)."""
         return values.squeeze(1) if self.network.scalar else values
 
-    def _warn(self, found: LeaveOneOut | None, level: float, fewest: int, everything: str) -> None:
-        if found is not None and not found.trusted:
-            warn(f"{found.reliability}; data=(X, y) takes held-out points")
-        for words in too_few(level, fewest, everything):
-            warn(words)
 
-
-def _method(data: Any) -> str:
-    return "jackknife+" if data is None else "split"
+def _promised(
+    found: LeaveOneOut | None, level: float, fewest: int, everything: str
+) -> tuple[str, tuple[str, ...], Reliability | None]:
+    """Method, guarantees and reliability, by leave-one-out or by held-out points; a warning tells what is wrong."""
+    if found is not None and not found.trusted:
+        warn(f"{found.reliability}; data=(X, y) takes held-out points")
+    for words in too_few(level, fewest, everything):
+        warn(words)
+    method = "split" if found is None else "jackknife+"
+    return method, words_of(method, level, fewest, everything), None if found is None else found.reliability
 
 
 def _require_some(kept: Tensor) -> None:
