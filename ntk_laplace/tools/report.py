@@ -111,13 +111,7 @@ class Page:
         return self
 
     def table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Page:
-        """Add a table; the first cell of each row is its heading.
-
-        Raises
-        ------
-        DataError
-            If a row is not as long as the columns.
-        """
+        """Add a table; the first cell of each row is its heading (DataError if a row is not as long as the columns)."""
         for row in rows:
             if len(row) != len(columns):
                 raise DataError(f"{len(columns)} cells in each row", f"{len(row)} in {list(row)}", "Fill empty cells.")
@@ -138,21 +132,9 @@ class Page:
         return self
 
     def picture(self, image: bytes, alt: str, caption: str) -> Page:
-        """Add a PNG image.
+        """Add a PNG image with its text alternative, which says what it shows, and a caption below.
 
-        Parameters
-        ----------
-        image : bytes
-            A PNG file.
-        alt : str
-            Alternative text: what the image shows.
-        caption : str
-            Text below the image.
-
-        Raises
-        ------
-        DataError
-            If the image is not a PNG, or `alt` is empty.
+        DataError if the image is not a PNG, or `alt` is empty.
         """
         if image[:8] != b"\x89PNG\r\n\x1a\n":
             raise DataError("the bytes of a PNG file", f"bytes that start with {image[:8]!r}",

@@ -106,9 +106,9 @@ class TrainingExamples(Examples):
             if np.array_equal(np.sort(column.to_numpy()) - column.min(), np.arange(len(self.x)))]
 
 
-def counted(count: int) -> pandas.DataFrame:
-    """Names of examples that have a number alone."""
-    return pandas.DataFrame({"row": range(count)})
+def by_row(x: pandas.DataFrame) -> pandas.DataFrame:
+    """Names of examples that have the number of their row alone."""
+    return pandas.DataFrame({"row": x.index})
 
 
 def read_examples(options: argparse.Namespace) -> TrainingExamples:
@@ -153,9 +153,9 @@ def _table(path: Path, options: argparse.Namespace) -> TrainingExamples:
         y = numbers(frame, path, targets, other="name another target")
         require_magnitudes(y, [f"column {name!r} of {path}" for name in targets])
         y = y[:, 0] if len(targets) == 1 else y
-    return TrainingExamples(
-        x=columns.rows(frame, path), y=y, named=counted(len(frame)), targets=targets, classes=classes, columns=columns,
-        sources=None if sources is None else np.array(sources, object))
+    x = columns.rows(frame, path)
+    return TrainingExamples(x=x, y=y, named=by_row(x), targets=targets, classes=classes, columns=columns,
+                            sources=None if sources is None else np.array(sources, object))
 
 
 def _arrays(path: Path, task: str | None, group: str | None) -> TrainingExamples:
@@ -176,7 +176,7 @@ def _arrays(path: Path, task: str | None, group: str | None) -> TrainingExamples
         values, targets = columns.astype(np.float64), [f"y{index}" for index in range(columns.shape[1])]
     assert isinstance(inputs, Tensor)
     shape = tuple(inputs.shape[1:]) if inputs.ndim > 2 else None
-    return TrainingExamples(x=x, y=values, named=counted(len(x)), targets=targets, classes=classes, shape=shape,
+    return TrainingExamples(x=x, y=values, named=by_row(x), targets=targets, classes=classes, shape=shape,
                             sources=sources)
 
 

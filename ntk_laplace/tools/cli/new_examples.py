@@ -16,7 +16,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.arrays import load_inputs
 from ntk_laplace.tools.cli.estimator_file import Estimator
-from ntk_laplace.tools.cli.examples import Examples, array_rows, counted
+from ntk_laplace.tools.cli.examples import Examples, array_rows, by_row
 from ntk_laplace.tools.cli.images import read_images
 from ntk_laplace.tools.cli.table_columns import input_columns, require_no_dropped, without_dropped
 from ntk_laplace.tools.cli.tables import is_table, read_table
@@ -57,7 +57,7 @@ def _table(estimator: Estimator, path: Path, what: str, dropped: Sequence[str], 
             raise DataError(f"a row of {path} whose inputs the model knows", why, "Correct the values.")
         x, frame = x.drop(index=skipped), frame.drop(index=skipped)
     found = _examples(estimator, x, frame[targets] if set(targets) <= set(frame.columns) else None)
-    return replace(found, named=found.named.assign(row=x.index), skipped=skipped, why=why)
+    return replace(found, skipped=skipped, why=why)
 
 
 def _arrays(estimator: Estimator, path: Path, what: str) -> Examples:
@@ -90,14 +90,14 @@ def _examples(estimator: Estimator, x: pandas.DataFrame, targets: pandas.DataFra
     """Examples with the targets that are known, of the columns of a table."""
     y: Any
     if targets is None:
-        return Examples(x, None, counted(len(x)))
+        return Examples(x, None, by_row(x))
     if estimator.classifies:
         number, others = scored_classes(targets.iloc[:, 0].tolist(), np.asarray(estimator.model.classes_).tolist())
         y = _labels(estimator, number)
     else:
         y, others = scored_numbers(targets, list(targets))
         y = y[:, 0] if len(estimator.targets) == 1 else y
-    return Examples(x, y, counted(len(x)), others=others)
+    return Examples(x, y, by_row(x), others=others)
 
 
 def _labels(estimator: Estimator, number: Any) -> Any:

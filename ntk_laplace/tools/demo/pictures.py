@@ -178,8 +178,7 @@ def _distance(row: StructureEvidence) -> float:
 def structures(found: Study) -> Picture:
     """Draw evidence, time and memory of every structure."""
     comparison = found.comparison
-    if comparison is None:
-        raise ValueError(f"the structures were not compared on {found.problem.title}")
+    assert comparison is not None  # of the problem that `compares`
     approximate = [row for row in comparison.rows if not structure_named(row.structure).exact]
     near, far = (pick(approximate, key=_distance) for pick in (min, max))
     return Picture(

@@ -182,8 +182,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         posterior = self.posterior_
         likelihood = posterior.likelihood if posterior.predictive is None else posterior.predictive.likelihood(
             posterior.likelihood)
-        if not isinstance(likelihood, Gaussian):
-            raise UnsupportedError("a Gaussian likelihood", f"a {type(likelihood).__name__}", "Fit again.")
+        assert isinstance(likelihood, Gaussian)  # that of `fit`
         return likelihood.noise.detach().cpu().double().expand(len(self._targets.scale))
 
     @overload

@@ -15,24 +15,16 @@ from ntk_laplace.tools.explorer.display import rounded, rounded_each, spread_of
 
 
 class Answers:
-    """Predictions and targets of a posterior, rounded; probabilities of two classes where it has one logit.
-
-    Attributes
-    ----------
-    kind : {"classes", "binary", "values"}
-        Of the targets: a class with one output each, a class with one logit, or numbers.
-    outputs, responses : list of float
-        Ranges of each output and of each target in the training data, which decide the digits of numbers beside each
-        other; empty for classes.
-    """
+    """Predictions and targets of a posterior, rounded; probabilities of two classes where it has one logit."""
 
     def __init__(self, posterior: Posterior) -> None:
         self.posterior, self._likelihood = posterior, posterior.likelihood.for_new_points()
-        self.kind = "values"
+        self.kind = "values"  # of the targets: numbers; or "classes", one output each; or "binary", one logit
         if self._likelihood.classifies and self._likelihood.event_shape(posterior.num_outputs) == ():
             self.kind = "classes"
         elif self._likelihood.classifies and posterior.num_outputs == 1:
             self.kind = "binary"
+        # ranges in the training data, which decide the digits of numbers beside each other; empty for classes
         self.outputs, self.responses = (
             [spread_of(column) for column in table.reshape(len(table), -1).T.tolist()] if self.kind == "values" else []
             for table in (posterior.f.detach(), posterior.targets)
