@@ -67,15 +67,6 @@ def document(title: str, style: str, body: str, digest: str = "") -> str:
 class Page:
     """A self-contained HTML page, built from top to bottom.
 
-    Parameters
-    ----------
-    title : str
-        Title of the page and text of its first heading.
-    lead : str
-        One or two sentences below the title.
-    footer : str
-        The last line.
-
     Examples
     --------
     >>> page = Page("Evidence", lead="Two numbers that agree.")
@@ -85,9 +76,9 @@ class Page:
     True
     """
 
-    title: str
-    lead: str = ""
-    footer: str = ""
+    title: str  # of the page, and its first heading
+    lead: str = ""  # one or two sentences below the title
+    footer: str = ""  # the last line
     _body: list[str] = field(default_factory=list, repr=False)
     _sections: list[tuple[str, str]] = field(default_factory=list, repr=False)
 

@@ -32,19 +32,11 @@ def require_transforms(input_transform: object, outcome_transform: object) -> No
 
 
 class GaussianModel(Model, FantasizeMixin):
-    """A model in units of the outcomes, from a Gaussian in those of the transforms.
+    """A model in units of the outcomes, from a Gaussian in those of the transforms, which are fitted already.
 
     A subclass has the moments of that Gaussian, its draws and what observations make of it. Numbers of q points and m
-    outputs are (..., q m), interleaved.
-
-    Parameters
-    ----------
-    train_targets : Tensor, (n,) or (m, n)
-        Transformed targets.
-    train_X : Tensor, (n, d), optional
-        Training inputs before the input transform.
-    input_transform, outcome_transform : optional
-        BoTorch's transforms, fitted already.
+    outputs are (..., q m), interleaved. Training targets are transformed, (n,) or (m, n); training inputs are not, (n,
+    d).
     """
 
     _original_train_inputs: Tensor | None  # BoTorch's, in eval mode
@@ -72,11 +64,7 @@ class GaussianModel(Model, FantasizeMixin):
     def moments(self, inputs: Tensor, noise: bool | Tensor = False) -> tuple[Tensor, Tensor]:
         """Mean (..., q m) and covariance (..., q m, q m) of transformed outcomes at transformed inputs (..., q, d).
 
-        Parameters
-        ----------
-        inputs : Tensor, (..., q, d)
-        noise : bool or Tensor
-            Add that of the likelihood, or given variances (..., q, m).
+        The noise that is added is that of the likelihood, or given variances (..., q, m).
         """
 
     @abstractmethod
