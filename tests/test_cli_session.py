@@ -110,14 +110,14 @@ def test_a_session_in_the_shell(targets: list[str], folder: Path, capsys: pytest
 
 
 def _page_in_units_of_the_targets(page: dict[str, Any], table: pandas.DataFrame, targets: list[str]) -> None:
-    """Of predictions, truths, training rows, parts and log densities; to the digits that the page has."""
+    """Of predictions, truths, training rows, parts and log densities; sizes are rounded once, to four digits."""
     ends = [""] if len(targets) == 1 else [f"_{target}" for target in targets]
     for row, point in enumerate(page["points"]):
         known = point["target"] if len(targets) > 1 else [point["target"]]
         for number, end in enumerate(ends):
             near = {"rel": 1e-3, "abs": 1e-3 * page["spreads"]["responses"][number]}
             assert point["prediction"]["mean"][number] == pytest.approx(table[f"mean{end}"][row], **near)
-            assert point["prediction"]["deviation"][number] == pytest.approx(table[f"sd{end}"][row], rel=1e-3)
+            assert point["prediction"]["deviation"][number] == float(f"{table[f'sd{end}'][row]:.4g}")
             assert known[number] == pytest.approx(table[f"target{end}"][row], rel=1e-3)
     model = joblib.load("out/model.joblib")
     assert np.allclose(np.reshape(page["training"]["target"], model.y_train_.shape), model.y_train_, rtol=1e-3)
@@ -130,7 +130,7 @@ def _page_in_units_of_the_targets(page: dict[str, Any], table: pandas.DataFrame,
         assert point["offset"] + point["total"] + point["gap"] == pytest.approx(point["f"][0], **near)
         for side in ("for", "against"):
             effects = {entry.training_index: entry.removal_effect for entry in explained.entries(row, side)}
-            assert point[side] and all(own == pytest.approx(effects[j], rel=2e-3) for j, own, _ in point[side])
+            assert point[side] and all(own == float(f"{effects[j]:.4g}") for j, own, _ in point[side])
     density = model.posterior_.leave_one_out().log_density.numpy()
     shift = model.log_marginal_likelihood_value_ - model.posterior_.log_marginal_likelihood().item()
     assert np.allclose(page["training"]["logDensity"], density + shift / len(density), rtol=1e-3, atol=1e-3)

@@ -262,6 +262,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"naming": Naming(shape=(3, 3))}, "expected inputs of 9 numbers, for images of"),
         ({"naming": Naming(shape=3)}, "expected a shape (height, width) of images"),
         ({"naming": Naming(shape=(-4, -4))}, "expected a shape (height, width) of images"),
+        ({"naming": Naming(units=([1.0] * 3, [0.0] * 3))}, "expected a positive scale and a mean of each of 3"),
         ({"naming": "ants"}, "expected words as ntk_laplace.Naming(...); got 'ants'"),
         ({"targets": 5}, "expected targets for 12 examples; got shape ()"),
         ({"targets": torch.tensor(5)}, "expected targets for 12 examples; got shape ()"),

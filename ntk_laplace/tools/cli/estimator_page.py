@@ -16,8 +16,7 @@ from ntk_laplace.model.likelihoods import MISSING_LABEL
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.estimator_file import Estimator
 from ntk_laplace.tools.cli.examples import Examples
-from ntk_laplace.tools.estimators.units import in_units
-from ntk_laplace.tools.explorer import MOST_FEATURES, ExplorerPage, Naming, content_in_units, explore
+from ntk_laplace.tools.explorer import MOST_FEATURES, ExplorerPage, Naming, explore
 
 
 def estimator_page(
@@ -37,16 +36,11 @@ def estimator_page(
     values = None
     if estimator.shape is None:
         values = estimator.shown(x, MOST_FEATURES), estimator.shown(estimator.inputs, MOST_FEATURES)
-    naming = Naming(names, None, _picture(shape or estimator.shape), target, new.names, estimator.names, values)
-    units = _units(model)
-    if sources is not None and units is not None:  # the page has standardized targets at first, as the posterior has
-        sources = in_units(sources, 1 / units[0], -units[1] / units[0])
+    naming = Naming(names, None, _picture(shape or estimator.shape), target, new.names, estimator.names, values,
+                    _units(model))
     page = explore(model.posterior_, model.network_inputs(x), estimator.data[0], truths, naming=naming,
                    sources=sources, **options)
     content = page.content
-    if units is not None:
-        scale, mean, known = (part.tolist() for part in (*units, model.y_train_))
-        content = content_in_units(content, scale, mean, known, None if new.y is None else new.y.tolist())
     if values is not None and content["rows"] is not None:
         columns = estimator.inputs.shape[1] if estimator.columns is None else len(estimator.columns.names)
         content["rows"]["others"] = columns - values[0].shape[1]

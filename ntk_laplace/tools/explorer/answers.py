@@ -8,27 +8,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import as_tensor
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import LeaveOneOut
 from ntk_laplace.tools.explorer.display import rounded, rounded_each, spread_of
+from ntk_laplace.tools.explorer.naming import Units
 
 
 class Answers:
-    """Predictions and targets of a posterior, rounded; probabilities of two classes where it has one logit."""
+    """Predictions and targets of a posterior, rounded; probabilities of two classes where it has one logit.
 
-    def __init__(self, posterior: Posterior) -> None:
+    `units` are those of `Naming`.
+    """
+
+    def __init__(self, posterior: Posterior, units: Units | None = None) -> None:
         self.posterior, self._likelihood = posterior, posterior.likelihood.for_new_points()
         self.kind = "values"  # of the targets: numbers; or "classes", one output each; or "binary", one logit
         if self._likelihood.classifies and self._likelihood.event_shape(posterior.num_outputs) == ():
             self.kind = "classes"
         elif self._likelihood.classifies and posterior.num_outputs == 1:
             self.kind = "binary"
+        f = posterior.f.detach()
+        # in double precision: the means of targets may be far from 0
+        self.units, self._mean = torch.ones(posterior.num_outputs, dtype=torch.float64, device=f.device), None
+        if units is not None:
+            self.units, self._mean = _scale_and_mean(units, posterior).to(self.units)
         # ranges in the training data, which decide the digits of numbers beside each other; empty for classes
         self.outputs, self.responses = (
-            [spread_of(column) for column in table.reshape(len(table), -1).T.tolist()] if self.kind == "values" else []
-            for table in (posterior.f.detach(), posterior.targets)
+            [spread_of(column) for column in self.shown(table).reshape(len(table), -1).T.tolist()]
+            if self.kind == "values" else [] for table in (f, posterior.targets)
         )
+        # of each output, where bars begin
+        self.origins = None if self._mean is None else rounded_each(self._mean, self.outputs)
+
+    def shown(self, values: Tensor) -> Tensor:
+        """Outputs, means or targets, (..., C), in the units of the page."""
+        return values if self._mean is None else self.units * values + self._mean
 
     def output_spread(self, number: int) -> float:
         """The range of one output; 0 for classes."""
@@ -59,24 +75,22 @@ class Answers:
         if self.kind != "values":
             return self._answer(prediction.probs[i])
         said = self._answer(prediction.mean[i])
-        said["deviation"] = rounded(prediction.variance[i].sqrt().reshape(-1))
-        for name in ("epistemic", "aleatoric"):
-            part = getattr(prediction, name, None)
-            if part is not None:
-                said[name] = rounded(part[i].sqrt().reshape(-1))
-        return said
+        parts = {"deviation": prediction.variance} | {
+            name: getattr(prediction, name) for name in ("epistemic", "aleatoric") if hasattr(prediction, name)}
+        units = self.units if self._mean is not None else 1.0  # a response may have several outputs
+        return said | {name: rounded(units * part[i].sqrt().reshape(-1)) for name, part in parts.items()}
 
     def at(self, f: Tensor, sign: Tensor) -> dict[str, Any]:
         """The network's prediction of one input at changed outputs f (C,)."""
         with torch.no_grad():
             mean = self._likelihood.mean(f[None])[0]
-        return {"f": rounded_each(f * sign, self.outputs)} | self._answer(mean)
+        return {"f": rounded_each(self.shown(f) * sign, self.outputs)} | self._answer(mean)
 
     def _answer(self, mean: Tensor) -> dict[str, Any]:
         """Probabilities of all classes, or the mean of each output, from the mean response to one input."""
         mean = mean.reshape(-1)
         if self.kind == "values":
-            return {"mean": rounded_each(mean, self.responses)}
+            return {"mean": rounded_each(self.shown(mean), self.responses)}
         return {"probabilities": rounded(mean if self.kind == "classes" else torch.cat([1 - mean, mean]))}
 
     def truths(self, targets: Any, n: int) -> list[Any]:
@@ -97,16 +111,18 @@ class Answers:
         found = y if self.kind == "values" else (y > 0.5).long() if self.kind == "binary" else y.long()
         if self.kind == "values" and y.ndim == 2:
             found = found.masked_fill(~there, torch.nan)
+        found = self.shown(found) if self.kind == "values" else found
         return [rounded_each(truth, self.responses) if known else None
                 for truth, known in zip(found.tolist(), there.any(1).tolist(), strict=True)]
 
     def training_set(self, left_out: LeaveOneOut) -> dict[str, list[Any]]:
         """Columns of the table of training points."""
         mean, targets = left_out.mean, self.posterior.targets
-        without = mean.squeeze(-1)
+        without = self.shown(mean).squeeze(-1)
         if self.kind != "values":
             without = (mean[:, 0] >= 0).long() if self.kind == "binary" else mean.argmax(1)
         observed = self.posterior.likelihood.observed(targets)
+        targets = self.shown(targets) if self.kind == "values" else targets
         shown = [rounded_each(target, self.responses)
                  for target in (targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)]
         if observed is not None and observed.ndim == 1:  # missing labels and missing numbers are null
@@ -114,8 +130,22 @@ class Answers:
         return {
             "target": shown,
             "without": [rounded_each(value, self.responses) for value in without],
-            "logDensity": rounded(left_out.log_density),
+            "logDensity": rounded(left_out.log_density - self.units.log().sum()),
             "leverage": rounded(left_out.leverage),
             "selfInfluence": rounded(left_out.self_influence),
             "information": rounded(left_out.information),
         }
+
+
+def _scale_and_mean(units: Units, posterior: Posterior) -> Tensor:
+    """Units as numbers, (2, C); refuse others than positive scales and means of outputs with Gaussian noise."""
+    try:
+        found = np.asarray(units, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = np.zeros(0)
+    fits = found.shape == (2, posterior.num_outputs) and np.isfinite(found).all() and (found[0] > 0).all()
+    if not fits or posterior.likelihood.additive_noise(posterior.f.detach()) is None:
+        raise DataError(f"a positive scale and a mean of each of {posterior.num_outputs} Gaussian outputs, as units",
+                        f"{units!r} under {type(posterior.likelihood).__name__}"[:80],
+                        "Pass Naming(units=(scale, mean)), or leave units out.")
+    return torch.as_tensor(found)

@@ -38,7 +38,7 @@ def gather(
     n = num_examples(x)
     training = None if training is None else as_tensors(training)
     _require_training(posterior, training)
-    answers = Answers(posterior)
+    answers = Answers(posterior, naming.units)
     names = _names(answers, n, naming)
     truths = None if targets is None else answers.truths(targets, n)
     kept = posterior.fitted.structure.spec.keeps_jacobian
@@ -68,7 +68,7 @@ def gather(
         "training": answers.training_set(left_out),
         "pictures": pictures(x, training, shown, naming),
         "rows": rows(x, training, shown, naming, posterior.num_examples),
-    }
+    } | ({} if answers.origins is None else {"origins": answers.origins})
 
 
 def _require_training(posterior: Posterior, training: Inputs | None) -> None:
@@ -132,10 +132,10 @@ def _from_rows(
         share = found.share * asked.signs.to(found.share)[:, None]
         own = asked.records(here)
         for i, record in enumerate(own):
-            spread = answers.output_spread(int(found.output[i]))
-            record |= {"plus": rounded(share[i].clamp_min(0).sum(), spread),
-                       "minus": rounded(share[i].clamp_max(0).sum(), spread)}
-            record |= asked.listed(i, share[i], range(posterior.num_examples))
+            own_share, spread = answers.units[found.output[i]] * share[i], answers.output_spread(int(found.output[i]))
+            record |= {"plus": rounded(own_share.clamp_min(0).sum(), spread),
+                       "minus": rounded(own_share.clamp_max(0).sum(), spread)}
+            record |= asked.listed(i, own_share, range(posterior.num_examples))
         for name, group in asked.groups().items():
             after = found.f + removals.joint(jacobian, group)
             for i, record in enumerate(own):
@@ -166,8 +166,9 @@ def _from_data(
         for i, record in enumerate(records[part]):
             number = part.start + i
             explained = int(found.output[number])
-            record["total"] = rounded(found.total[number, explained] * signs[i], answers.output_spread(explained))
-            record |= asked.listed(number, share[i], place)
+            total = answers.units[explained] * found.total[number, explained] * signs[i]
+            record["total"] = rounded(total, answers.output_spread(explained))
+            record |= asked.listed(number, answers.units[explained] * share[i], place)
             for name, (change, leverage, trusted) in left.items():
                 record["without"][name] = answers.at(found.f[number] + change[i], signs[i])
                 if not trusted[i]:
@@ -185,7 +186,8 @@ def _reranked(
     place = {group: slot for slot, group in enumerate(groups)}
     found = posterior.rerank(x, candidates, output, groups=groups)
     signs = answers.signs(posterior.outputs(x)).to(found.f)  # at the page's weights
-    linear, moving = found.linear * signs.unsqueeze(1), found.moving * signs.unsqueeze(1)
+    units = (signs * answers.units[found.quantity.output].to(signs)).unsqueeze(1)
+    linear, moving = found.linear * units, found.moving * units
     flags = torch.stack([found.disagrees, ~found.comes_back, ~found.converged], 2).tolist()
     own = iter(members)
     for i, point in enumerate(points):
@@ -217,7 +219,8 @@ class _Asked:
             own = {}
             for side in _OTHER_SIDE:
                 entries = found.entries(i, side if sign > 0 else _OTHER_SIDE[side])
-                effects = [(entry.training_index, sign * entry.removal_effect) for entry in entries]
+                unit = sign * float(answers.units[found.output[i]])
+                effects = [(entry.training_index, unit * entry.removal_effect) for entry in entries]
                 own[side] = [(j, e) for j, e in effects if (e < 0 if side == "for" else e > 0)]
             sides.append(own)
         return cls(answers, found, signs, sides)
@@ -244,9 +247,10 @@ class _Asked:
             output = int(found.output[i])
             records.append({
                 "output": output if answers.kind != "binary" else int(found.f[i, 0] >= 0),
-                "f": rounded_each(found.f[i] * sign, answers.outputs),
-                "offset": rounded(found.offset[i, output] * sign, answers.output_spread(output)),
-                "gap": rounded(found.gap[i, output] * sign), "prediction": answers.said(glm, i),
+                "f": rounded_each(answers.shown(found.f[i]) * sign, answers.outputs),
+                "offset": rounded(answers.shown(found.offset[i])[output] * sign, answers.output_spread(output)),
+                "gap": rounded(answers.units[output] * found.gap[i, output] * sign),
+                "prediction": answers.said(glm, i),
                 "network": answers.said(plain, i), "without": {},
             })
         return records

@@ -20,6 +20,10 @@ MOST_FEATURES = 40  # maximum number of displayed features of an input
 _MISSING = "None", "<NA>", "NaT"  # how None and what pandas has for missing values are written
 
 
+Units = tuple[Sequence[float] | NDArray[np.float64], Sequence[float] | NDArray[np.float64]]
+"""Scale and mean, (C,), of outputs in other units."""
+
+
 @dataclass(frozen=True)
 class Naming:
     """Names of classes, features, targets, inputs and training points on the page.
@@ -41,6 +45,9 @@ class Naming:
     values : pair of tables, optional
         What is shown in place of the numbers of the inputs to explain, and of the training inputs, such as names of
         categories: DataFrames, whose columns name the features, or arrays with a number or text for each of `features`.
+    units : pair of sequences of float, optional
+        Scale and mean of each target, if targets were standardized: outputs are shown as ``scale * f + mean``, and
+        effects of sources are given in these units.
     """
 
     classes: Sequence[str] | None = None
@@ -50,6 +57,7 @@ class Naming:
     inputs: Sequence[str] | None = None
     training: Sequence[str] | None = None
     values: tuple[Any, Any] | None = None
+    units: Units | None = None
 
 
 def texts(names: Sequence[str] | None) -> list[str] | None:
