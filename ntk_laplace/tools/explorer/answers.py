@@ -44,7 +44,7 @@ class Answers:
 
     def shown(self, values: Tensor) -> Tensor:
         """Outputs, means or targets, (..., C), in the units of the page."""
-        return values if self._mean is None else self.units * values + self._mean
+        return values if self._mean is None else self.units * values.to(self.units) + self._mean
 
     def output_spread(self, number: int) -> float:
         """The range of one output; 0 for classes."""
