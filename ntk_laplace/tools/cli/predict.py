@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,15 +65,20 @@ def _of_network(options: argparse.Namespace) -> None:
     found.frame.to_csv(options.out, index=False)
     page.write(page_path)
     print("\n".join(sentences))
-    kind = "class of the training data" if found.labels else "number"
-    if found.judged is None and new.others:
-        print(f"\n{scored_words(np.zeros((len(found.frame), 1), bool), [], new.others, kind)}")
-    if found.judged is not None:
-        print(f"\n{scored_words(found.judged.known, found.names, new.others, kind)}")
-        print(score_table(found.judged.scores(options.level)))
+    _tell_scores(found, new.others)
     for text in warned:
         print(f"\nWARNING: {text}")
     print(f"\n{len(found.frame):,} predictions written to {options.out}; {page_path} is a page, which a browser opens")
+
+
+def _tell_scores(found: Predictions, others: Sequence[str]) -> None:
+    """Scores, if there are known targets, and which inputs have none; `others` stand in place of targets."""
+    known = np.zeros((len(found.frame), 1), bool) if found.judged is None else found.judged.known
+    if others or found.judged is not None:
+        kind = "class of the training data" if found.labels else "number"
+        print(f"\n{scored_words(known, found.names, others, kind)}")
+    if found.judged is not None:
+        print(score_table(found.judged.scores(found.level)))
 
 
 def _of_estimator(options: argparse.Namespace) -> None:
