@@ -242,6 +242,21 @@ def test_no_capability_is_asked_by_the_name_of_a_structure() -> None:
                 assert not names & given, f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
 
 
+MAKING = {
+    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm", "tensor", "tril_indices", "triu_indices", "zeros",
+}
+
+
+def test_every_tensor_names_its_device() -> None:
+    """torch's default device is the caller's, and need not be that of what a tensor meets."""
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in MAKING}:
+                named = any(keyword.arg == "device" for keyword in node.keywords)
+                assert named, f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
 # torch's own, without a public counterpart
 FOREIGN = {
     "_C", "_input_metadata", "_modules", "_backward_hooks", "_backward_pre_hooks", "_version",

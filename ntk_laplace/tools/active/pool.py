@@ -60,7 +60,7 @@ class Pool:
 
 def root_of(blocks: Tensor) -> Tensor:
     """L with L Lᵀ = I + A of blocks (..., R, R)."""
-    return torch.linalg.cholesky(blocks + torch.eye(blocks.shape[-1]).to(blocks))
+    return torch.linalg.cholesky(blocks + torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device))
 
 
 def log_det_half(blocks: Tensor) -> Tensor:

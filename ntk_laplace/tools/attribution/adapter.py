@@ -15,6 +15,7 @@ from ntk_laplace.errors import DataError, is_whole
 from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import SPREADS
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.panels import panels
 
 
@@ -60,7 +61,7 @@ class Attributor:
             raise DataError("at least one test point", "none", "Pass one or more inputs.")
         sign = 1.0 if self.by in SPREADS else -1.0
         for part in panels(count, 1, self.batch_size):
-            y = None if targets is None else torch.as_tensor(targets)[part]
+            y = None if targets is None else to_tensor(targets)[part]
             found.append(sign * self.posterior.removal_effects(take(test, part), by=self.by, y=y))
         return torch.cat(found)
 
@@ -89,7 +90,7 @@ def predicted(
     -------
     array, (M, ...)
     """
-    kept = torch.as_tensor(np.asarray(kept, dtype=bool))
+    kept = to_tensor(np.asarray(kept, dtype=bool))
     if kept.ndim != 2 or kept.shape[1] != posterior.num_examples:
         raise DataError(f"masks of subsets (M, {posterior.num_examples})", f"shape {tuple(kept.shape)}",
                         "Give every subset one boolean per training point.")

@@ -30,8 +30,9 @@ class FourierFeatures(nn.Module):
     def __init__(self, inputs: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.register_buffer("frequencies", torch.randn(_FREQUENCIES, inputs, generator=generator, dtype=torch.float64))
-        self.register_buffer("scale", torch.full((inputs,), math.exp(_SCALE) / math.sqrt(inputs), dtype=torch.float64))
+        frequencies = torch.randn(_FREQUENCIES, inputs, generator=generator, dtype=torch.float64, device="cpu")
+        self.register_buffer("frequencies", frequencies)
+        self.register_buffer("scale", torch.full_like(frequencies[0], math.exp(_SCALE) / math.sqrt(inputs)))
 
     def at(self, x: Tensor, scale: Tensor) -> Tensor:
         """φ at another scale, (n, 2K)."""
@@ -54,8 +55,8 @@ class FourierNetwork(nn.Module):
         self.features = FourierFeatures(inputs)
         size = 2 * len(self.features.frequencies)
         self.last = nn.ModuleList(nn.Linear(size, 1).double() for _ in range(outputs))  # a_k and b_k
-        self.register_buffer("precision", torch.ones(outputs, dtype=torch.float64))
-        self.register_buffer("noise", torch.full((outputs,), _FIRST_NOISES[0], dtype=torch.float64))
+        self.register_buffer("precision", torch.ones(outputs, dtype=torch.float64, device="cpu"))
+        self.register_buffer("noise", torch.full((outputs,), _FIRST_NOISES[0], dtype=torch.float64, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, m)."""

@@ -164,7 +164,7 @@ class Surrogate:
         if self.noise is not None:
             return Gaussian(self.noise, "scalar")
         if start is None or not isinstance(start.likelihood, Gaussian) or start.likelihood.kind == "point":
-            return _noise_of(torch.full(self.targets.shape[1:], _FIRST_NOISE).double())
+            return _noise_of(torch.full(self.targets.shape[1:], _FIRST_NOISE, device="cpu").double())
         if start.likelihood.kind == "scalar":
             return _noise_of(start.likelihood.noise.detach().expand(self.targets.shape[1]))
         return copy.deepcopy(start.likelihood)

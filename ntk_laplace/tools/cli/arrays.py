@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from ntk_laplace.errors import DataError, first_line
 from ntk_laplace.model.data import Inputs
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.cli.files import require_file
 from ntk_laplace.tools.cli.tables import COMPRESSED, TABLES
 from ntk_laplace.tools.cli.words import first_few
@@ -190,11 +191,11 @@ def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:
         raise DataError(f"{name} to be an array of numbers with one row per example",
                         f"shape {array.shape} and type {array.dtype}", _as_numbers(name, array))
     if array.dtype.kind == "f":
-        return torch.as_tensor(array.astype(np.float64)).to(dtype)
+        return to_tensor(array.astype(np.float64)).to(dtype)
     if array.dtype.kind == "u" and array.size and int(array.max()) >= 2**63:
         raise DataError(f"whole numbers below 2^63 in {name}", f"{int(array.max())}",
                         f"Convert it before it is saved: {name} = {name}.astype(float).")
-    return torch.as_tensor(array.astype(np.int64))
+    return to_tensor(array.astype(np.int64))
 
 
 def _as_numbers(name: str, array: np.ndarray) -> str:

@@ -18,6 +18,7 @@ from torch import distributions
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.errors import untold
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.cli.scores import NETWORK, as_set, score_table, scores_of
 from ntk_laplace.tools.explorer import in_digits, spread_of
 
@@ -71,9 +72,9 @@ def _numbers(
         there = ~np.isnan(known["target"][one]) if known else np.zeros(len(mean), bool)
         for name, version in versions.items() if there.any() else ():
             at, own, truth = (values[there, index] for values in (*version, known["target"]))
-            response = distributions.Normal(torch.as_tensor(at), torch.as_tensor(own))
+            response = distributions.Normal(to_tensor(at), to_tensor(own))
             (covered,) = metrics.interval_coverage(at, own**2, truth, [level])
-            scores[name + of] = scores_of(response, torch.as_tensor(truth))
+            scores[name + of] = scores_of(response, to_tensor(truth))
             scores[name + of][f"coverage of {100 * level:g}%"] = covered
     return Described(columns, scores)
 
@@ -95,13 +96,13 @@ def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any]
     labels = model.network_targets(y[there].astype(model.classes_.dtype))
     of_class = np.unique(model.y_train_, return_inverse=True)[1]
     shares = np.bincount(of_class, _counts(model))
-    versions = {_WITHOUT: torch.as_tensor(shares / shares.sum()).expand(len(labels), -1), NETWORK: alone,
-                _POSTERIOR: torch.as_tensor(p[there])}
+    versions = {_WITHOUT: to_tensor(shares / shares.sum()).expand(len(labels), -1), NETWORK: alone,
+                _POSTERIOR: to_tensor(p[there])}
     scores = {name: scores_of(distributions.Categorical(probs=probs), labels) for name, probs in versions.items()}
     note = ""
     if sets is not None:
-        mask = sets.mask.cpu()[torch.as_tensor(there)]
-        inside = float(mask[torch.arange(len(labels)), labels].double().mean())
+        mask = sets.mask.cpu()[to_tensor(there)]
+        inside = float(mask[torch.arange(len(labels), device="cpu"), labels].double().mean())
         size = float(mask.sum(1).double().mean())
         note = f"Sets of labels of level {100 * level:g}%: {inside:.1%} contain the label; {size:.2f} labels on average"
     return Described({**columns, "target": y}, scores, note)

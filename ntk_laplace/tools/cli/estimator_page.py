@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.likelihoods import MISSING_LABEL
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.estimator_file import Estimator
 from ntk_laplace.tools.cli.examples import Examples
@@ -67,8 +68,8 @@ def _truths(model: Model, new: Examples) -> Tensor | None:
         return None
     if isinstance(model, ntkl.LaplaceRegressor):
         return model.network_targets(new.y)
-    found = torch.full((len(known),), MISSING_LABEL)
-    found[torch.as_tensor(known)] = model.network_targets(new.y[known].astype(model.classes_.dtype))
+    found = torch.full((len(known),), MISSING_LABEL, device="cpu")
+    found[to_tensor(known)] = model.network_targets(new.y[known].astype(model.classes_.dtype))
     return found
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import Inputs
 from ntk_laplace.model.likelihoods import MISSING_LABEL, Categorical, Likelihood
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.cli.arrays import load_data, load_inputs, load_sources
 from ntk_laplace.tools.cli.images import read_images, require_no_sources
 from ntk_laplace.tools.cli.table_columns import (
@@ -86,7 +87,7 @@ class Files:
         require_no_sources(path, self.group)
         require_no_dropped(path, self.dropped)
         found = read_images(path)
-        return TrainingData(torch.as_tensor(found.x).to(self.dtype), y=torch.as_tensor(found.y), names=found.files,
+        return TrainingData(to_tensor(found.x).to(self.dtype), y=to_tensor(found.y), names=found.files,
                             classes=found.classes, shape=found.x.shape[1:])
 
     def like(self, training: TrainingData, path: Path, what: str, labeled: bool) -> Data:
@@ -115,8 +116,8 @@ class Files:
         found = read_images(path, training.shape, training.classes, labeled)
         y = None
         if found.y is not None and (found.y >= 0).any():
-            y = torch.as_tensor(np.where(found.y < 0, MISSING_LABEL, found.y))
-        return Data(torch.as_tensor(found.x).to(self.dtype), y, found.files, found.others)
+            y = to_tensor(np.where(found.y < 0, MISSING_LABEL, found.y))
+        return Data(to_tensor(found.x).to(self.dtype), y, found.files, found.others)
 
     def _frame(self, path: Path, what: str) -> pandas.DataFrame:
         frame = read_table(path, what)
@@ -127,14 +128,14 @@ class Files:
 
     def _inputs(self, frame: pandas.DataFrame, path: Path, features: Sequence[str]) -> Tensor:
         # row by row, as in other files: the last digits are the same
-        return torch.tensor(numbers(frame, path, features), dtype=self.dtype)
+        return torch.tensor(numbers(frame, path, features), dtype=self.dtype, device="cpu")
 
     def _targets(
         self, frame: pandas.DataFrame, path: Path, columns: Sequence[str], classes: Sequence[str] | None
     ) -> Tensor:
         """Targets of which none may be missing, unless the likelihood has a mark for it."""
         if classes is not None and len(columns) == 1:
-            return torch.as_tensor(target_classes(frame[columns[0]], path, classes)[0])
+            return to_tensor(target_classes(frame[columns[0]], path, classes)[0])
         missing = getattr(self.likelihood, "missing", None) is not None
         return self._tensor(numbers(frame, path, columns, missing, "name another target"), _whole(frame, columns))
 
@@ -158,7 +159,7 @@ class Files:
     def _tensor(self, y: NDArray[np.float64], whole: bool) -> Tensor:
         """Targets (N, columns) as a tensor; whole numbers of 64 bits as such."""
         whole = whole and bool((np.abs(y) < 2.0**63).all())
-        targets = torch.as_tensor(y.astype(np.int64)) if whole else torch.tensor(y, dtype=self.dtype)
+        targets = to_tensor(y.astype(np.int64)) if whole else torch.tensor(y, dtype=self.dtype, device="cpu")
         return targets[:, 0] if y.shape[1] == 1 else targets
 
 

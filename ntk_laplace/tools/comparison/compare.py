@@ -204,8 +204,8 @@ def _warm_up(
     """Fit to a toy problem, to load libraries and start threads before the measurement."""
     with seeded_rng(device, 0), warnings.catch_warnings(), contextlib.suppress(NTKLaplaceError):
         warnings.simplefilter("ignore")
-        toy = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
-        data = torch.randn(4, 2), torch.randn(4, 1)
+        toy = nn.Sequential(nn.Linear(2, 3, device=device), nn.Tanh(), nn.Linear(3, 1, device=device))
+        data = torch.randn(4, 2, device="cpu"), torch.randn(4, 1, device="cpu")
         quiet = Settings(progress=False)
         name = structure if isinstance(structure, str) else structure.name
         posterior = laplace(toy, data, Gaussian(), None, name, curvature_type, dtype=dtype, settings=quiet)

@@ -259,7 +259,7 @@ def _dense_rates(model: LinearizedModel) -> Work:
     """Rates of dense linear algebra on this device."""
     device, dtype = model.network.device, model.jacobian_pass.dtype
     n = tuning.PROBED_ORDER if device.type == "cpu" else tuning.PROBED_ORDER_DEVICE
-    a = torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=dtype).to(device)
+    a = torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=dtype, device="cpu").to(device)
     _, matmul = _timed(lambda: a @ a.T, model)
     n *= 2  # a factorization reaches its rate later
     square = torch.full((n, n), 0.5, dtype=dtype, device=device)

@@ -10,6 +10,8 @@ from sklearn.datasets import load_diabetes, load_digits, make_moons
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
+from ntk_laplace.runtime.conversion import to_tensor
+
 
 @dataclass(frozen=True)
 class Split:
@@ -36,10 +38,10 @@ def digits(seed: int, train: int, held_out: int, pair: tuple[int, int] | None = 
     others = None
     if pair is not None:
         order = np.random.default_rng(seed).permutation(np.flatnonzero(~chosen))
-        others = torch.as_tensor(images[order[:300]])
+        others = to_tensor(images[order[:300]])
     images, labels = images[chosen], np.searchsorted(classes, labels[chosen])
     parts = train_test_split(images, labels, train_size=train, test_size=held_out, stratify=labels, random_state=seed)
-    x_train, x_test, y_train, y_test = (torch.as_tensor(part) for part in parts)
+    x_train, x_test, y_train, y_test = (to_tensor(part) for part in parts)
     return Split(x_train, y_train, x_test, y_test, tuple(str(c) for c in classes), others)
 
 
@@ -47,7 +49,7 @@ def diabetes(seed: int, train: int) -> Split:
     """Disease progression of 442 patients from ten measurements, standardized with the training data."""
     x, y = load_diabetes(return_X_y=True)
     parts = train_test_split(x, y[:, None], train_size=train, random_state=seed)
-    x_train, x_test, y_train, y_test = (torch.as_tensor(part) for part in parts)
+    x_train, x_test, y_train, y_test = (to_tensor(part) for part in parts)
     x_mean, x_std = x_train.mean(0), x_train.std(0)
     y_mean, y_std = y_train.mean(0), y_train.std(0)
     return Split((x_train - x_mean) / x_std, (y_train - y_mean) / y_std, (x_test - x_mean) / x_std,
@@ -60,8 +62,8 @@ def wave(seed: int) -> Split:
     x = np.sort(np.concatenate([rng.uniform(-4.0, -1.2, 35), rng.uniform(1.4, 3.6, 25)]))
     grid = np.linspace(-5.2, 4.8, 400)
     y = _wave(x) + 0.15 * rng.standard_normal(x.size)
-    inputs, targets = torch.as_tensor(x)[:, None], torch.as_tensor(y)[:, None]
-    return Split(inputs, targets, torch.as_tensor(grid)[:, None], torch.as_tensor(_wave(grid))[:, None])
+    inputs, targets = to_tensor(x)[:, None], to_tensor(y)[:, None]
+    return Split(inputs, targets, to_tensor(grid)[:, None], to_tensor(_wave(grid))[:, None])
 
 
 def _wave(x: np.ndarray) -> np.ndarray:
@@ -73,5 +75,5 @@ def moons(seed: int) -> Split:
     points, labels = make_moons(120, noise=0.16, random_state=seed)
     across, up = np.meshgrid(np.linspace(-3.0, 4.0, 70), np.linspace(-2.7, 3.2, 60))
     grid = np.stack([across.ravel(), up.ravel()], axis=1)
-    unknown = torch.zeros(len(grid), dtype=torch.long)
-    return Split(torch.as_tensor(points), torch.as_tensor(labels), torch.as_tensor(grid), unknown, ("upper", "lower"))
+    unknown = torch.zeros(len(grid), dtype=torch.long, device="cpu")
+    return Split(to_tensor(points), to_tensor(labels), to_tensor(grid), unknown, ("upper", "lower"))

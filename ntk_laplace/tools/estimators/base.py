@@ -35,6 +35,7 @@ from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.explain import Explanation, Ranking, SourceEffects, source_labels
 from ntk_laplace.posterior.fit import laplace, spec_of
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
@@ -111,7 +112,7 @@ class LaplaceEstimator(_Fitted):
             module = new()
             data: tuple[Tensor, ...] = self._tensor(x, module), y
             if weight is not None:
-                data = *data, torch.as_tensor(weight, dtype=torch.float64)
+                data = *data, to_tensor(weight, dtype=torch.float64)
             options = self._training_options() | {"settings": Settings(progress=bool(self.verbose))}
             if self.prefit:
                 found = taken(module, data, likelihood, prior, self.predictive, options)
@@ -245,8 +246,8 @@ class LaplaceEstimator(_Fitted):
         return self._tensor(x, self.network_)
 
     def _tensor(self, x: Array, module: nn.Module) -> Tensor:
-        like = next(module.parameters(), torch.zeros((), dtype=torch.float64))
-        return torch.as_tensor(self._inputs(x)).to(like)
+        like = next(module.parameters(), torch.zeros((), dtype=torch.float64, device="cpu"))
+        return to_tensor(self._inputs(x)).to(like)
 
     def original_inputs(self, inputs: Tensor) -> Array:
         """The inverse of `network_inputs`: X (N, d) in the units of the data."""
@@ -315,7 +316,8 @@ class LaplaceEstimator(_Fitted):
         if len(pairs) == self.posterior_.num_examples:
             posterior = self.posterior_
         else:
-            posterior = self._of_points(torch.tensor([point for point, _ in pairs]), torch.tensor(list(pairs.values())))
+            chosen, counts = [point for point, _ in pairs], list(pairs.values())
+            posterior = self._of_points(to_tensor(chosen), to_tensor(counts))
         found = posterior.source_effects(x, [label for _, label in pairs], y=targets, **options)
         return self._in_units(found)
 
@@ -384,7 +386,7 @@ def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
     source = posterior.fitted.structure.source
     if source is None:
         raise DataError("an estimator with its training data", "none", "Fit it again.")
-    x, y = (torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
+    x, y = (torch.cat([to_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
     return x, y, *(() if source.weights is None else (source.weights,))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.likelihoods import Categorical
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.estimators.base import LaplaceEstimator
 from ntk_laplace.tools.estimators.tables import Array
 
@@ -79,7 +80,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         if len(self.classes_) < 2:
             raise DataError("labels of at least two classes", f"1 class, {self.classes_.tolist()[0]!r}",
                             "Add examples of another class.")
-        self._fit(x, torch.as_tensor(labels), len(self.classes_), Categorical(), weight)
+        self._fit(x, to_tensor(labels), len(self.classes_), Categorical(), weight)
         return self
 
     def network_targets(self, y: Any) -> Tensor:
@@ -90,7 +91,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         if len(unknown):
             raise DataError(f"labels among {self.classes_.tolist()}", repr(unknown.tolist()[0]),
                             "Pass labels of the training.")
-        return torch.as_tensor(np.searchsorted(self.classes_, labels))
+        return to_tensor(np.searchsorted(self.classes_, labels))
 
     def predict_proba(self, X: Any) -> Array:
         """Class probabilities, averaged over the posterior, (n, classes)."""

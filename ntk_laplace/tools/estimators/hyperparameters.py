@@ -10,6 +10,7 @@ from torch import nn
 
 from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.estimators.tables import Array
 
 
@@ -52,5 +53,5 @@ def _set(own: list[nn.Parameter], theta: Array) -> None:
         raise HyperparameterError(f"theta of shape ({sum(sizes)},), logarithms of finite numbers", got,
                                   "Pass an array like theta_.")
     with torch.no_grad():
-        for parameter, part in zip(own, torch.as_tensor(theta).split(sizes), strict=True):
+        for parameter, part in zip(own, to_tensor(theta).split(sizes), strict=True):
             parameter.copy_(part.view_as(parameter))

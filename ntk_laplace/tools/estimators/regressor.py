@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.likelihoods import Gaussian
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.tools.estimators.base import LaplaceEstimator
 from ntk_laplace.tools.estimators.tables import Array, Standardized
@@ -151,7 +152,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         y = y.reshape(len(y), -1).astype(np.float64)
         names = ["y"] if self._single else [f"column {index} of y" for index in range(y.shape[1])]
         self._targets = Standardized.of(y, weight, self._standardized, names)
-        self._fit(x, torch.as_tensor(self._targets(y)), y.shape[1], self._likelihood(y.shape[1]), weight)
+        self._fit(x, to_tensor(self._targets(y)), y.shape[1], self._likelihood(y.shape[1]), weight)
         return self
 
     def _likelihood(self, targets: int) -> Gaussian:
@@ -167,7 +168,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         if values.ndim == 0 or not len(values) or values.size != len(values) * count:
             raise DataError("y of shape (n,)" if self._single else f"y of shape (n, {count})", f"shape {values.shape}",
                             "Pass the targets that the estimator was fitted to, one row for each input.")
-        return torch.as_tensor(self._targets(values.reshape(len(values), -1)))
+        return to_tensor(self._targets(values.reshape(len(values), -1)))
 
     @property
     def noise_(self) -> float | Array:
@@ -252,7 +253,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         count = require_whole("n_samples", n_samples, 1, "Leave it out for 1.")
         mean, covariance = self._joint(self.network_inputs(X))
         n, c = mean.shape
-        root = symmetric_root(torch.as_tensor(covariance.reshape(n * c, n * c))).numpy()
+        root = symmetric_root(to_tensor(covariance.reshape(n * c, n * c))).numpy()
         noise = check_random_state(random_state).standard_normal((n * c, count))
         draws = mean[..., None] + (root @ noise).reshape(n, c, count)
         return draws[:, 0] if self._single else draws

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.fit import laplace
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.estimators.held_out import calibrated, held_out
 from ntk_laplace.training import (
     EvidenceHistory,
@@ -96,7 +96,7 @@ def trained(
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=seen)
     if apart:  # calibrated with data that the training does not see
         module, given, held = new(), data, held_out(data[1], likelihood.classifies, seed)
-        kept = torch.as_tensor(np.setdiff1d(np.arange(len(data[1])), held))
+        kept = to_tensor(np.setdiff1d(np.arange(len(data[1])), held))
         data, options["predictive"] = tuple(part[kept] for part in given), None
         found = run()
         posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))

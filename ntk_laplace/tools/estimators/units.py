@@ -9,6 +9,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from ntk_laplace.posterior.explain import SPREADS, Explanation, Ranking, SourceEffects
+from ntk_laplace.runtime.conversion import to_tensor
 
 Explained = TypeVar("Explained", bound=Explanation | Ranking | SourceEffects)
 
@@ -23,7 +24,7 @@ def in_units(found: Explained, scale: ArrayLike, mean: ArrayLike) -> Explained:
 
     They are found of f with a Gaussian likelihood. Their `quantity` stays that of f.
     """
-    unit, shift = (torch.as_tensor(part).to(found.f) for part in (scale, mean))
+    unit, shift = (to_tensor(part).to(found.f) for part in (scale, mean))
     own = unit[found.quantity.output].unsqueeze(1)  # of the explained output, (n, 1)
     quantity = own**2 if found.by in SPREADS else torch.ones_like(own) if found.by == "log_likelihood" else own
     factors: dict[str, Any] = {

@@ -12,6 +12,7 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import as_tensor
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import LeaveOneOut
+from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.explorer.display import rounded, rounded_each, spread_of
 from ntk_laplace.tools.explorer.naming import Units
 
@@ -98,7 +99,7 @@ class Answers:
 
         None for an input without a target, NaN for one of several that is missing.
         """
-        likelihood, gaps = self._likelihood, torch.zeros(n, 1, dtype=torch.bool)
+        likelihood, gaps = self._likelihood, torch.zeros(n, 1, dtype=torch.bool, device="cpu")
         if isinstance(targets, np.ndarray) and targets.dtype.kind == "f":
             targets = as_tensor(targets)
         if isinstance(targets, Tensor) and targets.is_floating_point() and targets.shape[:1] == (n,):
@@ -148,4 +149,4 @@ def _scale_and_mean(units: Units, posterior: Posterior) -> Tensor:
         raise DataError(f"a positive scale and a mean of each of {posterior.num_outputs} Gaussian outputs, as units",
                         f"{units!r} under {type(posterior.likelihood).__name__}"[:80],
                         "Pass Naming(units=(scale, mean)), or leave units out.")
-    return torch.as_tensor(found)
+    return to_tensor(found)

@@ -56,7 +56,7 @@ def _check(posterior: Posterior, found: SourceEffects, content: dict[str, Any]) 
     remedy = "Pass sources=posterior.source_effects(x, labels) of the inputs of the page."
     if not isinstance(found, SourceEffects):
         raise DataError("the sources as posterior.source_effects(x, labels)", f"a {type(found).__name__}", remedy)
-    n, outputs = len(content["points"]), torch.tensor([point["output"] for point in content["points"]])
+    n, outputs = len(content["points"]), torch.tensor([point["output"] for point in content["points"]], device="cpu")
     if len(found.f) != n or found.by not in ("output", "logit"):
         raise DataError(f"effects of sources on outputs of the {n:,} inputs of the page",
                         f"effects on {found.by!r} of {len(found.f):,}", remedy)
@@ -69,5 +69,5 @@ def _check(posterior: Posterior, found: SourceEffects, content: dict[str, Any]) 
 
 def _same(f: Tensor, content: dict[str, Any]) -> bool:
     """Whether outputs are those of the page, up to its digits and the sign of binary ones."""
-    shown = torch.tensor([point["f"] for point in content["points"]], dtype=torch.float64).abs()
+    shown = torch.tensor([point["f"] for point in content["points"]], dtype=torch.float64, device="cpu").abs()
     return torch.allclose(f.detach().cpu().double().abs(), shown, rtol=2e-3, atol=1e-6)
