@@ -880,6 +880,16 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], words: str) 
     assert all(module.training for module in network.modules()) and not epochs  # before anything was trained
 
 
+def test_sparse_gradients_are_refused() -> None:
+    """torch's own error was "add(sparse, dense) is not supported"."""
+    network = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Flatten(), nn.Linear(4, 1)).double()
+    data = torch.arange(6).view(3, 2) % 5, torch.zeros(3, 1).double()
+    with refused(ntkl.UnsupportedError, "dense gradients", "'0' with sparse=True", "attribute sparse to False"):
+        train(network, data=data)
+    network[0].sparse = False
+    train(network, data=data, epochs=1)
+
+
 def test_a_loss_that_diverges_raises_an_error() -> None:
     with pytest.raises(ntkl.NonFiniteError, match=r"training loss; got (nan|inf)"):
         train(mlp(1, 5, 1), optimizer=lambda p: torch.optim.SGD(p, lr=1e200))

@@ -159,6 +159,7 @@ def train_with_evidence(
     read_again = partial(Batches, read, settings.batch_size, device, dtype_of_inputs, targets)
     batches = read_again()
     frozen.caller.positions = positions_of(likelihood, batches)
+    _require_dense_gradients(network)
     minibatches = Minibatches(data, batch_size, device, dtype_of_inputs, targets)
     n = count_examples(read, batches)
     strategy = step_evidence(evidence, examples, n, epochs, schedule.left(0, epochs), read_again)
@@ -264,6 +265,14 @@ def _rehearse(
     else:
         spec.require_memory(fitted.model, n, fitted.structure)
     strategy.require_memory(fitted.model, few[0])
+
+
+def _require_dense_gradients(network: nn.Module) -> None:
+    """Refuse embeddings with sparse gradients, which autograd cannot add to that of the prior (UnsupportedError)."""
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedError("embeddings with dense gradients, as that of the prior is",
+                                   f"{name!r} with sparse=True", "Set its attribute sparse to False.")
 
 
 def _require_length(run: Run, epochs: int) -> None:
