@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -382,3 +384,32 @@ def test_the_keys_of_a_checkpoint_stay(tmp_path) -> None:
         saved = torch.load(tmp_path / "p.pt", weights_only=True)
         assert saved["version"] == 1 and saved["root"] == {"curvature": "ggn", "samples": 1, "seed": 0}
         assert any(isinstance(part, dict) and expected <= part.keys() for part in saved.values())
+
+
+def test_two_writers_of_one_path_and_a_write_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both wrote into one partial file; the one of a write that failed stayed."""
+    path, save, meeting = tmp_path / "posterior.pt", torch.save, threading.Barrier(2)
+    posterior = fit("diag")
+
+    def slow(record: Any, partial: Any) -> None:
+        meeting.wait(10)  # both have begun
+        save(record, partial)
+        meeting.wait(10)  # and both have ended
+
+    monkeypatch.setattr(torch, "save", slow)
+    threads = [threading.Thread(target=posterior.save, args=(path,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.setattr(torch, "save", save)
+    assert ntkl.load(path, network()).num_examples == 13
+
+    def failing(record: Any, partial: Path) -> None:
+        partial.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", failing)
+    with pytest.raises(OSError, match="no space"):
+        posterior.save(path)
+    assert [found.name for found in tmp_path.iterdir()] == ["posterior.pt"]

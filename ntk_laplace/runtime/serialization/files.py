@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,14 +22,17 @@ from ntk_laplace.runtime.serialization.safetensors_file import (
 
 
 def write(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Save atomically: a reader never sees a partial file."""
+    """Save atomically: a reader never sees a partial file, nor one of two writers that of the other."""
     path = Path(path)
-    partial = path.with_name(path.name + ".part")
-    if is_safetensors(path):
-        write_record(record, partial)
-    else:
-        torch.save(dict(record), partial)
-    partial.replace(path)
+    partial = path.with_name(f"{path.name}.{threading.get_native_id()}.part")
+    try:
+        if is_safetensors(path):
+            write_record(record, partial)
+        else:
+            torch.save(dict(record), partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
