@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
 from ntk_laplace.jacobian.blocks import Dense
 from ntk_laplace.jacobian.graph import rows_dtype
@@ -74,9 +74,7 @@ def vectorized_rows(network: Network, names: Sequence[str], x: Inputs, cotangent
 
     def outputs(values: dict[str, Tensor], example: Inputs) -> Tensor:
         single = map_tensors(lambda tensor: tensor.unsqueeze(0), example)
-        named = {f"module.{name}": value for name, value in values.items()}
-        with network.threads.writing():
-            return functional_call(network.caller, named, (single,)).reshape(-1)
+        return network.called_with(values, single).reshape(-1)
 
     def one(example: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
         pull = vjp(lambda values: outputs(values, example), chosen)[1]

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.model.network.checked_outputs import CheckedOutputs
 from ntk_laplace.model.network.choice import ParameterChoice, choose
 from ntk_laplace.model.network.copying import compressed_copies, dense_parts, private_copy, require_module
+from ntk_laplace.model.network.places import call_with, places_of
 from ntk_laplace.model.network.precision import Products, whole_convolutions
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
@@ -256,16 +258,22 @@ class Network(CheckedOutputs):
             found = [self.outputs(call, p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def call_at(self, values: Mapping[str, Tensor], x: Inputs, tied: bool = True) -> Tensor:
-        """The network's outputs at these values of the chosen parameters, which they must follow (NetworkError).
-
-        To look for weights that are `tied` takes time; it may be left out if none is.
-        """
+    def call_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        """The network's outputs at these values of the chosen parameters, which they must follow (NetworkError)."""
         self.require_values_followed()
-        named = {f"module.{name}": value for name, value in self.substituted(values).items()}
+        return self.called_with(self.substituted(values), x)
+
+    def called_with(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        """What the private copy returns with these values, by name, where the parameters are registered."""
+        named = {f"module.{name}": value for name, value in values.items()}
         with self.threads.writing():
-            found: Tensor = torch.func.functional_call(self.caller, named, (x,), tie_weights=tied)
+            found: Tensor = call_with(self.caller, self._places, named, (x,))
         return found
+
+    @cached_property
+    def _places(self) -> dict[str, list[str]]:
+        with self.threads.reading():
+            return places_of(self.caller)
 
     def substituted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of parameters by name, in which rows that torch defines as constants are the network's own."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from ntk_laplace.model.network.places import call_with, places_of
 
 
 def owner_of(names: Sequence[str]) -> str:
@@ -44,9 +45,11 @@ def head_of(
         return None
     (arguments, out, version), shape = calls[0], found.shape
 
+    places = places_of(module)
+
     def outputs(values: Mapping[str, Tensor]) -> Tensor:
         own = {name.removeprefix(f"{owner}."): value for name, value in values.items()}
-        return torch.func.functional_call(module, own, *arguments).reshape(shape)
+        return call_with(module, places, own, *arguments).reshape(shape)
 
     return outputs if _same(out, version, found) else None
 

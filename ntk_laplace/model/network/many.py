@@ -55,10 +55,6 @@ class ManyWeights:
     def __init__(self, network: Network, x: Inputs, several: bool = True) -> None:
         self.network = network
         network.require_values_followed()
-        module = network.caller
-        tensors = [tensor for found in (module.named_parameters, module.named_buffers)
-                   for _, tensor in found(remove_duplicate=False)]
-        self._tied = len(set(map(id, tensors))) < len(tensors)  # to look for that at every call takes time
         self.batched = several and self._is_batched(take(x, slice(0, 2)))
 
     def __call__(self, thetas: Tensor, x: Inputs, apart: bool = False) -> Tensor:
@@ -91,7 +87,7 @@ class ManyWeights:
         return twice_differentiable(self.network.module) if self.batched else nullcontext()
 
     def _one(self, theta: Tensor, x: Inputs) -> Tensor:
-        found = self.network.call_at(self.network.values(theta), x, self._tied)
+        found = self.network.call_at(self.network.values(theta), x)
         return found.unsqueeze(1) if found.ndim == 1 else found
 
     def _is_batched(self, x: Inputs) -> bool:
