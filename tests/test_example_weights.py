@@ -344,6 +344,11 @@ def test_scores_of_selection_count_weights() -> None:
     assert relative_error(given, want.conditional_log_marginal_likelihood(n, 0)) < 1e-9
     full = fitted("deep_mlp", "categorical", "full", WHOLE)
     assert relative_error(full.conditional_log_marginal_likelihood(m, 0), given) < 1e-9
+    without = torch.where(torch.arange(len(WHOLE)) < 2, 0.0, WHOLE)
+    for structure in ("gp", "full"):  # the first two points tell nothing
+        one = fitted("deep_mlp", "categorical", structure, without)
+        whole = one.log_marginal_likelihood(correction=True)
+        assert relative_error(one.conditional_log_marginal_likelihood(2, 0), whole) < 1e-9
     assert relative_error(found.learning_curve(0).terms.sum(), found.log_marginal_likelihood(correction=True)) < 1e-9
     factors = torch.logspace(-1, 1, 3)
     assert relative_error(found.evidence_curve(factors), want.evidence_curve(factors)) < 1e-9

@@ -217,7 +217,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs, OtherDataVerbs):
             return fit - price * count
 
     def _evidence_of(self, index: Tensor) -> Tensor:
-        if len(index) == 0:
+        """Evidence with correction of some of the points: 0 of none, and of points without a target or a weight."""
+        if not bool(self._fitted.points.observed_counts(self.likelihood)[index].any()):
             return torch.zeros((), dtype=self.dtype, device=self.network.device)
         return self.subset(index).log_marginal_likelihood(correction=True)
 
