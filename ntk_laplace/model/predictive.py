@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 from ntk_laplace.errors import UnsupportedError, require_choice, require_whole
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import covariance_root
-from ntk_laplace.model.likelihoods.mixture import plug_in
+from ntk_laplace.model.likelihoods.mixture import MixtureResponse, plug_in
 from ntk_laplace.model.likelihoods.responses import Response, no_join
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
@@ -33,7 +33,8 @@ def predictive(
         Covariance of the outputs at each input; may be singular.
     method : {"glm", "blr", "probit", "map"}
         * ``glm``: the response averaged over f ([T20] 3.15), in closed form if there is one (Gaussian), else
-          over `samples` quasi-Monte-Carlo points of f.
+          over `samples` quasi-Monte-Carlo points of f. Mean and variance of `Poisson`, and of
+          `HeteroscedasticGaussian` with "log variance", are in closed form too.
         * ``blr``: moments of the response linearized through the link ([T20] 3.16): mean g⁻¹(mean), covariance
           G V Gᵀ + Cov(y given f), with G the slope of the inverse link g⁻¹.
         * ``probit``: MacKay's closed-form class probabilities.
@@ -98,11 +99,13 @@ class Predictive:
             self._points = normal_points(self.samples, mean.shape[-1], self._generator).to(mean)
         z, root = self._points, covariance_root(covariance)
         rows = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
-        return joined(
+        averaged = joined(
             # f = mean + V^½ z, the same z at every input
             self.likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), self.scalar)
             for m, w in zip(mean.split(rows), root.split(rows), strict=True)
         )
+        known = self.likelihood.response_moments(mean, covariance)
+        return averaged.with_moments(*known) if known and isinstance(averaged, MixtureResponse) else averaged
 
 
 def response_bytes(

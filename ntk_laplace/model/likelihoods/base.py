@@ -296,6 +296,13 @@ class Likelihood(nn.Module):
         """Response for f ~ N(mean, covariance) in closed form; None if there is no closed form."""
         return None
 
+    def response_moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Moments of the response for f ~ N(mean, covariance) where `integrate` has none; None if they are sampled.
+
+        They are the mean response, the variance of the mean given f and the mean of the variance given f, each (n, D).
+        """
+        return None
+
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """E log p (n,), E r (n, C) and E Λ (n, C, C) for f ~ N(mean, covariance); None if they have to be sampled.
 

@@ -62,7 +62,8 @@ class HeteroscedasticGaussian(PerOutput):
     ``steps=None``. They converge linearly, fast under ``"natural"``; with a weak prior they may end in a
     `NumericalError`, because the objective is not convex.
 
-    ``predict(method="glm")`` averages over quasi-Monte-Carlo points of f, also for mean and variance.
+    ``predict(method="glm")`` averages densities over quasi-Monte-Carlo points of f, and under ``"natural"`` mean and
+    variance too; under ``"log variance"`` these are in closed form.
 
     Examples
     --------
@@ -157,6 +158,13 @@ class HeteroscedasticGaussian(PerOutput):
         base = td.Normal(mean, (0.5 * log_variance).exp(), validate_args=False)
         variance = log_variance.exp()
         return FactorizedResponse(self, base, torch.zeros_like(mean), variance, False, num_outputs=f.shape[-1])
+
+    def response_moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """For "log variance", where the mean is u, and the noise variance exp(s) lognormal."""
+        if type(self) is not HeteroscedasticGaussian or self.parametrization != "log variance":
+            return None
+        d, variance = self.num_responses(mean.shape[-1]), covariance.diagonal(dim1=-2, dim2=-1)
+        return mean[:, :d], variance[:, :d], (mean[:, d:] + 0.5 * variance[:, d:]).exp()
 
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """In closed form for "log variance", where each (u, s) is normal and 1/σ² = exp(-s) tilts its mean."""

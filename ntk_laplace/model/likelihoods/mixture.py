@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ class MixtureResponse(ShapedResponse):
         num_outputs = f.shape[-1]
         event = Size() if scalar else likelihood.event_shape(num_outputs)
         self.f, self.scalar, self._graph = f, scalar, torch.is_grad_enabled()
+        self._exact: tuple[Tensor, Tensor, Tensor] | None = None  # mean, epistemic, aleatoric
         self.likelihood, self.num_outputs, self._event = likelihood, num_outputs, event
         super().__init__(Size((f.shape[1],)), Size() if event is None else event, validate_args=False)
 
@@ -49,6 +51,12 @@ class MixtureResponse(ShapedResponse):
         with self._recorded():
             return self._drop(moment(self.likelihood.at(index), f.flatten(0, 1)).unflatten(0, f.shape[:2]))
 
+    def with_moments(self, mean: Tensor, epistemic: Tensor, aleatoric: Tensor) -> Self:
+        """A copy with the moments (n, D) of infinitely many samples, where these are known."""
+        found = copy.copy(self)
+        found._exact = self._drop(mean), self._drop(epistemic), self._drop(aleatoric)
+        return found
+
     @property
     def _like(self) -> Tensor:
         return self.f  # the moments are computed only if they are asked for
@@ -56,16 +64,18 @@ class MixtureResponse(ShapedResponse):
     @property
     def mean(self) -> Tensor:
         """Mean response."""
-        return self._means.mean(0)
+        return self._means.mean(0) if self._exact is None else self._exact[0]
 
     @cached_property
     def epistemic(self) -> Tensor:  # type: ignore[override]  # other responses assign it
         """Variance over the samples of the mean response."""
-        return self._means.var(0, correction=0)
+        return self._means.var(0, correction=0) if self._exact is None else self._exact[1]
 
     @cached_property
     def aleatoric(self) -> Tensor:  # type: ignore[override]  # other responses assign it
         """Mean over the samples of the response's variance."""
+        if self._exact is not None:
+            return self._exact[2]
         return self._at_samples(lambda likelihood, f: likelihood.response_variance(f)).mean(0)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -87,6 +97,10 @@ class MixtureResponse(ShapedResponse):
     def _join(cls, parts: Sequence[Self]) -> Self:
         found = cls(parts[0].likelihood, torch.cat([part.f for part in parts], 1), parts[0].scalar)
         found._graph = all(part._graph for part in parts)
+        exact = [part._exact for part in parts if part._exact is not None]
+        if len(exact) == len(parts):
+            mean, epistemic, aleatoric = map(torch.cat, zip(*exact, strict=True))
+            found._exact = mean, epistemic, aleatoric
         return found
 
     def _joint(self, f: Tensor, y: Tensor, repeats: int) -> Tensor:

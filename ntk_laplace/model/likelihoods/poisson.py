@@ -86,6 +86,14 @@ class Poisson(PerOutput):
         base = td.Poisson(rate.squeeze(-1) if scalar else rate, validate_args=False)
         return FactorizedResponse(self, base, torch.zeros_like(rate), rate, scalar)
 
+    def response_moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The rate is lognormal: its mean is ``exp(mean + v/2)``, its variance ``exp(2 mean + v) (exp(v) - 1)``."""
+        if type(self) is not Poisson:
+            return None  # a subclass may override the moments
+        variance = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0)
+        rate = (mean + 0.5 * variance).exp()
+        return rate, (2 * (mean + variance) + (-torch.expm1(-variance)).log()).exp(), rate
+
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Those of f = `mean` with the expected rate ``E exp(f) = exp(mean + v/2)``."""
         if type(self) is not Poisson:
