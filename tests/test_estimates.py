@@ -612,6 +612,22 @@ def test_symmetries_that_the_prior_or_the_choice_breaks() -> None:
         assert posterior.importance_evidence(40, 1.05, "glm", generator=seeded()).symmetry is None
 
 
+class Residual(nn.Sequential):
+    """A Sequential whose forward is its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](self[1](self[0](x)) + x)
+
+
+def test_symmetries_that_tied_weights_or_another_forward_break() -> None:
+    x, y = sines(4)
+    tied, again = perceptron(1, 1, 1, 1), perceptron(1, 1, 1)
+    tied[2].weight = tied[0].weight
+    for network in (tied, nn.Sequential(*again, *again[1:]), Residual(*perceptron(1, 3, 1))):
+        posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.1), structure="full")
+        assert posterior.importance_evidence(40, 1.05, "glm", generator=seeded()).symmetry is None
+
+
 def test_columns_of_comparisons() -> None:
     posterior, x, y = logistic()
     found = ntkl.compare_models({"one": posterior}, scores=("evidence", "importance"))

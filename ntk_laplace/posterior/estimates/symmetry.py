@@ -18,18 +18,18 @@ def log_symmetries(network: Network, prior: GaussianPrior) -> float | None:
     """Σ log 2^M M! over the hidden layers of M units of a multilayer perceptron, nats.
 
     An odd activation lets the signs of a unit's weights change, and any elementwise one lets units change places. None
-    if the network is not an `nn.Sequential` of linear layers and activations whose parameters are all chosen, or if the
-    prior tells hidden units apart.
+    if the network is not an `nn.Sequential` of linear layers and activations whose parameters are all chosen and in one
+    layer each, or if the prior tells hidden units apart.
     """
     module = network.module
-    if not isinstance(module, nn.Sequential):
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return None
     layers = [layer for layer in module if not isinstance(layer, (nn.Flatten, nn.Identity, nn.Dropout))]
     linear, between = [layer for layer in layers[::2] if type(layer) is nn.Linear], layers[1::2]
     if len(layers) < 3 or len(layers) % 2 == 0 or len(linear) <= len(between):
         return None
-    shared = len({id(layer) for layer in linear}) < len(linear)
-    if shared or not all(isinstance(layer, _ELEMENTWISE) for layer in between):
+    weights = [id(weight) for layer in linear for weight in layer.parameters()]
+    if len(set(weights)) < len(weights) or not all(isinstance(layer, _ELEMENTWISE) for layer in between):
         return None
     if set(network.names) != {name for name, _ in module.named_parameters()} or not _exchangeable(network, prior):
         return None
