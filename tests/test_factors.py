@@ -700,15 +700,16 @@ def test_an_untracked_caller_gets_rows_all_the_same(name):
 
 
 class Flattening(nn.Module):
-    """Code that asks for contiguous activations, as much of the world's does."""
+    """Code that asks for contiguous activations, as much of the world's does, with a parameter of five axes."""
 
     def __init__(self, by_view: bool) -> None:
         super().__init__()
         self.by_view = by_view
         self.conv, self.norm, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(64, 3)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 4).view(1, 4, 1, 1, 1))
 
     def forward(self, x):
-        x = torch.tanh(self.norm(self.conv(x)))
+        x = torch.tanh(self.norm(self.conv(x))) * self.gain.squeeze(-1)
         return self.out(x.view(len(x), -1) if self.by_view else x.flatten(1))
 
 

@@ -154,8 +154,9 @@ class Network(CheckedOutputs):
     @channels_last.setter
     def channels_last(self, chosen: bool) -> None:
         memory_format = torch.channels_last if chosen else torch.contiguous_format
-        module: Any = self.module  # torch's stubs before 2.14 know no memory format
-        module.to(memory_format=memory_format)
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if tensor.ndim == 4:  # module.to(memory_format=...) refuses those of five axes beside them
+                tensor.data = tensor.data.to(memory_format=memory_format)
         self._channels_last = chosen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Network:
