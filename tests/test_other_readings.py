@@ -124,6 +124,31 @@ def test_weights_that_outputs_do_not_follow() -> None:
     expected.predict(x, method="nn")
 
 
+class Recomputing(Plain):
+    """Its backward pass runs `hidden` again, with the weights that it finds then."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return checkpoint(super().hidden, x, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:the evidence of")
+def test_gradients_at_other_weights_of_a_checkpointed_network_are_refused() -> None:
+    """They would be those at the network's own; what needs no such gradient is that of the plain network."""
+    x, y = data()
+    found, expected = (ntkl.laplace(made(kind), (x, y), ntkl.Categorical()) for kind in (Recomputing, Plain))
+    for ask in (
+        lambda p: p.latent_moments(x)[1], lambda p: p.predict(x, "nn", generator=torch.Generator().manual_seed(0)).mean,
+        lambda p: p.importance_evidence(50, generator=torch.Generator().manual_seed(0)).log_weights,
+    ):
+        assert relative_error(ask(found), ask(expected)) < 1e-9
+    for refuse in (
+        lambda: found.what_ifs([[0]], linearization="moving"), lambda: found.annealed_evidence(20, 8),
+        lambda: found.latent_moments(x.clone().requires_grad_(), differentiable=True),
+    ):
+        with refused(ntkl.NetworkError, "for gradients at other weights", "torch.utils.checkpoint", "Turn"):
+            refuse()
+
+
 # --- constants
 
 

@@ -64,6 +64,9 @@ class Network(CheckedOutputs):
         Rows of embeddings that `substituted` leaves alone, found by `probe`.
     follows_values : bool
         Whether outputs follow values that replace the parameters where these are registered, known after `probe`.
+    recomputes : bool
+        Whether a backward pass runs parts of the network again (checkpoints), known after `probe`. At values that
+        replaced the parameters it would find the network's own.
     threads : ReadersAndWriters
         A block that puts other values in place of the parameters, or watches the module, is alone (`writing`).
 
@@ -74,6 +77,7 @@ class Network(CheckedOutputs):
     """
 
     follows_values: bool = True
+    recomputes: bool = False
 
     def __init__(
         self, module: nn.Module, parameters: ParameterChoice = None, output: str | int | None = None,
@@ -232,6 +236,7 @@ class Network(CheckedOutputs):
 
     def evaluate_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """Outputs (N, C) with their graph in `x` and in `values` of the chosen parameters, by name; see `outputs`."""
+        self.require_no_recomputation()
         with torch.enable_grad(), unrolled(self.module):
             return self.outputs(lambda x: self.call_at(values, x), x, 0)
 
@@ -291,6 +296,13 @@ class Network(CheckedOutputs):
             raise NetworkError("a network that reads its parameters where they are registered, for other weights",
                                "one whose outputs do not follow values that replace them",
                                "Register layers as attributes or in nn.ModuleList, not in a plain list.")
+
+    def require_no_recomputation(self) -> None:
+        """Refuse gradients at values in place of the parameters of a network that `recomputes` (NetworkError)."""
+        if self.recomputes:
+            raise NetworkError("a network whose backward pass runs no part of it again, for gradients at other weights",
+                               "one with torch.utils.checkpoint, or other hooks of saved tensors",
+                               "Turn its gradient checkpointing off: that changes no output.")
 
     def read_from_caller(self, parameters: Iterable[Tensor]) -> str | None:
         """The name of the first of these that is a parameter of the caller's network itself, not of the copy."""

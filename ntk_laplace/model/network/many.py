@@ -62,6 +62,8 @@ class ManyWeights:
 
         If `apart`, each value has examples of its own: tensors of `x` are (S, n, ...).
         """
+        if torch.is_grad_enabled() and thetas.requires_grad:
+            self.network.require_no_recomputation()
         thetas, tensors = thetas.to(self.network.dtype), leaves(x) if apart else []
 
         def one(theta: Tensor, *own: Tensor) -> Tensor:
@@ -96,10 +98,11 @@ class ManyWeights:
         numbers = torch.arange(num_examples(x), device=theta.device).expand(2, -1)
         self.batched = True
         try:
-            with warnings.catch_warnings(), torch.enable_grad():
+            with warnings.catch_warnings(), torch.set_grad_enabled(not self.network.recomputes):
                 warnings.simplefilter("ignore")  # of a vmap without a rule for an operation, which is slow and right
                 found = torch.cat([self(thetas, x), self(thetas, take(x, numbers), apart=True)])
-                torch.autograd.grad(found.sum(), thetas)
+                if found.requires_grad:
+                    torch.autograd.grad(found.sum(), thetas)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, NTKLaplaceError) as error:
             return self._alone(f"an error, {type(error).__name__}: {first_line(error)}")
         self.batched = False
@@ -131,16 +134,18 @@ class ManyWeights:
             return tensor
 
         theta = self.network.theta.requires_grad_()
-        with torch.enable_grad(), self._kernels():
+        with torch.set_grad_enabled(not self.network.recomputes), self._kernels():
             try:
                 with torch.autograd.graph.saved_tensors_hooks(keep, _same):
                     found = self._one(theta, x)
+                if found.requires_grad:
+                    return sum(seen.values()) + found.nbytes
             except RuntimeError:  # torch.func in forward() refuses hooks
-                sizes: list[int] = []  # of all results, which are at least those that autograd keeps of them
-                with Watched(lambda result: sizes.append(result.nbytes)):
-                    self._one(theta, x)
-                return sum(sizes)
-        return sum(seen.values()) + found.nbytes
+                pass
+            sizes: list[int] = []  # of all results, which are at least those that autograd keeps of them
+            with Watched(lambda result: sizes.append(result.nbytes)):
+                self._one(theta, x)
+            return sum(sizes)
 
     def at_once(self, x: Inputs, budget: int) -> tuple[int, int]:
         """How many values of the parameters, and how many examples, one pass with its graph may take."""

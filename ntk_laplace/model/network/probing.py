@@ -18,6 +18,7 @@ from ntk_laplace.model.network.readings import padding_rows, readers
 from ntk_laplace.runtime.random_state import preserved_rng
 
 _FIRST = 4  # examples that are evaluated together; every other one is then evaluated again without the rest
+_HOOKS = "hooks of saved tensors are looked for"
 _EVAL = "Call network.eval() before the fit (and keep dropout off)."
 
 
@@ -51,6 +52,7 @@ def probe(network: Network, x: Inputs) -> Tensor:
         _require_last(network, few)
         network.constant_rows = padding_rows(network.module, network.names, found)
         network.follows_values = _follows_values(network, few)
+        network.recomputes = _recomputes(network, few)
     network.input_format = format_of(few)
     return found
 
@@ -59,10 +61,24 @@ def _follows_values(network: Network, x: Inputs) -> bool:
     """Whether outputs at values in place of the parameters lead to none of the parameters themselves."""
     values = {name: parameter.detach().requires_grad_() for name, parameter in network.parameters.items()}
     try:
-        found = readers(network.evaluate_at(values, _every_other(x)))
+        with torch.enable_grad():
+            out = network.outputs(lambda x: network.called_with(values, x), _every_other(x), 0)
     except NTKLaplaceError:  # a network may ask for an nn.Parameter
         return False
+    found = readers(out)
     return not any(id(parameter) in found for parameter in network.parameters.values())
+
+
+def _recomputes(network: Network, x: Inputs) -> bool:
+    """Whether the network has hooks of saved tensors, by which checkpoints run parts of it again."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(_HOOKS):
+            network.evaluate(_every_other(x))
+    except (RuntimeError, NTKLaplaceError) as error:
+        if _HOOKS not in f"{error} {error.__cause__}":
+            raise
+        return True
+    return False
 
 
 def _followed(network: Network, x: Inputs) -> Tensor:
