@@ -16,8 +16,9 @@ from sklearn.impute import SimpleImputer
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.columns import InputColumns
+from ntk_laplace.tools.cli.examples import TrainingExamples, by_row
 from ntk_laplace.tools.cli.tables import read_table
-from ntk_laplace.tools.cli.values import as_numbers
+from ntk_laplace.tools.cli.values import as_numbers, dates, days
 
 QUICK = ["--epochs", "2", "--hidden", "3"]
 TABLE = Path("t.csv")
@@ -275,7 +276,8 @@ def test_lines_that_make_numbers_of_dates_and_amounts(text: str, number: float |
                                                  datetime.date(1999, 12, 31)],
     pandas.to_datetime(["2000-01-01", "2000-01-11", "1999-12-31"]),
     ["2000-01-01T00:00Z", "2000-01-11 02:00:00.0+02:00", "1999-12-31"],
-], ids=["text", "objects", "pandas", "zones"])
+    pandas.Categorical(["2000-01-01", "2000-01-11", "1999-12-31"]),
+], ids=["text", "objects", "pandas", "zones", "categories"])
 def test_dates_are_days(values: Any, frame: pandas.DataFrame) -> None:
     column = pandas.Series(values)
     table = frame[["width"]].assign(kind=column[np.arange(20) % 3].to_numpy())
@@ -285,6 +287,25 @@ def test_dates_are_days(values: Any, frame: pandas.DataFrame) -> None:
     assert rows["kind"].tolist()[:3] == [0, 10, -1]
     assert found.shown(rows)["kind"].tolist()[:3] == ["2000-01-01", "2000-01-11", "1999-12-31"]
     assert InputColumns.of(table.astype({"kind": str}), TABLE, list(table), ["kind"]).categories["kind"]
+
+
+def test_dates_far_from_today_and_a_single_category() -> None:
+    """A date that stands for none; pandas before 3 has nanoseconds for 292 years alone."""
+    column = pandas.Series(np.array(["9999-12-31", "0001-01-01"], "datetime64[s]"))
+    assert days(column).tolist() == [2_921_939, -730_119]
+    assert dates(pandas.Series(days(column))).tolist() == ["9999-12-31", "0001-01-01"]
+    assert days(pandas.Series(pandas.Categorical(["2000-01-02"] * 2))).tolist() == [1, 1]
+
+
+def test_dates_number_no_rows_and_a_filled_gap_gives_the_others_no_time(frame: pandas.DataFrame) -> None:
+    daily = frame.assign(kind=pandas.date_range("2020-01-01", periods=20))[["width", "kind", "price"]]
+    found = InputColumns.of(daily, TABLE, ["width", "kind"])
+    rows = found.rows(daily, TABLE)
+    assert TrainingExamples(x=rows, y=daily["price"].to_numpy(), named=by_row(rows), targets=["price"], classes=False,
+                            columns=found).numbering == []
+    table = daily.assign(kind=["2000-01-01", "2000-01-02", None, "2000-01-01"] * 5)
+    found = InputColumns.of(table, TABLE, ["width", "kind"], fill=True)
+    assert found.shown(found.rows(table, TABLE))["kind"].tolist()[:3] == ["2000-01-01", "2000-01-02", None]
 
 
 def test_later_dates_and_gaps(frame: pandas.DataFrame) -> None:

@@ -156,7 +156,8 @@ class InputColumns:
         for name in self.names:
             known = self.categories.get(name)
             if name in self.dates:
-                found[name] = dates(rows[name]).astype(object)
+                own = rows[name]  # without the mean that fills gaps, which has a time of day
+                found[name] = dates(own.where(rows[f"{name} missing"] < 0.5) if name in self.filled else own)
             elif known is None:
                 found[name] = rows[name].astype(object)
             else:

@@ -100,10 +100,10 @@ class TrainingExamples(Examples):
 
     @property
     def numbering(self) -> list[str]:
-        """The columns of a table that number the rows, in any order."""
+        """The columns of a table that number the rows, in any order; not those of dates."""
         return [] if self.columns is None else [
-            str(name) for name, column in self.x.items()
-            if np.array_equal(np.sort(column.to_numpy()) - column.min(), np.arange(len(self.x)))]
+            str(name) for name, column in self.x.items() if name not in self.columns.dates
+            and np.array_equal(np.sort(column.to_numpy()) - column.min(), np.arange(len(self.x)))]
 
 
 def by_row(x: pandas.DataFrame) -> pandas.DataFrame:

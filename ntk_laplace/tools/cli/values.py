@@ -175,18 +175,23 @@ def has_dates(column: pandas.Series) -> bool:
 
 def days(column: pandas.Series) -> NDArray[np.float64]:
     """Days from `FIRST_DAY` to dates and times, in UTC if they name no zone, (rows,); NaN for what is no date."""
-    values = column if is_datetime64_any_dtype(column.dtype) else column.astype(object).where(
-        column.map(lambda value: isinstance(value, str | datetime.date)), None)
-    options = {} if is_datetime64_any_dtype(column.dtype) else {"format": "ISO8601"}
-    times = pandas.to_datetime(values, errors="coerce", utc=True, **options)
-    return ((times - pandas.Timestamp(FIRST_DAY, tz="UTC")) / pandas.Timedelta(days=1)).to_numpy(np.float64)
+    values, options = column, {}
+    if not is_datetime64_any_dtype(column.dtype):
+        own = column.astype(object)
+        values = own.where(own.map(lambda value: isinstance(value, str | datetime.date)), None)
+        options = {"format": "ISO8601"}
+    times = pandas.to_datetime(values, errors="coerce", utc=True, **options).dt.tz_localize(None)
+    # by NumPy: in pandas before 3 differences of nanoseconds overflow after 292 years without an error
+    found: NDArray[np.float64] = (times.to_numpy("datetime64[us]") - np.datetime64(FIRST_DAY)) / np.timedelta64(1, "D")
+    return found
 
 
 def dates(days: pandas.Series) -> pandas.Series:
-    """The dates after so many days, as text; with the time of day in UTC if some is not midnight."""
-    times = pandas.Timestamp(FIRST_DAY) + pandas.to_timedelta(days, unit="D").dt.round("s")
-    whole = bool((times == times.dt.normalize())[times.notna()].all())
-    return times.dt.strftime("%Y-%m-%d" if whole else "%Y-%m-%d %H:%M:%S")
+    """The dates after so many days, as text; with the time of day in UTC if some is not midnight. None for NaN."""
+    seconds = (86_400 * days.to_numpy(np.float64)).round()
+    times, there = np.datetime64(FIRST_DAY) + seconds.astype("timedelta64[s]"), ~np.isnan(seconds)
+    texts = np.datetime_as_string(times, unit="s" if (seconds[there] % 86_400).any() else "D")
+    return pandas.Series(texts, days.index, dtype=object).str.replace("T", " ").where(there, None)
 
 
 def require_no_numbers(column: pandas.Series, path: Path, other: str) -> None:
