@@ -13,7 +13,7 @@ from group_cases import require_same
 from minima import parts, trained
 from ntk_laplace.runtime.reduction import Reducer
 from ranks import on_ranks, shares, take_all
-from refusals import N, inputs, refused
+from refusals import N, inputs, labels, refused
 
 
 def fit(structure: str, likelihood: str, part: slice = slice(None), **settings: Any) -> ntkl.Posterior:
@@ -61,5 +61,19 @@ def test_passes_that_all_processes_take_together_are_refused() -> None:
         posterior = fit("iterative", "classes", part, reducer=reducer, sharded=True)
         with refused(ntkl.UnsupportedError, "one process for rows of J", "a group of 2", 'structure="gp"'):
             posterior.leave_one_out()
+
+    on_ranks(2, run)
+
+
+def test_rows_that_do_not_fit_are_refused_by_all_processes() -> None:
+    """Also by the last one, which has none of the points and would wait for the others."""
+    x = inputs(150)
+
+    def run(reducer: Reducer) -> None:
+        settings = ntkl.Settings(batch_size=50, reducer=reducer, memory_budget=2**13)
+        posterior = ntkl.laplace(trained("classes"), (x, labels(150)), ntkl.Categorical(), structure="diag",
+                                 settings=settings)
+        with refused(ntkl.MemoryBudgetError, "rows of 60 training points to fit", "predicted need", "fewer points"):
+            posterior.remove(range(60))
 
     on_ranks(2, run)

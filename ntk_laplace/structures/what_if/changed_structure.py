@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -298,12 +299,12 @@ def rows_of(fitted: FittedModel, index: Tensor) -> Jacobian:
     DataError
         If the data cannot be read again.
     """
-    parts: list[Jacobian] = []
-    for _, rows in fitted.own_rows(index):
-        if not parts:
-            fitted.model.require_memory(rows.nbytes * len(index) // rows.num_examples,
-                                        f"the rows of {len(index):,} training points",
-                                        "Ask about fewer points at a time.")
-        parts.append(rows)
+    own = (rows for _, rows in fitted.own_rows(index))
+    parts = list(islice(own, 1))
+    needed = [rows.nbytes * len(index) // rows.num_examples for rows in parts]
+    # of all processes: what one has to refuse, all refuse, also those that have none of the points
+    fitted.model.require_memory(max(fitted.row_reducer.gather(max(needed, default=0))),
+                                f"the rows of {len(index):,} training points", "Ask about fewer points at a time.")
+    parts += own
     source = fitted.structure.read_at(fitted.model, index)
     return Jacobian.concatenate(parts) if source is None else collected_jacobian(fitted.model, source, parts)
