@@ -20,7 +20,15 @@ from ntk_laplace.errors import (
     TargetError,
     UnsupportedError,
 )
-from ntk_laplace.model.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson
+from ntk_laplace.model.likelihoods import (
+    Bernoulli,
+    Categorical,
+    CustomLikelihood,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+)
 from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.predictive import METHODS, joined, normal_points, predictive, predictive_from_samples
 
@@ -277,6 +285,13 @@ def test_glm_of_poisson_knows_the_lognormal() -> None:
     torch.testing.assert_close(found.mean, mean, **CLOSE)
     torch.testing.assert_close(found.epistemic, mean**2 * torch.expm1(v).view(-1, 1), **CLOSE)
     torch.testing.assert_close(found.aleatoric, mean, **CLOSE)
+
+
+@pytest.mark.parametrize("likelihood", [Poisson(), HeteroscedasticGaussian("log variance")])
+def test_glm_knows_no_variance_below_zero(likelihood: Likelihood) -> None:
+    """Rounding leaves negative ones where f is known."""
+    covariance = torch.tensor([[[-1e-19, 0.0], [0.0, 1.0]]]).double()
+    assert predictive(likelihood, torch.zeros(1, 2).double(), covariance).epistemic.flatten()[0] == 0
 
 
 @pytest.mark.parametrize("method", ["glm", "nn", "map"])

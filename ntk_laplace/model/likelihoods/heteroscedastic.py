@@ -163,7 +163,7 @@ class HeteroscedasticGaussian(PerOutput):
         """For "log variance", where the mean is u, and the noise variance exp(s) lognormal."""
         if type(self) is not HeteroscedasticGaussian or self.parametrization != "log variance":
             return None
-        d, variance = self.num_responses(mean.shape[-1]), covariance.diagonal(dim1=-2, dim2=-1)
+        d, variance = self.num_responses(mean.shape[-1]), covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0)
         return mean[:, :d], variance[:, :d], (mean[:, d:] + 0.5 * variance[:, d:]).exp()
 
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
