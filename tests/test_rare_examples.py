@@ -168,11 +168,13 @@ def test_noise_of_each_point_of_a_linear_network() -> None:
 
 
 def test_the_last_layer_is_a_whole_module_of_its_own() -> None:
-    """A parametrized layer with its bias; a head that is tied to an embedding is refused."""
+    """A parametrized layer with its bias, whatever names it has; a head that is tied to an embedding is refused."""
     head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), head).double()
     chosen = Network(network, "last_layer").shapes
     assert set(chosen) == {name for name, _ in network.named_parameters() if name.startswith("2.")} and len(chosen) == 3
+    network.alias = nn.Sequential(network[1], head)
+    assert list(Network(network, "last_layer").shapes) == list(chosen)
     tied = nn.Module()
     tied.embedding, tied.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
     tied.head.weight = tied.embedding.weight

@@ -17,17 +17,18 @@ def _last_layer(module: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str
 
     No other module may use them (NetworkError).
     """
-    names = {id(parameter): name for name, parameter in named.items()}
+    modules = dict(module.named_modules(remove_duplicate=False))  # one may have several names
     every = [(name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
-    owners = [owner(name) for name, _ in every]
-    own = [pair for pair, name in zip(every, owners, strict=True) if name == owners[-1]]
+    layer = modules[owner(every[-1][0])] if every else module
+    own, others = ([pair for pair in every if (modules[owner(pair[0])] is layer) == here] for here in (True, False))
     for name, parameter in own:
-        if names[id(parameter)] != name:
+        twin = next((other for other, p in others if p is parameter), None)
+        if twin is not None:
             raise NetworkError('a last layer with parameters of its own, for parameters="last_layer"',
-                               f"{name!r}, which is {names[id(parameter)]!r} too",
+                               f"{name!r}, which is {twin!r} too",
                                f"Untie it, network.{name} = torch.nn.Parameter(network.{name}.detach().clone()), or "
                                "name the parameters.")
-    return {name for name, _ in own}
+    return {name for name, parameter in named.items() if any(parameter is p for _, p in own)}
 
 
 def owner(name: str) -> str:
