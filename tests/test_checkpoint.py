@@ -387,7 +387,7 @@ def test_the_keys_of_a_checkpoint_stay(tmp_path) -> None:
 
 
 def test_two_writers_of_one_path_and_a_write_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both wrote into one partial file; the one of a write that failed stayed."""
+    """Both wrote into one partial file; the one of a write that failed stayed. Two machines number processes alike."""
     path, save, meeting = tmp_path / "posterior.pt", torch.save, threading.Barrier(2)
     posterior = fit("diag")
 
@@ -397,6 +397,7 @@ def test_two_writers_of_one_path_and_a_write_that_fails(monkeypatch: pytest.Monk
         meeting.wait(10)  # and both have ended
 
     monkeypatch.setattr(torch, "save", slow)
+    monkeypatch.setattr(threading, "get_native_id", lambda: 7)
     threads = [threading.Thread(target=posterior.save, args=(path,)) for _ in range(2)]
     for thread in threads:
         thread.start()

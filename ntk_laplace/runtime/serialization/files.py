@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import secrets
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from ntk_laplace.runtime.serialization.safetensors_file import (
 def write(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Save atomically: a reader never sees a partial file, nor one of two writers that of the other."""
     path = Path(path)
-    partial = path.with_name(f"{path.name}.{threading.get_native_id()}.part")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         if is_safetensors(path):
             write_record(record, partial)
