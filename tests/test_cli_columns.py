@@ -191,9 +191,13 @@ def test_a_model_of_an_earlier_version(frame: pandas.DataFrame) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:noise is not at the optimum")
-def test_the_page_of_a_wide_table_shows_the_most_relevant_columns(frame: pandas.DataFrame) -> None:
-    draws = pandas.DataFrame(np.random.default_rng(1).normal(size=(20, 41))).add_prefix("x")
-    fitted(pandas.concat([frame, draws], axis=1))
+def test_the_page_of_a_wide_table_shows_the_most_relevant_columns(
+    frame: pandas.DataFrame, capsys: pytest.CaptureFixture
+) -> None:
+    draws = pandas.DataFrame(np.random.default_rng(1).normal(size=(20, 40))).add_prefix("x")
+    fitted(pandas.concat([frame, draws], axis=1).assign(day=pandas.date_range("2020-01-01", periods=20)))
+    assert ("takes a pandas table of the inputs,\nwith columns of 0 and 1 such as 'kind=ash' and days since 2000-01-01 "
+            "for dates such as 'day'.") in capsys.readouterr().out
     page = Path("own/explanations.html").read_text().partition('id="data">')[2].partition("</script>")[0]
     rows = json.loads(page)["rows"]
     model = joblib.load("own/model.joblib")

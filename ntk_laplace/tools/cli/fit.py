@@ -23,6 +23,7 @@ from ntk_laplace.tools.cli.files import require_writable
 from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.python_files import load_network
 from ntk_laplace.tools.cli.table_columns import require_sources
+from ntk_laplace.tools.cli.values import FIRST_DAY
 from ntk_laplace.tools.cli.words import first_few
 
 _HELD_OUT = 0.2
@@ -92,8 +93,9 @@ def _call(examples: TrainingExamples) -> str:
     """How the estimator is called."""
     if examples.columns is not None:
         others = [name for name in examples.columns.features if name not in examples.columns.names]
-        also = f",\nwith columns of 0 and 1 such as {others[0]!r}" if others else ""
-        return f"frame) takes a pandas table of the inputs{also}"
+        also = [f"columns of 0 and 1 such as {name!r}" for name in others[:1]]
+        also += [f"days since {FIRST_DAY} for dates such as {name!r}" for name in examples.columns.dates[:1]]
+        return "frame) takes a pandas table of the inputs" + (f",\nwith {' and '.join(also)}" if also else "")
     return f"x) takes an array of the inputs, (n, {examples.x.shape[1]})"
 
 
