@@ -318,6 +318,7 @@ def test_later_dates_and_gaps(frame: pandas.DataFrame) -> None:
     rows = found.rows(table, TABLE)
     assert rows["kind"].tolist()[:4] == [0, 10.5, 5.25, 5.25] and rows["kind missing"].tolist()[:4] == [0, 0, 1, 1]
     assert found.shown(rows)["kind"].tolist()[:3] == ["2000-01-01 00:00:00", "2000-01-11 12:00:00", None]
+    assert np.isnan(days(pandas.Series(["now", "today", "2020", "2020-01"]))).all()
     later = table.assign(kind=["2001-01-01", "soon", 7, None] * 5)
     with pytest.raises(DataError, match=r"expected dates such as .*; got 'soon' in row 1"):
         found.rows(later, TABLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import shlex
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -169,8 +170,8 @@ def has_dates(column: pandas.Series) -> bool:
     values = column.dropna()
     if is_numeric_dtype(column.dtype) or values.empty:
         return False
-    return all(isinstance(value, datetime.date) for value in values) or (
-        all(isinstance(value, str) for value in values) and bool(values.astype(str).str.fullmatch(_ISO_8601).all()))
+    return all(isinstance(value, datetime.date) for value in values) or all(
+        isinstance(value, str) and _is_date(value) for value in values)
 
 
 def days(column: pandas.Series) -> NDArray[np.float64]:
@@ -178,12 +179,17 @@ def days(column: pandas.Series) -> NDArray[np.float64]:
     values, options = column, {}
     if not is_datetime64_any_dtype(column.dtype):
         own = column.astype(object)
-        values = own.where(own.map(lambda value: isinstance(value, str | datetime.date)), None)
+        values = own.where(own.map(_is_date), None)
         options = {"format": "ISO8601"}
     times = pandas.to_datetime(values, errors="coerce", utc=True, **options).dt.tz_localize(None)
     # by NumPy: in pandas before 3 differences of nanoseconds overflow after 292 years without an error
     found: NDArray[np.float64] = (times.to_numpy("datetime64[us]") - np.datetime64(FIRST_DAY)) / np.timedelta64(1, "D")
     return found
+
+
+def _is_date(value: Any) -> bool:
+    """Not "now" or "today", which pandas takes too, nor "2020"."""
+    return isinstance(value, datetime.date) or (isinstance(value, str) and re.fullmatch(_ISO_8601, value) is not None)
 
 
 def dates(days: pandas.Series) -> pandas.Series:
