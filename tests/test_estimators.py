@@ -17,7 +17,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
-from sklearn.datasets import load_diabetes, load_iris
+from sklearn.datasets import load_diabetes, load_iris, make_classification
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -246,6 +246,17 @@ def test_a_training_that_is_not_trusted_is_told_of_only_if_it_stays() -> None:
         few = ntkl.LaplaceRegressor(**options).fit(x[:900], y[:900])
     assert any("has lowered the evidence" in str(one.message) for one in told)
     assert few.posterior_.fitted.exact and not few.predictive_fit_.trusted and few.held_out_index_.size == 0
+
+
+@pytest.mark.slow
+def test_labels_that_were_learned_by_heart_are_calibrated_on_a_tenth() -> None:
+    """Half of the labels are noise: leave-one-out promised 0.11 nats more than test data have."""
+    x, y = make_classification(1600, 20, n_informative=8, n_classes=3, flip_y=0.5, random_state=0)
+    model = ntkl.LaplaceClassifier(epochs=40, hidden_layer_sizes=(64, 64), random_state=0).fit(x[:600], y[:600])
+    fit = model.predictive_fit_
+    assert len(model.held_out_index_) == fit.num_points == 60 and fit.objective == "held-out data"
+    test = np.log(model.predict_proba(x[600:])[np.arange(1000), y[600:]]).mean()
+    assert abs(fit.after - test) < 0.1 and test > np.log(1 / 3) + 0.08
 
 
 @pytest.mark.slow

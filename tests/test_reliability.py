@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -324,3 +325,41 @@ def test_the_page_shows_the_warning_beside_the_columns() -> None:
     assert DISTRUST not in pages["own"]
     for name, words in (("tuned", "the weights are not at the optimum"), ("kfac", "with leverages up to")):
         assert f'<p class="flag" role="note">Mind: {DISTRUST}' in pages[name] and words in pages[name]
+
+
+def doubted(likelihood: ntkl.Likelihood, weights: Tensor, y: Tensor) -> ntkl.Reliability:
+    """Diagnostics of a network that was not trained, with many effective parameters."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 3)).double()
+    x = torch.randn(70, 3).double() * 2.0
+    posterior = ntkl.laplace(network, (x, y, weights), likelihood, ntkl.GaussianPrior(1e-4), "full")
+    found = quietly(posterior).reliability
+    if found.gain is not None:
+        expected = float(posterior.log_marginal_likelihood()) / float(weights.sum()) / posterior.likelihood.weight
+        assert found.gain == pytest.approx(expected - found.without_inputs, rel=1e-12)
+    return found
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_the_evidence_beside_one_prediction_for_all_inputs(weight: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.rand(70, generator=generator).double() + 0.5
+    labels = torch.randint(3, (70,), generator=generator)
+    shares = torch.stack([weights[labels == c].sum() for c in range(3)]) / weights.sum()
+    classes = doubted(ntkl.Tempered(ntkl.Categorical(), weight), weights, labels)
+    assert classes.without_inputs == pytest.approx(float((shares * shares.log()).sum()), rel=1e-12)
+    y = torch.randn(70, 3, generator=generator).double() * torch.tensor([1.0, 2.0, 3.0])
+    mean = (weights[:, None] * y).sum(0) / weights.sum()
+    variance = (weights[:, None] * (y - mean).square()).sum(0) / weights.sum()
+    alone = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y).sum(1) @ weights / weights.sum()
+    normal = doubted(ntkl.Tempered(ntkl.Gaussian(0.3), weight), weights, y)
+    assert normal.without_inputs == pytest.approx(float(alone), rel=1e-12)
+    assert doubted(ntkl.Gaussian(1.5), weights, y).gain is None  # more noise than the first response has variance
+    gaps = y.masked_fill(y > 1.0, torch.nan)
+    assert doubted(ntkl.Gaussian(0.3, missing="nan"), weights, gaps).gain is None
+    for found in (classes, normal):
+        assert found.gain < -0.1
+        for change, learned in (({"density": found.without_inputs + 0.06}, True), ({"linear": True}, False),
+                                ({"density": found.without_inputs + 0.04}, False), ({"gain": -0.09}, False)):
+            one = replace(found, **({"density": found.without_inputs + 0.06} | change))
+            assert one.learned_targets == learned == any("learned its targets" in reason for reason in one.reasons)

@@ -35,7 +35,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 
 OFF = 0.1  # nats a point
-DIAGNOSTICS = ("decrement", "low_prior_ratio", "high_leverage", "precision_spread", "effective_share")
+DIAGNOSTICS = ("decrement", "low_prior_ratio", "high_leverage", "precision_spread", "effective_share", "evidence_loss")
 
 
 def posteriors(ours: Ours, problem: Problem, data: tuple[torch.Tensor, torch.Tensor], first: bool) -> Iterator[
@@ -67,7 +67,7 @@ def case(posterior: ntkl.Posterior, problem: Problem) -> dict[str, Any]:
     row: dict[str, Any] = {
         "decrement": measured.decrement, "low_prior_ratio": -measured.prior_ratio,
         "high_leverage": measured.high_leverage,
-        "effective_share": measured.effective_share,
+        "effective_share": measured.effective_share, "evidence_loss": -(measured.gain or 0.0),
         "precision_spread": measured.precision_spread if measured.moved else 1.0,
         "moved": measured.moved, "posterior speaks": not measured.trusted, "fitted speaks": not fit.trusted,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -191,6 +192,8 @@ class CalibrationVerbs(PredictionVerbs):
                 log_density_terms(found, one).view(shape).sum(1)
                 for one in (Calibration(), calibration, Calibration(scale=0.0)))
             shares = found.shares.view(shape).sum(1)
+        if reliability is not None:
+            reliability = replace(reliability, density=float(after.sum()))
         return PredictiveFit(
             calibration, objective, float(before.sum()), float(after.sum()), float(network.sum()),
             int((parts.weights > 0).sum()), error_of_mean(after, shares), error_of_mean(after - network, shares),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -225,20 +225,22 @@ def _predicted(
     with torch.no_grad():
         for part in panels(points.num_examples, 1, step):
             one = likelihood if step >= points.num_examples else likelihood.at(part)
-            density = predictive(one, found.mean[part], found.covariance[part], "glm", samples, generator,
-                                 network.scalar)
-            integrated.append(density.log_prob(targets[part]))
+            response = predictive(one, found.mean[part], found.covariance[part], "glm", samples, generator,
+                                  network.scalar)
+            integrated.append(response.log_prob(targets[part]))
         plug_in = likelihood.log_prob(found.mean, points.targets)
         own = likelihood.log_prob(points.f, points.targets)
         importance = points.residual(counted).norm(dim=1)
+    density, counts = torch.cat(integrated), points.observed_counts(counted)
+    measured = replace(measured, density=float((counts * density).sum() / counts.sum()))
     guarantees: tuple[str, ...] = (words, _DRAWS)
     if measured.moved:
         guarantees += ("hyperparameters have changed since the fit: the weights are "
                        f"{measured.decrement:.2g} nats a point from the optimum, by the Newton decrement, and the "
                        "remaining gradient is kept fixed",)
-    return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
+    return LeaveOneOut(found.mean, found.covariance, density, plug_in, found.leverage, own - plug_in,
                        found.used, found.information, importance, points.targets, index,
-                       points.observed_counts(counted), guarantees, measured)
+                       counts, guarantees, measured)
 
 
 def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from ntk_laplace.errors import NTKLaplaceError
 from ntk_laplace.model.network import linear_at
 from ntk_laplace.runtime.random_state import preserved_rng
 from ntk_laplace.structures import FittedModel, LinearizedModel
+from ntk_laplace.structures.evidence import evidence
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
@@ -21,6 +23,10 @@ MOST_FLAGGED = 0.5  # of the points
 MOST_LEFT = 0.1  # of a Newton step
 MOST_SPREAD = 1e3  # of precisions that the network was not optimized with
 MOST_SHARE = 0.65  # of γ to N, Gaussian: examples/predictions/guards.py
+LEAST_GAIN = -0.1  # nats per point, of the evidence over one prediction for all: examples/predictions/guards.py
+LEAST_CLAIM = 0.05  # nats per point, of leave-one-out over one prediction for all
+LEARNED_SHARE = 0.2  # of γ to N, without which no targets can have been learned by heart
+FEWEST_POINTS = 50  # with fewer, evidences this close are no contradiction: 5 nats in all
 
 _TRAIN = "train on at these hyperparameters, for instance with train_with_evidence"
 _FIT = 'fit with structure="gp", "full" or "iterative" and curvature="ggn", or leave out some points with points='
@@ -58,9 +64,16 @@ class Reliability:
     unfinished : float, optional
         If the structure was fitted without the points, so that none is subtracted from an approximation: the share of
         the Newton steps without them that their last passes over the data still added.
+    without_inputs : float, optional
+        Of classes and normal noise: mean log likelihood of the same prediction for all inputs, nats per point.
+    gain : float, optional
+        Log evidence, without correction, per point, less `without_inputs`, of an exact curvature that is a matrix.
+        Looked at only where there are at least 0.2 effective parameters for each label or response, and 50 points.
+    density : float, optional
+        Mean log density of the points by leave-one-out, nats.
     linear : bool
         Whether the network is linear in its weights, the noise Gaussian and the curvature exact: one Newton step from
-        the optimum is then exact under every prior. Looked at only where the prior is vague.
+        the optimum is then exact under every prior. Looked at only where the prior is vague or `gain` low.
     """
 
     decrement: float
@@ -74,6 +87,9 @@ class Reliability:
     additive: bool
     refitted: bool
     unfinished: float | None = None
+    without_inputs: float | None = None
+    gain: float | None = None
+    density: float | None = None
     linear: bool = False
 
     @property
@@ -121,9 +137,24 @@ class Reliability:
                 f"the model has {self.effective_share:.2g} effective parameters for each training output (at most "
                 f"{MOST_SHARE:g}): little is left to judge it by"
             )
+        if self.learned_targets:
+            found.append(
+                f"the points are {self._claim:.2g} nats likelier than under one prediction for all inputs, and by the "
+                f"evidence {-(self.gain or 0.0):.2g} less likely: the network has learned its targets rather than what "
+                "predicts them, and each point keeps what its own did"
+            )
         if self.refitted and not self.additive:
             found.append("the linearized model was refitted, with features that have seen all labels")
         return tuple(found)
+
+    @property
+    def learned_targets(self) -> bool:
+        """Whether the evidence is below that of one prediction for all inputs, and leave-one-out above it."""
+        return not self.linear and self.gain is not None and self.gain < LEAST_GAIN and self._claim > LEAST_CLAIM
+
+    @property
+    def _claim(self) -> float:
+        return math.nan if self.density is None or self.without_inputs is None else self.density - self.without_inputs
 
     @property
     def _subtracted(self) -> bool:
@@ -148,13 +179,50 @@ def reliability(
         energy = float((by_group * prior.group_distances(fitted.theta).double()).sum())
         used = max(float(precision.information_gained()), torch.finfo(torch.float64).tiny)
     ratio, additive = energy / used, likelihood.additive_noise(points.f) is not None
+    targets = fitted.total * (points.num_outputs if additive else 1)
+    many = used >= LEARNED_SHARE * targets and fitted.total >= FEWEST_POINTS
+    alone = _without_inputs(fitted) if many else None
+    gain = None if alone is None else _gain(fitted, alone)
+    doubted = ratio < LEAST_RATIO or (gain is not None and gain < LEAST_GAIN)
     return Reliability(decrement=newton_decrement(fitted), prior_ratio=ratio,
                        high_leverage=float((leverage > HIGH_LEVERAGE).sum()) / max(1, counting),
                        largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
                        moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
                        effective_share=used / (likelihood.weight * points.observed_outputs(likelihood)),
-                       additive=additive, refitted=fitted.model.refitted,
-                       linear=ratio < LEAST_RATIO and additive and fitted.exact and _linear(fitted))
+                       additive=additive, refitted=fitted.model.refitted, without_inputs=alone, gain=gain,
+                       linear=doubted and additive and fitted.exact and _linear(fitted))
+
+
+def _gain(fitted: FittedModel, alone: float) -> float:
+    """As `Reliability.gain`."""
+    with torch.inference_mode(False), torch.no_grad():
+        return float(evidence(fitted).value) / fitted.total - alone
+
+
+def _without_inputs(fitted: FittedModel) -> float | None:
+    """As `Reliability.without_inputs`: by the frequencies of classes, or mean and variance of each response.
+
+    None for other likelihoods, for noise larger than that variance, and where the evidence is no number to rely on.
+    """
+    if not fitted.exact or fitted.precision.reads_data:
+        return None
+    points, likelihood = fitted.points, fitted.likelihood
+    counts, y = points.observed_counts(likelihood).double(), points.targets
+    noise = likelihood.additive_noise(points.f)
+    if noise is None:
+        labels = likelihood.classifies and y.ndim == 1 and not y.is_floating_point()
+        shares = torch.bincount(y.clamp_min(0), counts) / counts.sum() if labels else None
+        return None if shares is None else -float(torch.special.entr(shares).sum())
+    y = y.double()
+    if bool(y[counts > 0].isnan().any()):
+        return None
+    shares = (counts / counts.sum()).unsqueeze(1)
+    y = y.nan_to_num()
+    variance = (shares * (y - (shares * y).sum(0)).square()).sum(0)
+    average = (shares * noise.diagonal(dim1=1, dim2=2)).sum(0)
+    if bool((average >= variance).any()):
+        return None
+    return -0.5 * float((1.0 + (2.0 * math.pi * variance).log()).sum())
 
 
 def newton_decrement(fitted: FittedModel) -> float:

@@ -33,7 +33,8 @@ from ntk_laplace.training.model import Model
 
 _UNTRUSTED = "the fitted predictive is not to be trusted"
 _FOLDS = 5  # of predictive="folds"
-_FEWEST = 1_000  # more examples may be kept apart
+_FEWEST = 1_000  # of more examples some may be kept apart
+_FEWEST_LEARNED = 300  # of so many too, where the network has learned the targets by heart
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def trained(
     `predictive` is that of `LaplaceRegressor`; a training that another one follows gets a module that `new` makes. The
     options are those of `train_with_evidence`.
     """
-    many, folds = predictive == "loo" and len(data[1]) > _FEWEST, predictive == "folds"
+    many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
     options = {**options, "predictive": predictive and "loo"}
 
     def run() -> EvidenceTraining:
@@ -83,14 +84,15 @@ def trained(
     curvature = CurvatureType.of(options["curvature"])
     sized = Model(module, likelihood, prior, data, options["structure"], curvature, None, options["settings"])
     held = np.zeros(0, dtype=np.intp)
-    apart = many and not sized.has_exact()
+    apart = many and len(data[1]) > _FEWEST and not sized.has_exact()
     if not apart:
         with warnings.catch_warnings(record=many) as told:  # of a training that may not be the last
             if many:
                 warnings.simplefilter("always")
             found = run()
         posterior, fit = found.posterior, found.predictive
-        apart = many and (fit is None or not fit.trusted)
+        learned = fit is not None and fit.reliability is not None and fit.reliability.learned_targets
+        apart = many and (fit is None or learned or (len(data[1]) > _FEWEST and not fit.trusted))
         seen: dict[Any, Any] = {}
         for one in () if apart or told is None else told:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=seen)
