@@ -211,8 +211,10 @@ def _without_inputs(fitted: FittedModel) -> float | None:
     noise = likelihood.additive_noise(points.f)
     if noise is None:
         labels = likelihood.classifies and y.ndim == 1 and not y.is_floating_point()
-        shares = torch.bincount(y.clamp_min(0), counts) / counts.sum() if labels else None
-        return None if shares is None else -float(torch.special.entr(shares).sum())
+        if not labels:
+            return None
+        each = torch.bincount(y.clamp_min(0).cpu(), counts.cpu())  # CUDA's is not deterministic
+        return -float(torch.special.entr(each / each.sum()).sum())
     y = y.double()
     if bool(y[counts > 0].isnan().any()):
         return None
