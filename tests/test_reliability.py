@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -327,13 +328,26 @@ def test_the_page_shows_the_warning_beside_the_columns() -> None:
         assert f'<p class="flag" role="note">Mind: {DISTRUST}' in pages[name] and words in pages[name]
 
 
+def quietly_fitted(posterior: ntkl.Posterior) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        return posterior.fit_predictive("loo", strict=False)
+
+
 def doubted(likelihood: ntkl.Likelihood, weights: Tensor, y: Tensor) -> ntkl.Reliability:
     """Diagnostics of a network that was not trained, with many effective parameters."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 3)).double()
     x = torch.randn(70, 3).double() * 2.0
-    posterior = ntkl.laplace(network, (x, y, weights), likelihood, ntkl.GaussianPrior(1e-4), "full")
-    found = quietly(posterior).reliability
+    posterior, rough, iterative = (
+        ntkl.laplace(network, (x, y, weights), likelihood, ntkl.GaussianPrior(1e-4), structure)
+        for structure in ("full", "kfac", "iterative"))
+    one, fit = quietly(posterior), quietly_fitted(posterior)
+    found = one.reliability
+    means = float(one.counts @ one.log_density / one.counts.sum()), fit.after
+    assert (found.density, fit.reliability.density) == pytest.approx(means, rel=1e-12)
+    # an approximate evidence, or an estimate of it, decides nothing
+    assert quietly(rough, points=5).reliability.gain is None and quietly(iterative).reliability.gain is None
     if found.gain is not None:
         expected = float(posterior.log_marginal_likelihood()) / float(weights.sum()) / posterior.likelihood.weight
         assert found.gain == pytest.approx(expected - found.without_inputs, rel=1e-12)
