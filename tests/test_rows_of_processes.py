@@ -30,6 +30,8 @@ def answers(posterior: ntkl.Posterior) -> dict[str, Tensor]:
         "strongest": ranking.top(5).double(), "total": ranking.total, "leverage": ranking.leverage,
         "spread": posterior.explain(new, by="variance").effects["for"], "few": few.mean, "of few": few.covariance,
         "density of few": few.log_density, "removed": posterior.remove([1, 5]).latent_moments(new)[0],
+        "groups": posterior.what_ifs([[0], [1, 2]], linearization="fixed").outputs(new),
+        "sources": posterior.source_effects(new, [n % 3 for n in range(N)], linearization="fixed").effect,
     }
     found |= {f"conditional {method}": posterior.conditional_log_marginal_likelihood(6, 1, method=method)
               for method in ("average", "samples")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess
 from ntk_laplace.runtime.threads import ReadersAndWriters
-from ntk_laplace.structures.data_passes import collected
+from ntk_laplace.structures.data_passes import collected, collected_jacobian
 from ntk_laplace.structures.likelihood_checks import require_consistent
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
@@ -277,6 +278,26 @@ class FittedModel:
         for here, rows in placed(self.structure.rows_at(self.model, index)):
             yield here if own is None else own[here], rows
             del rows  # before the next are computed
+
+    def gathered_rows(self, index: Tensor, what: str, remedy: str, copies: int = 1) -> Jacobian:
+        """Rows of J at some training points, ascending, in one piece, on every process.
+
+        Raises
+        ------
+        MemoryBudgetError
+            After the first batch, if `copies` of the rows do not fit in memory; it names `what` and the `remedy`. What
+            one process has to refuse, all refuse, also those that have none of the points.
+        DataError
+            If the data cannot be read again.
+        """
+        own = (rows for _, rows in self.own_rows(index))
+        parts = list(islice(own, 1))
+        needed = [copies * rows.nbytes * -(-len(index) // rows.num_examples) for rows in parts
+                  if rows.num_examples < len(index)]
+        self.model.require_memory(max(self.row_reducer.gather(max(needed, default=0))), what, remedy)
+        parts += own
+        source = self.structure.read_at(self.model, index)
+        return Jacobian.concatenate(parts) if source is None else collected_jacobian(self.model, source, parts)
 
     @property
     def row_reducer(self) -> Reducer:

@@ -89,17 +89,6 @@ class _WeightedLinear(WeightedLikelihood):
 
 
 def all_rows(fitted: FittedModel) -> Jacobian:
-    """Rows of J at all training points, in blocks.
-
-    Raises
-    ------
-    MemoryBudgetError
-        After the first batch, if the rows of all points do not fit in memory.
-    """
-    n, parts = fitted.num_examples, list[Jacobian]()
-    for rows in fitted.rows_at(torch.arange(n, device="cpu")):
-        if not parts and rows.num_examples < n:
-            needed = 2 * rows.nbytes * -(-n // rows.num_examples)
-            fitted.model.require_memory(needed, f"rows of J at {n:,} training points", REMEDY)
-        parts.append(rows)
-    return Jacobian.concatenate(parts)
+    """Rows of J at all training points, in blocks, as `FittedModel.gathered_rows`."""
+    n = fitted.num_examples
+    return fitted.gathered_rows(torch.arange(n, device="cpu"), f"rows of J at {n:,} training points", REMEDY, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Source
 from ntk_laplace.runtime.reduction import collective_property
 from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, LinearizedModel, Structure, StructureSpec
-from ntk_laplace.structures.data_passes import collected_jacobian
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import of_kind
 from ntk_laplace.structures.what_if.changed_precision import ChangedPrecision
@@ -290,21 +288,6 @@ def changed_structure(
 
 
 def rows_of(fitted: FittedModel, index: Tensor) -> Jacobian:
-    """Rows of J at a few training points, ascending, from another pass, on every process.
-
-    Raises
-    ------
-    MemoryBudgetError
-        If the rows do not fit in memory.
-    DataError
-        If the data cannot be read again.
-    """
-    own = (rows for _, rows in fitted.own_rows(index))
-    parts = list(islice(own, 1))
-    needed = [rows.nbytes * len(index) // rows.num_examples for rows in parts]
-    # of all processes: what one has to refuse, all refuse, also those that have none of the points
-    fitted.model.require_memory(max(fitted.row_reducer.gather(max(needed, default=0))),
-                                f"the rows of {len(index):,} training points", "Ask about fewer points at a time.")
-    parts += own
-    source = fitted.structure.read_at(fitted.model, index)
-    return Jacobian.concatenate(parts) if source is None else collected_jacobian(fitted.model, source, parts)
+    """Rows of J at a few training points, ascending, from another pass, as `FittedModel.gathered_rows`."""
+    return fitted.gathered_rows(index, f"the rows of {len(index):,} training points",
+                                "Ask about fewer points at a time.")
