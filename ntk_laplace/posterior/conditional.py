@@ -82,8 +82,7 @@ class LinearRefit:
         """The temperature that best predicts unseen points, and the scale unless it is given."""
         points, likelihood = self.whole.points.subset(index), self.whole.likelihood.at(index).counted_once()
         parts = [(mean, self.precision.covariance_blocks(rows)) for _, rows, mean in self._rows(index)]
-        own = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else [points.f.new_empty(0)] * 2
-        mean, covariance = (self.whole.collected(index, values) for values in own)
+        mean, covariance = (self.whole.collected(index, [part[number] for part in parts]) for number in range(2))
         found = densities(likelihood, LeftOut.of(points, likelihood, mean, covariance))
         if scale is None:
             return fit_calibration(found, ["scale", temperature])[0]
@@ -105,7 +104,7 @@ class LinearRefit:
                 with torch.no_grad():
                     values = self.whole.likelihood.at(repeated).log_prob(f.flatten(0, 1), points.targets[repeated])
                 parts.append((points.counts[here] * values.view(count, -1)).T)
-            found.append(self.whole.collected(index, torch.cat(parts) if parts else like.new_empty(0)).T)
+            found.append(self.whole.collected(index, parts).T)
         return torch.cat(found)
 
     def _rows(self, index: Tensor) -> Iterator[tuple[Tensor, Jacobian, Tensor]]:

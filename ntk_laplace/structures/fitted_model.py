@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -305,8 +305,9 @@ class FittedModel:
         source = self.structure.read_at(self.model, torch.arange(self.num_examples, device="cpu"))
         return SingleProcess() if source is None else self.settings.reducer
 
-    def collected(self, index: Tensor, values: Tensor) -> Tensor:
-        """Values (m, ...) of some training points, from the values of those that this process reads."""
+    def collected(self, index: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Values (m, ...) of some training points, from parts of those that this process reads, which may be none."""
+        values = torch.cat(list(parts)) if parts else self.points.f.new_empty(0)
         source = self.structure.read_at(self.model, index)
         return values if source is None else collected(self.model, source, values)
 

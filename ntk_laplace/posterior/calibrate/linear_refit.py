@@ -118,7 +118,7 @@ def _decomposed(fitted: FittedModel, root: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(square)
     kept = values > values[-1] * torch.finfo(values.dtype).eps * p
     values, vectors = values[kept], vectors[:, kept]
-    return values, fitted.collected(index, scaled @ vectors) / values.sqrt()
+    return values, fitted.collected(index, [scaled @ vectors]) / values.sqrt()
 
 
 def _require_order(order: int, remedy: str) -> None:

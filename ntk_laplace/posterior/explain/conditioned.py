@@ -56,10 +56,9 @@ class Without:
         return cls(mean, covariance, leverages(blocks)[:, -1], used, information)
 
     @classmethod
-    def joined(cls, parts: Sequence[Without], like: Tensor) -> Without:
-        """The moments of several sets of points, one after the other; of none with the dtype and device of `like`."""
-        none = like.new_empty(0)
-        return cls(*(torch.cat([getattr(part, field.name) for part in parts] or [none]) for field in fields(cls)))
+    def joined(cls, parts: Sequence[Without], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Without:
+        """The moments of several sets of points, one after the other, or as `join` has it."""
+        return cls(*(join([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Without:
         """A function of every one of the moments and terms."""
@@ -90,8 +89,8 @@ def conditioned(fitted: FittedModel, index: Tensor) -> tuple[Without, float]:
     groups = [torch.arange(start, len(index), count, device=index.device) for start in range(count)]
     found = [_group(fitted, index[group], product) for group in groups]
     order = torch.cat(groups).argsort()
-    return (Without.joined([one for one, _ in found], fitted.points.f).each(lambda values: values[order]),
-            max(left for _, left in found))
+    joined = Without.joined([one for one, _ in found])
+    return joined.each(lambda values: values[order]), max(left for _, left in found)
 
 
 def _group(fitted: FittedModel, group: Tensor, product: _Products) -> tuple[Without, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -282,4 +283,4 @@ def _streamed(fitted: FittedModel, index: Tensor) -> Without:
             log_det = torch.linalg.slogdet(out.complement).logabsdet
             information = torch.where(out.trusted, -0.5 * log_det, 0.5 * used)
             parts.append(Without(mean, covariance, out.leverage, used, information))
-    return Without.joined(parts, points.f).each(lambda values: fitted.collected(index, values))
+    return Without.joined(parts, partial(fitted.collected, index))

@@ -188,9 +188,7 @@ def effects(
     for test, quantity, _ in request.of_each(fitted.model, chunks, fitted.num_examples):
         for part in _parts(fitted, test):
             passing = _Passing(fitted, test.subset(part), quantity.subset(part))
-            changes = [change.T for _, change in passing.effects()]  # (m, n)
-            own = torch.cat(changes) if changes else test.f.new_empty(0)
-            yield fitted.collected(passing.index, own).T
+            yield fitted.collected(passing.index, [change.T for _, change in passing.effects()]).T
 
 
 def _parts(fitted: FittedModel, test: Jacobian) -> Iterator[slice]:

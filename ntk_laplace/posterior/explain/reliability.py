@@ -137,10 +137,10 @@ class Reliability:
                 f"the model has {self.effective_share:.2g} effective parameters for each training output (at most "
                 f"{MOST_SHARE:g}): little is left to judge it by"
             )
-        if self.learned_targets:
+        if self.gain is not None and self.learned_targets:
             found.append(
                 f"the points are {self._claim:.2g} nats likelier than under one prediction for all inputs, and by the "
-                f"evidence {-(self.gain or 0.0):.2g} less likely: the network has learned its targets rather than what "
+                f"evidence {-self.gain:.2g} less likely: the network has learned its targets rather than what "
                 "predicts them, and each point keeps what its own did"
             )
         if self.refitted and not self.additive:

@@ -34,7 +34,7 @@ from ntk_laplace.training.model import Model
 _UNTRUSTED = "the fitted predictive is not to be trusted"
 _FOLDS = 5  # of predictive="folds"
 _FEWEST = 1_000  # of more examples some may be kept apart
-_FEWEST_LEARNED = 300  # of so many too, where the network has learned the targets by heart
+_FEWEST_LEARNED = 300  # of so many too, without an exact posterior or where the targets were learned by heart
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def trained(
     curvature = CurvatureType.of(options["curvature"])
     sized = Model(module, likelihood, prior, data, options["structure"], curvature, None, options["settings"])
     held = np.zeros(0, dtype=np.intp)
-    apart = many and len(data[1]) > _FEWEST and not sized.has_exact()
+    apart = many and not sized.has_exact()
     if not apart:
         with warnings.catch_warnings(record=many) as told:  # of a training that may not be the last
             if many:
