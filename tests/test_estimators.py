@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy.stats import norm
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_diabetes, load_iris, make_classification
@@ -26,6 +27,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.posterior.explain.reliability import Reliability
 from ntk_laplace.runtime import tuning
 from ntk_laplace.tools.estimators.tables import Standardized
 from ntk_laplace.tools.estimators.units import in_units
@@ -257,6 +259,34 @@ def test_labels_that_were_learned_by_heart_are_calibrated_on_a_tenth() -> None:
     assert len(model.held_out_index_) == fit.num_points == 60 and fit.objective == "held-out data"
     test = np.log(model.predict_proba(x[600:])[np.arange(1000), y[600:]]).mean()
     assert abs(fit.after - test) < 0.1 and test > np.log(1 / 3) + 0.08
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:training to the optimum")
+@pytest.mark.parametrize("classes", [False, True])
+def test_a_network_that_learned_noise_is_trained_again_with_more_evaluations(
+    classes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 30 columns and noise, or labels half at random, one prediction for all inputs has the larger evidence."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2600, 20 if classes else 30))
+    y = np.sin(2.0 * x[:, 0]) * x[:, 1] + 0.3 * x[:, 2] ** 2 + rng.normal(size=2600)
+    if classes:
+        y = np.where(rng.uniform(size=2600) < 0.5, rng.integers(0, 3, 2600), x[:, :3].argmax(1))
+    cls, n = ntkl.LaplaceClassifier if classes else ntkl.LaplaceRegressor, 300 if classes else 600
+
+    def density(model: Any) -> float:
+        if classes:
+            return float(np.log(model.predict_proba(x[n:])[np.arange(2600 - n), y[n:]]).mean())
+        return float(norm.logpdf(y[n:], *model.predict(x[n:], return_std=True)).mean())
+
+    model = cls(random_state=0).fit(x[:n], y[:n])
+    inputs = model.network_inputs(x)
+    assert torch.equal(model.network_(inputs), model.posterior_.outputs(inputs)) and not model.held_out_index_.size
+    monkeypatch.setattr(Reliability, "below_one_prediction", property(lambda _: False))
+    first = cls(random_state=0).fit(x[:n], y[:n])
+    assert (len(model.history_.epochs), len(first.history_.epochs)) == ((34, 10) if classes else (50, 15))
+    assert density(model) > density(first) + 0.01
 
 
 @pytest.mark.slow

@@ -714,7 +714,7 @@ def test_estimators_beside_others(tmp_path: Path) -> None:
     assert "precision=1.0" in run("predictions/estimators.py", tmp_path, "--defaults")
     printed = run("predictions/estimators.py", tmp_path)
     found = figures(tmp_path / "estimators" / "estimators.json")["results"]
-    assert len(found) == 12 and all(row["mean"] < 0 or "friedman" in name for name, row in found.items())
+    assert len(found) == 18 and all(row["mean"] < 0 or "friedman" in name for name, row in found.items())
     own = found["diabetes, Laplace"]["mean"] - found["diabetes, perceptron"]["mean"]
     assert found["diabetes, perceptron"]["behind"] == pytest.approx(own) and "Gaussian process" in printed
 

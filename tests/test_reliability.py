@@ -368,12 +368,17 @@ def test_the_evidence_beside_one_prediction_for_all_inputs(weight: float) -> Non
     alone = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y).sum(1) @ weights / weights.sum()
     normal = doubted(ntkl.Tempered(ntkl.Gaussian(0.3), weight), weights, y)
     assert normal.without_inputs == pytest.approx(float(alone), rel=1e-12)
-    assert doubted(ntkl.Gaussian(1.5), weights, y).gain is None  # more noise than the first response has variance
+    noisy = doubted(ntkl.Gaussian(1.5), weights, y)
+    assert noisy.noise_share == pytest.approx(float(1.5 / variance.min()), rel=1e-12) and noisy.noise_share > 1.0
+    assert classes.noise_share is None and doubted(ntkl.Gaussian(0.3), weights, torch.ones_like(y)).gain is None
     gaps = y.masked_fill(y > 1.0, torch.nan)
     assert doubted(ntkl.Gaussian(0.3, missing="nan"), weights, gaps).gain is None
     for found in (classes, normal):
         assert found.gain < -0.1
         for change, learned in (({"density": found.without_inputs + 0.06}, True), ({"linear": True}, False),
-                                ({"density": found.without_inputs + 0.04}, False), ({"gain": -0.09}, False)):
+                                ({"density": found.without_inputs + 0.04}, False), ({"gain": -0.09}, False),
+                                ({"noise_share": 1.01}, False), ({"noise_share": 0.99}, True),
+                                ({"learned_share": 0.19}, False)):
             one = replace(found, **({"density": found.without_inputs + 0.06} | change))
+            assert one.below_one_prediction != one.linear
             assert one.learned_targets == learned == any("learned its targets" in reason for reason in one.reasons)

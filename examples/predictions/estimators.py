@@ -4,13 +4,15 @@
 
     python examples/predictions/estimators.py --threads 1 --out estimators --defaults
 
-Regression: diabetes (442 x 10) and Friedman's first function (300 x 10, noise of sd 1). Classification: breast cancer
-(569 x 30) and wine (178 x 13). Beside `LaplaceRegressor` and `LaplaceClassifier` with defaults stand a Gaussian process
-(`GaussianProcessRegressor` with an RBF kernel of one length for each feature, and white noise;
-`GaussianProcessClassifier` with an RBF kernel of one length, as its optimizer is slow with more), and a multilayer
-perceptron of one hidden layer of 32 units: with the residuals' variance in five inner folds as its noise, and
-calibrated by `CalibratedClassifierCV`. Inputs are standardized in every fold. Figures are nats a point, in units of the
-targets. The second command undoes one default of `LaplaceRegressor` at a time, on other draws of Friedman's function.
+Regression: diabetes (442 x 10), Friedman's first function (300 x 10, noise of sd 1), and a function of three of 30
+columns (600 x 30, noise of sd 1). Classification: breast cancer (569 x 30), wine (178 x 13), and which of three columns
+is the largest, with half of the labels drawn at random (600 x 20). Beside `LaplaceRegressor` and `LaplaceClassifier`
+with defaults stand a Gaussian process (`GaussianProcessRegressor` with an RBF kernel of one length for each feature,
+and white noise; `GaussianProcessClassifier` with an RBF kernel of one length, as its optimizer is slow with more), and
+a multilayer perceptron of one hidden layer of 32 units: with the residuals' variance in five inner folds as its noise,
+and calibrated by `CalibratedClassifierCV`. Inputs are standardized in every fold. Figures are nats a point, in units of
+the targets. The second command undoes one default of `LaplaceRegressor` at a time, on other draws of Friedman's
+function.
 """
 
 from __future__ import annotations
@@ -93,11 +95,27 @@ def calibrated_perceptron(
     return _of_label(CalibratedClassifierCV(model, cv=inner).fit(x, y), x_new, y_new)
 
 
+def noisy_columns() -> tuple[np.ndarray, np.ndarray]:
+    """Three columns of 30 count, and noise is as large as the function."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(600, 30))
+    return x, np.sin(2 * x[:, 0]) * x[:, 1] + 0.3 * x[:, 2] ** 2 + generator.normal(size=600)
+
+
+def noisy_labels() -> tuple[np.ndarray, np.ndarray]:
+    """Three columns of 20 count, and half of the labels are drawn at random."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(600, 20))
+    return x, np.where(generator.uniform(size=600) < 0.5, generator.integers(0, 3, 600), x[:, :3].argmax(1))
+
+
 DATA: dict[str, tuple[Callable[[], tuple[np.ndarray, np.ndarray]], bool]] = {
     "diabetes": (lambda: load_diabetes(return_X_y=True), False),
     "friedman": (lambda: make_friedman1(300, noise=1.0, random_state=0), False),
+    "noisy columns": (noisy_columns, False),
     "breast cancer": (lambda: load_breast_cancer(return_X_y=True), True),
     "wine": (lambda: load_wine(return_X_y=True), True),
+    "noisy labels": (noisy_labels, True),
 }
 METHODS: dict[bool, dict[str, Score]] = {
     False: {"Laplace": laplace_regressor, "Gaussian process": gaussian_process, "perceptron": perceptron},

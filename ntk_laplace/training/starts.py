@@ -42,9 +42,10 @@ def train_from_starts(
     Returns
     -------
     list of EvidenceTraining
-        One for each start, that with the largest mean leave-one-out log density (``predictive.after``) first. Without
-        one, under ``predictive=None`` or where no exact posterior fits in memory, that with the largest evidence of the
-        training's structure.
+        One for each start, that with the largest mean leave-one-out log density (``predictive.after``) first, and
+        those that have learned their targets last (`Reliability.learned_targets`). Without leave-one-out, under
+        ``predictive=None`` or where no exact posterior fits in memory, that with the largest evidence of the training's
+        structure.
 
     Raises
     ------
@@ -65,7 +66,7 @@ def train_from_starts(
         training = train_with_evidence(copy, data, likelihood, prior.scaled(factor), **{"predictive": "loo"} | options)
         found.append((training, copy))
     left_out = all(training.predictive is not None for training, _ in found)
-    found.sort(key=lambda pair: -_score(pair[0], left_out))
+    found.sort(key=lambda pair: rank(pair[0], left_out), reverse=True)
     best = found[0][1]
     with torch.no_grad():  # not by name: a wrapper of torch.compile adds to the names
         for own, other in zip((*network.parameters(), *network.buffers()), (*best.parameters(), *best.buffers()),
@@ -74,9 +75,15 @@ def train_from_starts(
     return [training for training, _ in found]
 
 
-def _score(training: EvidenceTraining, left_out: bool) -> float:
-    """Mean log density of left-out training points, or the best evidence, nats."""
-    return training.predictive.after if left_out and training.predictive else training.evidence
+def rank(training: EvidenceTraining, left_out: bool) -> tuple[bool, float]:
+    """The larger, the better: mean log density of left-out training points, or the best evidence, nats.
+
+    One that has learned its targets comes after all others: its left-out points are no score.
+    """
+    fit = training.predictive
+    if not left_out or fit is None:
+        return True, training.evidence
+    return fit.reliability is None or not fit.reliability.learned_targets, fit.after
 
 
 def _require_repeatable(options: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of
 from ntk_laplace.training.model import Model
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
 from ntk_laplace.training.run import FORMAT, Run, required
-from ntk_laplace.training.schedule import EvidenceSchedule
+from ntk_laplace.training.schedule import EvidenceSchedule, short_schedule
 from ntk_laplace.training.step_evidence import StepEvidence, step_evidence
 
 _RATE = 2e-2  # of the default optimizer
@@ -140,8 +140,7 @@ def train_with_evidence(
     if not is_whole(epochs, 1):
         raise HyperparameterError("at least one epoch", f"{epochs!r}", "Pass epochs=100, for instance.")
     if schedule is None:
-        # a step costs about as much as a minibatch of a small network
-        schedule = EvidenceSchedule() if predictive is None else EvidenceSchedule(max(1, epochs // 10), 20)
+        schedule = EvidenceSchedule() if predictive is None else short_schedule(epochs)
     elif not isinstance(schedule, EvidenceSchedule):
         raise UnsupportedError("an EvidenceSchedule", repr(schedule),
                                "Use ntk_laplace.EvidenceSchedule(frequency=10, steps=100).")

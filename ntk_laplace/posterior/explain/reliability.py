@@ -29,6 +29,7 @@ LEARNED_SHARE = 0.2  # of γ to N, without which no targets can have been learne
 FEWEST_POINTS = 50  # with fewer, evidences this close are no contradiction: 5 nats in all
 
 _TRAIN = "train on at these hyperparameters, for instance with train_with_evidence"
+_OFTEN = "train anew and compute the evidence more often, with a smaller EvidenceSchedule(frequency=)"
 _FIT = 'fit with structure="gp", "full" or "iterative" and curvature="ggn", or leave out some points with points='
 
 
@@ -64,16 +65,20 @@ class Reliability:
     unfinished : float, optional
         If the structure was fitted without the points, so that none is subtracted from an approximation: the share of
         the Newton steps without them that their last passes over the data still added.
+    learned_share : float
+        γ over the number of labels or responses, effective parameters for each.
+    noise_share : float, optional
+        Of normal noise: its average variance over the variance of the responses, the largest of them.
     without_inputs : float, optional
         Of classes and normal noise: mean log likelihood of the same prediction for all inputs, nats per point.
     gain : float, optional
-        Log evidence, without correction, per point, less `without_inputs`, of an exact curvature that is a matrix.
-        Looked at only where there are at least 0.2 effective parameters for each label or response, and 50 points.
+        Log evidence, without correction, per point, less `without_inputs`, of an exact curvature that is a matrix and
+        at least 50 points.
     density : float, optional
         Mean log density of the points by leave-one-out, nats.
     linear : bool
         Whether the network is linear in its weights, the noise Gaussian and the curvature exact: one Newton step from
-        the optimum is then exact under every prior. Looked at only where the prior is vague or `gain` low.
+        the optimum is then exact under every prior. Looked at only where the prior is vague or `gain` negative.
     """
 
     decrement: float
@@ -87,6 +92,8 @@ class Reliability:
     additive: bool
     refitted: bool
     unfinished: float | None = None
+    learned_share: float = 0.0
+    noise_share: float | None = None
     without_inputs: float | None = None
     gain: float | None = None
     density: float | None = None
@@ -149,8 +156,19 @@ class Reliability:
 
     @property
     def learned_targets(self) -> bool:
-        """Whether the evidence is below that of one prediction for all inputs, and leave-one-out above it."""
-        return not self.linear and self.gain is not None and self.gain < LEAST_GAIN and self._claim > LEAST_CLAIM
+        """Whether the evidence is clearly below that of one prediction for all inputs, and leave-one-out above it.
+
+        By 0.1 and 0.05 nats a point, with at least 0.2 effective parameters for each label or response, and less noise
+        than responses vary.
+        """
+        if not self.below_one_prediction or self.learned_share < LEARNED_SHARE or (self.noise_share or 0.0) >= 1.0:
+            return False
+        return self.gain is not None and self.gain < LEAST_GAIN and self._claim > LEAST_CLAIM
+
+    @property
+    def below_one_prediction(self) -> bool:
+        """Whether the evidence is below the likelihood of one prediction for all inputs: a poor optimum, or noise."""
+        return not self.linear and self.gain is not None and self.gain < 0.0
 
     @property
     def _claim(self) -> float:
@@ -162,7 +180,9 @@ class Reliability:
 
     def __str__(self) -> str:
         """One sentence of reasons; empty if all diagnostics pass."""
-        remedies = [*([_FIT] if self._subtracted else []), *([_TRAIN] if len(self.reasons) > self._subtracted else [])]
+        others = len(self.reasons) - self._subtracted - self.learned_targets
+        wanted = {_FIT: self._subtracted, _TRAIN: others > 0, _OFTEN: self.learned_targets}
+        remedies = [remedy for remedy, needed in wanted.items() if needed]
         todo = "; ".join([*remedies, "or score the model on other data"])
         return "" if self.trusted else f"leave-one-out is not to be trusted here: {'; '.join(self.reasons)}; {todo}"
 
@@ -180,16 +200,16 @@ def reliability(
         used = max(float(precision.information_gained()), torch.finfo(torch.float64).tiny)
     ratio, additive = energy / used, likelihood.additive_noise(points.f) is not None
     targets = fitted.total * (points.num_outputs if additive else 1)
-    many = used >= LEARNED_SHARE * targets and fitted.total >= FEWEST_POINTS
-    alone = _without_inputs(fitted) if many else None
+    alone, noise = _without_inputs(fitted) if fitted.total >= FEWEST_POINTS else (None, None)
     gain = None if alone is None else _gain(fitted, alone)
-    doubted = ratio < LEAST_RATIO or (gain is not None and gain < LEAST_GAIN)
+    doubted = ratio < LEAST_RATIO or (gain is not None and gain < 0.0)
     return Reliability(decrement=newton_decrement(fitted), prior_ratio=ratio,
                        high_leverage=float((leverage > HIGH_LEVERAGE).sum()) / max(1, counting),
                        largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
                        moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
                        effective_share=used / (likelihood.weight * points.observed_outputs(likelihood)),
-                       additive=additive, refitted=fitted.model.refitted, without_inputs=alone, gain=gain,
+                       additive=additive, refitted=fitted.model.refitted, learned_share=used / targets,
+                       noise_share=noise, without_inputs=alone, gain=gain,
                        linear=doubted and additive and fitted.exact and _linear(fitted))
 
 
@@ -199,32 +219,32 @@ def _gain(fitted: FittedModel, alone: float) -> float:
         return float(evidence(fitted).value) / fitted.total - alone
 
 
-def _without_inputs(fitted: FittedModel) -> float | None:
+def _without_inputs(fitted: FittedModel) -> tuple[float | None, float | None]:
     """As `Reliability.without_inputs`: by the frequencies of classes, or mean and variance of each response.
 
-    None for other likelihoods, for noise larger than that variance, and where the evidence is no number to rely on.
+    And `noise_share`. None for other likelihoods, and where the evidence is no number to rely on.
     """
     if not fitted.exact or fitted.precision.reads_data:
-        return None
+        return None, None
     points, likelihood = fitted.points, fitted.likelihood
     counts, y = points.observed_counts(likelihood).double(), points.targets
     noise = likelihood.additive_noise(points.f)
     if noise is None:
         labels = likelihood.classifies and y.ndim == 1 and not y.is_floating_point()
         if not labels:
-            return None
+            return None, None
         each = torch.bincount(y.clamp_min(0).cpu(), counts.cpu())  # CUDA's is not deterministic
-        return -float(torch.special.entr(each / each.sum()).sum())
+        return -float(torch.special.entr(each / each.sum()).sum()), None
     y = y.double()
     if bool(y[counts > 0].isnan().any()):
-        return None
+        return None, None
     shares = (counts / counts.sum()).unsqueeze(1)
     y = y.nan_to_num()
     variance = (shares * (y - (shares * y).sum(0)).square()).sum(0)
-    average = (shares * noise.diagonal(dim1=1, dim2=2)).sum(0)
-    if bool((average >= variance).any()):
-        return None
-    return -0.5 * float((1.0 + (2.0 * math.pi * variance).log()).sum())
+    if not bool((variance > 0).all()):
+        return None, None
+    average = (shares * noise.detach().diagonal(dim1=1, dim2=2)).sum(0)
+    return -0.5 * float((1.0 + (2.0 * math.pi * variance).log()).sum()), float((average / variance).max())
 
 
 def newton_decrement(fitted: FittedModel) -> float:

@@ -64,7 +64,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         of more than 1,000 examples, at most 5,000, from a training, and fits the predictive of `structure` to them
         (`held_out_index_`): at the weights of the best evidence, or at the optimum, whichever is better. So it does
         with 300 examples where there is no exact posterior, or where the network has learned its targets by heart
-        (`Reliability.learned_targets`).
+        (`Reliability.learned_targets`). Before that, if the evidence is below that of one prediction for all inputs,
+        "loo" and "folds" train once more with the evidence computed three times as often, and leave-one-out chooses.
     epochs, learning_rate, batch_size
         Of the training with Adam, whose learning rate falls to 0 as a cosine (in a classification it is constant).
     standardize : bool or "auto"

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,14 @@ from ntk_laplace.training import (
     train_with_evidence,
 )
 from ntk_laplace.training.model import Model
+from ntk_laplace.training.schedule import short_schedule
+from ntk_laplace.training.starts import rank
 
 _UNTRUSTED = "the fitted predictive is not to be trusted"
 _FOLDS = 5  # of predictive="folds"
 _FEWEST = 1_000  # of more examples some may be kept apart
 _FEWEST_LEARNED = 300  # of so many too, without an exact posterior or where the targets were learned by heart
+_OFTEN = 3  # times as many evaluations of the evidence where it is below that of one prediction for all inputs
 
 
 @dataclass(frozen=True)
@@ -75,32 +78,36 @@ def trained(
     many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
     options = {**options, "predictive": predictive and "loo"}
 
-    def run() -> EvidenceTraining:
+    def run(own: nn.Module, **other: Any) -> EvidenceTraining:
         with _untrusted_untold(later=many or folds):
             if starts is None:
-                return train_with_evidence(module, data, likelihood, prior, **options)
-            return train_from_starts(module, data, likelihood, prior, starts=starts, **options)[0]
+                return train_with_evidence(own, data, likelihood, prior, **options | other)
+            return train_from_starts(own, data, likelihood, prior, starts=starts, **options | other)[0]
 
     curvature = CurvatureType.of(options["curvature"])
     sized = Model(module, likelihood, prior, data, options["structure"], curvature, None, options["settings"])
     held = np.zeros(0, dtype=np.intp)
     apart = many and not sized.has_exact()
     if not apart:
-        with warnings.catch_warnings(record=many) as told:  # of a training that may not be the last
-            if many:
-                warnings.simplefilter("always")
-            found = run()
+        found, told = _recorded(run, module)
+        doubts = None if found.predictive is None else found.predictive.reliability
+        if doubts is not None and doubts.below_one_prediction:  # noise was learned between evaluations
+            schedule, other = options.get("schedule") or short_schedule(options["epochs"]), new()
+            often = replace(schedule, frequency=max(1, schedule.frequency // _OFTEN))
+            again, of_again = _recorded(run, other, schedule=often)
+            if rank(again, left_out=True) > rank(found, left_out=True):
+                found, told, module = again, of_again, other
         posterior, fit = found.posterior, found.predictive
         learned = fit is not None and fit.reliability is not None and fit.reliability.learned_targets
         apart = many and (fit is None or learned or (len(data[1]) > _FEWEST and not fit.trusted))
         seen: dict[Any, Any] = {}
-        for one in () if apart or told is None else told:
+        for one in () if apart else told:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=seen)
     if apart:  # calibrated with data that the training does not see
         module, given, held = new(), data, held_out(data[1], likelihood.classifies, seed)
         kept = to_tensor(np.setdiff1d(np.arange(len(data[1])), held))
         data, options["predictive"] = tuple(part[kept] for part in given), None
-        found = run()
+        found = run(module)
         posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))
     if folds:
         options["schedule"] = EvidenceSchedule(options["epochs"], steps=0)  # the hyperparameters stay
@@ -112,6 +119,15 @@ def trained(
         with _untrusted_untold(later=True):
             fit = posterior.cross_calibrate(train, data, min(_FOLDS, len(data[1])), seed=seed)
     return Trained(module, posterior, found.history, fit, held)
+
+
+def _recorded(
+    run: Callable[..., EvidenceTraining], module: nn.Module, **options: Any
+) -> tuple[EvidenceTraining, list[warnings.WarningMessage]]:
+    """A training that may not be the last, and its warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        return run(module, **options), told
 
 
 @contextmanager
