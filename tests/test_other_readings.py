@@ -131,11 +131,61 @@ class Recomputing(Plain):
         return checkpoint(super().hidden, x, use_reentrant=False)
 
 
-@pytest.mark.filterwarnings("ignore:the evidence of")
-def test_gradients_at_other_weights_of_a_checkpointed_network_are_refused() -> None:
-    """They would be those at the network's own; what needs no such gradient is that of the plain network."""
+class Late(torch.autograd.Function):
+    """tanh(Wx), whose backward pass reads W where it is registered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: nn.Linear) -> Tensor:
+        found = nn.functional.linear(x, weight, bias).tanh()
+        ctx.save_for_backward(x, found)
+        ctx.layer = layer
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, found = ctx.saved_tensors
+        back = grad * (1.0 - found.square())
+        return back @ ctx.layer.weight, back.T @ x, back.sum(0), None
+
+
+class Reading(Plain):
+    """Two layers of `Late`, so that one of them has an input with a gradient."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return Late.apply(super().hidden(x), self.c.weight, self.c.bias, self.c)
+
+
+class Stacked(Plain):
+    """`Reading` by autograd."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.c(super().hidden(x)).tanh()
+
+
+class Offloaded(Plain):
+    """Hooks of saved tensors alone change no gradient."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().hidden(x)
+
+
+def deepened(kind: type[Plain]) -> Any:
+    """Of one of these kinds, with a layer `c` more."""
+    network = made(kind)
+    torch.manual_seed(1)
+    network.c = nn.Linear(network.a.out_features, network.a.out_features).double()
+    return network
+
+
+@pytest.mark.filterwarnings("ignore:the evidence of", "ignore:torch.func.vmap does not", "ignore:no factor rule")
+@pytest.mark.parametrize(("kind", "plain"), [(Recomputing, Plain), (Reading, Stacked)])
+def test_gradients_at_other_weights_that_a_backward_pass_does_not_follow(
+    kind: type[Plain], plain: type[Plain]
+) -> None:
+    """They would mix those at the network's own; what needs no such gradient is that of the plain network."""
     x, y = data()
-    found, expected = (ntkl.laplace(made(kind), (x, y), ntkl.Categorical()) for kind in (Recomputing, Plain))
+    found, expected = (ntkl.laplace(deepened(kind), (x, y), ntkl.Categorical()) for kind in (kind, plain))
     for ask in (
         lambda p: p.latent_moments(x)[1], lambda p: p.predict(x, "nn", generator=torch.Generator().manual_seed(0)).mean,
         lambda p: p.importance_evidence(50, generator=torch.Generator().manual_seed(0)).log_weights,
@@ -145,8 +195,16 @@ def test_gradients_at_other_weights_of_a_checkpointed_network_are_refused() -> N
         lambda: found.what_ifs([[0]], linearization="moving"), lambda: found.annealed_evidence(20, 8),
         lambda: found.latent_moments(x.clone().requires_grad_(), differentiable=True),
     ):
-        with refused(ntkl.NetworkError, "for gradients at other weights", "torch.utils.checkpoint", "Turn"):
+        with refused(ntkl.NetworkError, "for gradients at other weights", "torch.utils.checkpoint", "save_for"):
             refuse()
+
+
+@pytest.mark.filterwarnings("ignore:torch.func.vmap does not", "ignore:the network is not at a minimum")
+def test_hooks_of_saved_tensors_that_change_no_gradient() -> None:
+    x, y = data()
+    one, other = (ntkl.laplace(made(kind), (x, y), ntkl.Categorical()).what_ifs([[0], [1, 2]], linearization="moving")
+                  for kind in (Offloaded, Plain))
+    assert relative_error(one.outputs(x[:3]), other.outputs(x[:3])) < 1e-9
 
 
 # --- constants

@@ -13,7 +13,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import NetworkError, is_choice
-from ntk_laplace.model.data import Batches, InputDtype, Inputs, num_examples, take
+from ntk_laplace.model.data import Batches, InputDtype, Inputs, map_tensors, num_examples, take
 from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.model.network.checked_outputs import CheckedOutputs
 from ntk_laplace.model.network.choice import ParameterChoice, choose
@@ -64,9 +64,6 @@ class Network(CheckedOutputs):
         Rows of embeddings that `substituted` leaves alone, found by `probe`.
     follows_values : bool
         Whether outputs follow values that replace the parameters where these are registered, known after `probe`.
-    recomputes : bool
-        Whether a backward pass runs parts of the network again (checkpoints), known after `probe`. At values that
-        replaced the parameters it would find the network's own.
     threads : ReadersAndWriters
         A block that puts other values in place of the parameters, or watches the module, is alone (`writing`).
 
@@ -77,7 +74,7 @@ class Network(CheckedOutputs):
     """
 
     follows_values: bool = True
-    recomputes: bool = False
+    _follows_gradients: bool | None = None  # None before the first question
 
     def __init__(
         self, module: nn.Module, parameters: ParameterChoice = None, output: str | int | None = None,
@@ -236,7 +233,10 @@ class Network(CheckedOutputs):
 
     def evaluate_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """Outputs (N, C) with their graph in `x` and in `values` of the chosen parameters, by name; see `outputs`."""
-        self.require_no_recomputation()
+        self.require_gradients_followed(x)
+        return self._evaluated_at(values, x)
+
+    def _evaluated_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         with torch.enable_grad(), unrolled(self.module):
             return self.outputs(lambda x: self.call_at(values, x), x, 0)
 
@@ -297,12 +297,37 @@ class Network(CheckedOutputs):
                                "one whose outputs do not follow values that replace them",
                                "Register layers as attributes or in nn.ModuleList, not in a plain list.")
 
-    def require_no_recomputation(self) -> None:
-        """Refuse gradients at values in place of the parameters of a network that `recomputes` (NetworkError)."""
-        if self.recomputes:
-            raise NetworkError("a network whose backward pass runs no part of it again, for gradients at other weights",
-                               "one with torch.utils.checkpoint, or other hooks of saved tensors",
-                               "Turn its gradient checkpointing off: that changes no output.")
+    def require_gradients_followed(self, x: Inputs) -> None:
+        """Refuse gradients at other weights of a network that they do not follow (NetworkError)."""
+        if not self.follows_gradients(x):
+            raise NetworkError("a network whose backward pass reads the weights of its forward pass, for gradients at "
+                               "other weights", "one whose gradients at values in place of its weights are others, as "
+                               "with torch.utils.checkpoint",
+                               "Turn gradient checkpointing off; in a torch.autograd.Function use save_for_backward.")
+
+    def follows_gradients(self, x: Inputs) -> bool:
+        """Whether gradients at values in place of the parameters are those of a network that has these weights.
+
+        They are others if the backward pass finds the network's own weights, as checkpoints do that run parts of it
+        again. Two examples are looked at, once.
+        """
+        if self._follows_gradients is None:
+            few = map_tensors(torch.Tensor.detach, take(x, slice(0, 2)))
+            self._follows_gradients = self._gradients_agree(self.values(0.5 * self.theta), few)
+        return self._follows_gradients
+
+    def _gradients_agree(self, values: Mapping[str, Tensor], x: Inputs) -> bool:
+        """Of the outputs at these values, and of a network that has these weights."""
+        inputs = [value.requires_grad_() for value in values.values()]
+        try:
+            with self.arithmetic():
+                found = _gradients(self._evaluated_at(values, x), inputs)
+                with self.with_theta(torch.cat([value.detach().flatten() for value in inputs])):
+                    own = _gradients(self.evaluate(x), list(self._parameters.values()))
+        except RuntimeError:  # what torch.func does not take cannot be followed
+            return False
+        apart, scale = ((vector.nan_to_num(0.0, 0.0, 0.0)).norm() for vector in (found - own, own))
+        return bool(apart <= torch.finfo(self.precision).eps ** 0.5 * scale)
 
     def read_from_caller(self, parameters: Iterable[Tensor]) -> str | None:
         """The name of the first of these that is a parameter of the caller's network itself, not of the copy."""
@@ -327,3 +352,10 @@ class Network(CheckedOutputs):
             except RuntimeError:
                 self.channels_last = True  # the memory format was not the cause
                 raise
+
+
+def _gradients(out: Tensor, inputs: list[Tensor]) -> Tensor:
+    """Of the sum of the outputs with different factors, as one vector."""
+    factors = torch.linspace(1.0, 2.0, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+    found = torch.autograd.grad(out, inputs, factors, allow_unused=True, materialize_grads=True)
+    return torch.cat([each.flatten() for each in found])

@@ -63,7 +63,7 @@ class ManyWeights:
         If `apart`, each value has examples of its own: tensors of `x` are (S, n, ...).
         """
         if torch.is_grad_enabled() and thetas.requires_grad:
-            self.network.require_no_recomputation()
+            self.network.require_gradients_followed(take(x, 0) if apart else x)
         thetas, tensors = thetas.to(self.network.dtype), leaves(x) if apart else []
 
         def one(theta: Tensor, *own: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class ManyWeights:
         numbers = torch.arange(num_examples(x), device=theta.device).expand(2, -1)
         self.batched = True
         try:
-            with warnings.catch_warnings(), torch.set_grad_enabled(not self.network.recomputes):
+            with warnings.catch_warnings(), torch.set_grad_enabled(self.network.follows_gradients(x)):
                 warnings.simplefilter("ignore")  # of a vmap without a rule for an operation, which is slow and right
                 found = torch.cat([self(thetas, x), self(thetas, take(x, numbers), apart=True)])
                 if found.requires_grad:
@@ -134,7 +134,7 @@ class ManyWeights:
             return tensor
 
         theta = self.network.theta.requires_grad_()
-        with torch.set_grad_enabled(not self.network.recomputes), self._kernels():
+        with torch.set_grad_enabled(self.network.follows_gradients(x)), self._kernels():
             try:
                 with torch.autograd.graph.saved_tensors_hooks(keep, _same):
                     found = self._one(theta, x)

@@ -18,7 +18,6 @@ from ntk_laplace.model.network.readings import padding_rows, readers
 from ntk_laplace.runtime.random_state import preserved_rng
 
 _FIRST = 4  # examples that are evaluated together; every other one is then evaluated again without the rest
-_HOOKS = "hooks of saved tensors are looked for"
 _EVAL = "Call network.eval() before the fit (and keep dropout off)."
 
 
@@ -52,7 +51,6 @@ def probe(network: Network, x: Inputs) -> Tensor:
         _require_last(network, few)
         network.constant_rows = padding_rows(network.module, network.names, found)
         network.follows_values = _follows_values(network, few)
-        network.recomputes = _recomputes(network, few)
     network.input_format = format_of(few)
     return found
 
@@ -67,18 +65,6 @@ def _follows_values(network: Network, x: Inputs) -> bool:
         return False
     found = readers(out)
     return not any(id(parameter) in found for parameter in network.parameters.values())
-
-
-def _recomputes(network: Network, x: Inputs) -> bool:
-    """Whether the network has hooks of saved tensors, by which checkpoints run parts of it again."""
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks(_HOOKS):
-            network.evaluate(_every_other(x))
-    except (RuntimeError, NTKLaplaceError) as error:
-        if _HOOKS not in f"{error} {error.__cause__}":
-            raise
-        return True
-    return False
 
 
 def _followed(network: Network, x: Inputs) -> Tensor:
