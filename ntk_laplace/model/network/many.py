@@ -63,7 +63,7 @@ class ManyWeights:
         If `apart`, each value has examples of its own: tensors of `x` are (S, n, ...).
         """
         if torch.is_grad_enabled() and thetas.requires_grad:
-            self.network.require_gradients_followed(take(x, 0) if apart else x)
+            self.network.require_gradients_followed(map_tensors(lambda tensor: tensor[0], x) if apart else x)
         thetas, tensors = thetas.to(self.network.dtype), leaves(x) if apart else []
 
         def one(theta: Tensor, *own: Tensor) -> Tensor:

@@ -91,9 +91,10 @@ def trained(
     if not apart:
         found, told = _recorded(run, module)
         doubts = None if found.predictive is None else found.predictive.reliability
-        if doubts is not None and doubts.below_one_prediction:  # noise was learned between evaluations
-            schedule, other = options.get("schedule") or short_schedule(options["epochs"]), new()
-            often = replace(schedule, frequency=max(1, schedule.frequency // _OFTEN))
+        schedule = options.get("schedule") or short_schedule(options["epochs"])
+        often = replace(schedule, frequency=max(1, schedule.frequency // _OFTEN))
+        if doubts is not None and doubts.below_one_prediction and often != schedule:
+            other = new()  # noise was learned between evaluations
             again, of_again = _recorded(run, other, schedule=often)
             if rank(again, left_out=True) > rank(found, left_out=True):
                 found, told, module = again, of_again, other
