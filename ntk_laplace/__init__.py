@@ -37,6 +37,7 @@ from ntk_laplace.model.likelihoods import (
     HeteroscedasticGaussian,
     Likelihood,
     Poisson,
+    StudentT,
     Tempered,
     register_likelihood,
 )
@@ -189,6 +190,7 @@ __all__ = [
     "StructureEvidence",
     "StructurePlan",
     "StructureSpec",
+    "StudentT",
     "SummedSpec",
     "TargetError",
     "Tempered",

@@ -719,6 +719,13 @@ def test_estimators_beside_others(tmp_path: Path) -> None:
     assert found["diabetes, perceptron"]["behind"] == pytest.approx(own) and "Gaussian process" in printed
 
 
+def test_outliers(tmp_path: Path) -> None:
+    printed = run("predictions/outliers.py", tmp_path)
+    found = figures(tmp_path / "outliers" / "outliers.json")["results"]
+    assert len(found) == 6 and all(math.isfinite(one["log likelihood"][0]) for one in found.values())
+    assert "| sine, outliers |" in printed and "The evidence agrees" in printed
+
+
 def test_intervals_and_sets(tmp_path: Path) -> None:
     printed = run("predictions/intervals.py", tmp_path, "--out", "out", "--alone", "--settings", "ordinary")
     regression, classes = figures(tmp_path / "out" / "intervals.json")["results"]

@@ -28,7 +28,7 @@ class Calibration:
     average_temperature : float
         T_a of the averaged class probabilities.
     noise : float
-        Factor of the noise covariance of a Gaussian.
+        Factor of the noise covariance, of `Gaussian` and `StudentT`.
     """
 
     scale: float = 1.0

@@ -49,7 +49,7 @@ class CalibrationVerbs(PredictionVerbs):
         parameters : sequence of str, optional
             "scale" (c), "temperature" (T), "average_temperature" (of the averaged probabilities), "noise" (s, a factor
             of the noise covariance), or "common" alone (one factor for c and s, in closed form). By default scale and
-            temperature of classes, scale and noise of a Gaussian, the scale of others.
+            temperature of classes, scale and noise of `Gaussian` and `StudentT`, the scale of others.
         points, seed : optional
             Which training points are left out, as in `leave_one_out`. By default all for an exact structure, but of
             more than 50,000 as many drawn at random; and 300 drawn for the others, which are fitted again without them.
@@ -101,7 +101,7 @@ class CalibrationVerbs(PredictionVerbs):
         temperature : str
             Of classes: "draws" divides each draw of f, E softmax(f/T); "average" divides the log of the averaged
             probabilities, softmax(log E softmax(f) / T). "network" is temperature scaling of the network alone, or the
-            noise of a Gaussian alone: the scale is 0.
+            additive noise alone: the scale is 0.
 
         Returns
         -------
@@ -112,7 +112,8 @@ class CalibrationVerbs(PredictionVerbs):
         held_out = self._held_out(data, likelihood)
         names = [_TEMPERATURES[temperature]] if likelihood.classifies else ["noise"]
         if temperature == "network":
-            if not likelihood.classifies and likelihood.additive_noise(held_out.mean) is None:
+            scaled = likelihood.scales_noise or likelihood.additive_noise(held_out.mean) is not None
+            if not (likelihood.classifies or scaled):
                 raise UnsupportedError('classes, or additive noise, for temperature="network"',
                                        f"a {type(likelihood).__name__} likelihood, whose network has no such number",
                                        "Leave temperature out: the scale is fitted.")

@@ -23,6 +23,7 @@ from ntk_laplace.model.likelihoods.registry import (
     registered_likelihoods,
 )
 from ntk_laplace.model.likelihoods.responses import Response
+from ntk_laplace.model.likelihoods.student import StudentT
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL
 from ntk_laplace.model.likelihoods.tempered import Tempered
 
@@ -39,6 +40,7 @@ __all__ = [
     "PerOutput",
     "Poisson",
     "Response",
+    "StudentT",
     "Tempered",
     "likelihood_from_record",
     "likelihood_record",

@@ -42,6 +42,9 @@ class Likelihood(nn.Module):
     Evidences of densities and of masses have different units, so they cannot be compared.
     """
 
+    scales_noise: bool = False
+    """Whether ``y = f + noise``, with one target for each output, and `scaled_noise` scales the noise."""
+
     weight: float = 1.0
     """How many times each example counts; see `Tempered`."""
 

@@ -97,6 +97,7 @@ class Everywhere(Likelihood):
                                    "Pass for instance Categorical(); temper the result, Tempered(Everywhere(...), w).")
         self.likelihood, self.positions, self.ignore_index = own, Size(shape), int(ignore_index)
         self.classifies, self.is_density = own.classifies, own.is_density
+        self.scales_noise = own.scales_noise
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """The hyperparameters of `likelihood`, under their own names."""

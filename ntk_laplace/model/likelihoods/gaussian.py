@@ -60,7 +60,7 @@ class Gaussian(PerOutput):
         another value.
     """
 
-    is_density = True
+    is_density = scales_noise = True
     log_noise: nn.Parameter
     coupling: nn.Parameter | None
 

@@ -234,9 +234,6 @@ class Network(CheckedOutputs):
     def evaluate_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """Outputs (N, C) with their graph in `x` and in `values` of the chosen parameters, by name; see `outputs`."""
         self.require_gradients_followed(x)
-        return self._evaluated_at(values, x)
-
-    def _evaluated_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         with torch.enable_grad(), unrolled(self.module):
             return self.outputs(lambda x: self.call_at(values, x), x, 0)
 
@@ -317,13 +314,13 @@ class Network(CheckedOutputs):
         return self._follows_gradients
 
     def _gradients_agree(self, values: Mapping[str, Tensor], x: Inputs) -> bool:
-        """Of the outputs at these values, and of a network that has these weights."""
+        """Of the outputs at these values, and of a network that has these weights; they may be infinite."""
         inputs = [value.requires_grad_() for value in values.values()]
         try:
-            with self.arithmetic():
-                found = _gradients(self._evaluated_at(values, x), inputs)
+            with torch.enable_grad(), self.arithmetic(), unrolled(self.module):
+                found = _gradients(self.call_at(values, x), inputs)
                 with self.with_theta(torch.cat([value.detach().flatten() for value in inputs])):
-                    own = _gradients(self.evaluate(x), list(self._parameters.values()))
+                    own = _gradients(self.call(x), list(self._parameters.values()))
         except RuntimeError:  # what torch.func does not take cannot be followed
             return False
         apart, scale = ((vector.nan_to_num(0.0, 0.0, 0.0)).norm() for vector in (found - own, own))
@@ -356,6 +353,8 @@ class Network(CheckedOutputs):
 
 def _gradients(out: Tensor, inputs: list[Tensor]) -> Tensor:
     """Of the sum of the outputs with different factors, as one vector."""
+    if not out.requires_grad:
+        return torch.zeros(sum(each.numel() for each in inputs), dtype=out.dtype, device=out.device)
     factors = torch.linspace(1.0, 2.0, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
     found = torch.autograd.grad(out, inputs, factors, allow_unused=True, materialize_grads=True)
     return torch.cat([each.flatten() for each in found])

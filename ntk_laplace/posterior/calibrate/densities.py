@@ -151,7 +151,10 @@ class NormalDensities:
 
 
 class SampledDensities:
-    """log E p(y given f/T), averaged over the points of f that `predict` uses."""
+    """log E p(y given f/T), averaged over the points of f that `predict` uses.
+
+    Noise that is √s times as large makes an error e as likely as e/√s is without it, times s^-½ for each output.
+    """
 
     def __init__(self, likelihood: Likelihood, points: LeftOut) -> None:
         self._likelihood, self._points = likelihood, points
@@ -161,7 +164,8 @@ class SampledDensities:
         self._z = normal_points(_SAMPLES, c).to(points.mean)
         self._root = covariance_root(points.covariance)
         self.shares = points.weights / points.weights.sum()
-        self.names: tuple[str, ...] = ("scale", "temperature") if likelihood.classifies else ("scale",)
+        second = "temperature" if likelihood.classifies else "noise" if likelihood.scales_noise else None
+        self.names: tuple[str, ...] = ("scale", *([second] if second else []))
         y = points.targets
         # the density of a soft label is that of the averaged response, and so is one at a temperature of the average
         self._soft = likelihood.classifies and y.is_floating_point() and bool(((y > 0) & (y < 1)).any())
@@ -176,8 +180,9 @@ class SampledDensities:
         for here in panels(n, 1, step):
             own = self._likelihood if step >= n else self._likelihood.at(here)
             f = points.mean[here] + scale.sqrt() * torch.einsum("ncd,sd->snc", self._root[here], z)
-            f = f / setting["temperature"] if "temperature" in setting else f
-            yield self.shares[here] * self._log_prob(own, f, points.targets[here], setting)
+            f, y = f / setting["temperature"] if "temperature" in setting else f, points.targets[here]
+            f, lost = _with_noise(own, f, y, setting["noise"]) if "noise" in setting else (f, 0.0)
+            yield self.shares[here] * (self._log_prob(own, f, y, setting) - lost)
 
     def _log_prob(self, likelihood: Likelihood, f: Tensor, y: Tensor, setting: Setting) -> Tensor:
         average = "average_temperature" in setting
@@ -185,3 +190,11 @@ class SampledDensities:
             return MixtureResponse(likelihood, f, self._points.scalar).log_prob(y)
         response = likelihood.average(f, self._points.scalar)
         return (response.tempered(setting["average_temperature"]) if average else response).log_prob(y)
+
+
+def _with_noise(likelihood: Likelihood, f: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (S, n, C) whose errors are those of f over the root of the factor, and the log density lost, (n,)."""
+    targets, observed = y.reshape(f.shape[1:]).to(f), likelihood.observed(y)
+    there = torch.ones_like(targets, dtype=torch.bool) if observed is None else observed.reshape(targets.shape)
+    targets = targets.masked_fill(~there, 0.0)
+    return targets + (f - targets) / factor.sqrt(), 0.5 * likelihood.weight * there.to(f).sum(-1) * factor.log()

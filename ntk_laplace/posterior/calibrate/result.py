@@ -16,7 +16,7 @@ class PredictiveFit:
     Attributes
     ----------
     calibration : Calibration
-        Scale c of the covariance of f, temperature T of classes, factor of a Gaussian's noise.
+        Scale c of the covariance of f, temperature T of classes, factor of additive noise.
     objective : str
         "loo", "folds", or "held-out data".
     before : float

@@ -1,0 +1,121 @@
+"""Student's t beside the Gaussian: networks trained with their evidence, and which of the two the evidence prefers.
+
+    python examples/predictions/outliers.py --data DIR --threads 1
+
+Every table is split four times. A network is trained with `train_with_evidence(predictive="loo")` under either
+likelihood, from the same weights; noise and degrees of freedom are learned. Two tables are made here: a sine with a
+twentieth of outliers, and eight columns with noise of three degrees of freedom. Figures are nats a test point, in
+standardized units. Without `--data` the tables of scikit-learn and these two are run.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
+
+from _shared import machine, once, parser, table, write
+from _tables import FILES, REGRESSION, load
+
+Table = tuple[Tensor, Tensor, Tensor, Tensor]
+LIKELIHOODS = {"Gaussian": lambda: ntkl.Gaussian(0.3), "Student": lambda: ntkl.StudentT(0.3)}
+
+
+def sine(seed: int, n: int) -> Table:
+    """A sine of one input; a twentieth of the targets are off by 3 in the mean square."""
+    generator = np.random.default_rng(seed)
+    x = generator.uniform(-2.0, 2.0, (n + 1000, 1))
+    y = np.sin(3.0 * x) + 0.1 * generator.normal(size=x.shape)
+    y += 3.0 * generator.normal(size=x.shape) * (generator.uniform(size=x.shape) < 0.05)
+    return standardized(x, y, n)
+
+
+def heavy_tails(seed: int, n: int) -> Table:
+    """Three of eight columns count, and the noise has three degrees of freedom."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(n + 1000, 8))
+    y = np.sin(3.0 * x[:, :1]) + x[:, 1:2] * x[:, 2:3] + 0.3 * generator.standard_t(3.0, (n + 1000, 1))
+    return standardized(x, y, n)
+
+
+def standardized(x: np.ndarray, y: np.ndarray, n: int) -> Table:
+    """The first n rows are for training."""
+    x, y = ((part - part[:n].mean(0)) / part[:n].std(0) for part in (x, y))
+    return (*map(torch.from_numpy, (x[:n], y[:n], x[n:], y[n:])),)
+
+
+def of_file(name: str, data: Path | None, seed: int, small: bool) -> Table:
+    """A table of `table.py`."""
+    problem = load(name, data, seed, small)
+    return tuple(part.double() for part in (problem.x, problem.y, problem.x_test, problem.y_test))
+
+
+def case(data: Table, seed: int, epochs: int) -> dict[str, Any]:
+    """Mean test log likelihood, evidence a point, and median error, by likelihood."""
+    x, y, x_test, y_test = data
+    found = {}
+    for name, likelihood in LIKELIHOODS.items():
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(x.shape[1], 32), nn.Tanh(), nn.Linear(32, 1)).double()
+        posterior = ntkl.train_with_evidence(network, (x, y), likelihood(), epochs=epochs, predictive="loo").posterior
+        response = posterior.predict(x_test)
+        found[name] = {
+            "log likelihood": float(response.log_prob(y_test).mean()),
+            "evidence": float(posterior.log_marginal_likelihood()) / len(x),
+            "median error": float((response.mean - y_test).abs().median()),
+        }
+        if name == "Student":
+            found[name]["degrees of freedom"] = float(posterior.likelihood.df)
+    return found
+
+
+def main() -> None:
+    """Every table, and how often the evidence is right."""
+    arguments = parser(__doc__, "outliers")
+    arguments.add_argument("--data", type=Path, help="folder with boston.npz and its like")
+    options = arguments.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")  # of leave-one-out that is not to be trusted
+    options.out.mkdir(parents=True, exist_ok=True)
+    seeds, epochs, n = (1, 10, 40) if options.small else (4, 400, 300)
+    made = {"sine, outliers": lambda seed: sine(seed, n), "heavy tails": lambda seed: heavy_tails(seed, n)}
+    for name in REGRESSION[-4:] if options.small else REGRESSION:
+        if options.data or name not in FILES:
+            made[name] = lambda seed, own=name: of_file(own, options.data, seed, options.small)
+    rows, results, right = [], {}, []
+    for name, read in made.items():
+        found = [once(options.out / f"{name} {seed}.json", [str(options.small)],
+                      lambda read=read, seed=seed: case(read(seed), seed, epochs)) for seed in range(seeds)]
+        gains = {key: np.array([one["Student"][key] - one["Gaussian"][key] for one in found])
+                 for key in ("log likelihood", "evidence", "median error")}
+        agree = int((np.sign(gains["log likelihood"]) == np.sign(gains["evidence"])).sum())
+        right.append(agree)
+        results[name] = {key: values.tolist() for key, values in gains.items()} | {"agree": agree}
+        mean = {key: np.mean([one["Gaussian"][key] for one in found]) for key in gains}
+        freedom = np.median([one["Student"]["degrees of freedom"] for one in found])
+        rows.append([name, f"{mean['log likelihood']:.2f}", f"{gains['log likelihood'].mean():+.2f}",
+                     f"{gains['log likelihood'].min():+.2f}", f"{gains['evidence'].mean():+.2f}",
+                     f"{1 + gains['median error'].mean() / mean['median error']:.2f}", f"{freedom:.1f}",
+                     f"{agree} of {seeds}"])
+    print(table(["data", "Gaussian", "Student less it", "least", "evidence less it", "median error, ratio",
+                 "degrees of freedom", "evidence agrees"], rows))
+    clear = [gain for one in results.values()
+             for gain, evidence in zip(one["log likelihood"], one["evidence"], strict=True) if evidence > 0.05]
+    if clear:
+        print(f"Where its evidence is larger by 0.05 nats a point, Student is better in {sum(x > 0 for x in clear)} of "
+              f"{len(clear)} splits, by {np.mean(clear):+.2f} in the mean and {min(clear):+.2f} at least.")
+    print(f"The evidence agrees with the test points in {sum(right)} of {len(made) * seeds}.")
+    write(options.out / "outliers.json", {"machine": machine(options.threads), "results": results})
+
+
+if __name__ == "__main__":
+    main()

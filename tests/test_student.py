@@ -1,0 +1,77 @@
+"""Student's t: hyperparameters, noise in the calibration, outliers, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from reference import relative_error
+from refusals import refused
+
+
+def problem(outputs: int = 2) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.linspace(-3.0, 3.0, 40).double().unsqueeze(1)
+    y = torch.sin(x) + 0.1 * torch.randn(40, outputs).double()
+    y[::9] += 4.0
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, outputs)).double(), x, y
+
+
+@pytest.mark.filterwarnings("ignore:.*fitted predictive")
+@pytest.mark.parametrize("likelihood", [
+    ntkl.StudentT(torch.tensor([0.3, 0.02]), 3.0, missing="nan"), ntkl.Tempered(ntkl.StudentT(0.05, 6.0, "nan"), 2.0),
+], ids=["two noises", "tempered"])
+def test_calibration_scales_the_noise(likelihood: ntkl.Likelihood) -> None:
+    """The densities of the search are those of `predict` with another noise."""
+    network, x, y = problem()
+    y[5, 1] = y[7] = torch.nan
+    posterior = ntkl.laplace(network, (x, y), likelihood)
+    fit = posterior.calibrate((x, y))
+    assert fit.noise != 1.0 and fit.after > fit.before
+    there = torch.tensor([i for i in range(40) if i != 7])
+    density = posterior.predict(x[there]).log_prob(y[there]).mean()
+    assert float(density) == pytest.approx(fit.after, rel=1e-9)
+    one, other = (own.counted_once().noise for own in (likelihood, likelihood.scaled_noise(fit.noise)))
+    assert relative_error(other, fit.noise * one) < 1e-12
+
+
+def test_outliers_pull_less_and_the_evidence_says_so(tmp_path: Path) -> None:
+    found, networks = {}, {}
+    for name, likelihood in {"t": ntkl.StudentT(0.3), "normal": ntkl.Gaussian(0.3)}.items():
+        networks[name], x, y = problem(1)
+        found[name] = ntkl.train_with_evidence(networks[name], (x, y), likelihood, structure="full", epochs=200,
+                                               schedule=ntkl.EvidenceSchedule(20, 20))
+    errors = {name: (one.posterior.predict(x).mean - torch.sin(x)).abs().median() for name, one in found.items()}
+    assert errors["t"] < 0.5 * errors["normal"]
+    evidence = {name: float(one.posterior.log_marginal_likelihood()) for name, one in found.items()}
+    assert evidence["t"] > evidence["normal"] + 10.0
+    assert found["t"].history.names[-2:] == ["noise", "excess"]
+    posterior = found["t"].posterior
+    assert 2.0 < float(posterior.likelihood.df) < 4.0
+    posterior.save(tmp_path / "t.pt")
+    again = ntkl.load(tmp_path / "t.pt", networks["t"])
+    assert torch.equal(again.likelihood.df, posterior.likelihood.df)
+    assert torch.equal(again.predict(x).variance, posterior.predict(x).variance)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"df": 2.0}, ("above 2", "2.0", "df=4")), ({"df": "many"}, ("above 2", "many", "df=4")),
+    ({"noise": 0.0}, ("positive", "0", "above 0")), ({"noise": torch.ones(2, 2)}, ("one for each", "2, 2", "each")),
+    ({"missing": "none"}, ("nan", "none", "NaN")),
+])
+def test_what_the_constructor_refuses(arguments: dict[str, Any], words: tuple[str, str, str]) -> None:
+    with refused(ntkl.HyperparameterError, *words):
+        ntkl.StudentT(**arguments)
+
+
+def test_one_noise_for_each_output() -> None:
+    network, x, y = problem()
+    with refused(ntkl.HyperparameterError, r"shape \(2,\)", r"\(3,\)", "for each output"):
+        ntkl.laplace(network, (x, y), ntkl.StudentT(torch.ones(3)))
+    with refused(ntkl.UnsupportedError, "noise, scale", "temperature", "scale and noise"):
+        ntkl.laplace(network, (x, y), ntkl.StudentT()).fit_predictive("loo", parameters=["temperature"])
