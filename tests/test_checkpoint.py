@@ -116,6 +116,7 @@ def test_every_likelihood_and_prior_is_restored(tmp_path: Path) -> None:
     cases = [
         (ntkl.Gaussian(covariance), y), (ntkl.Gaussian(torch.rand(13, 3) + 0.1, kind="point"), y),
         (ntkl.Gaussian(torch.tensor([0.1, 0.2, 0.3])), y), (ntkl.Poisson(), (y * 4).round()),
+        (ntkl.StudentT(torch.tensor([0.1, 0.2, 0.3]), 2.5), y),
         (ntkl.Bernoulli(), y.round()),
     ]
     groups = {"conv": ["0"], "rest": ["2", "4"]}

@@ -129,6 +129,7 @@ LIKELIHOODS: dict[str, tuple[Callable[[], ntkl.Likelihood], int | None, Callable
     "coupled": (lambda: ntkl.Gaussian(torch.tensor([[1.0, 0.3], [0.3, 0.5]])), 2, lambda f: f + 0.1),
     "yes or no": (ntkl.Bernoulli, None, lambda f: (f.squeeze(1) > 0).double()),
     "several yes or no": (ntkl.Bernoulli, 2, lambda f: (f > 0).double()),
+    "outliers": (ntkl.StudentT, None, lambda f: f.squeeze(1) + 0.1),
     "counts": (ntkl.Poisson, 2, lambda f: f.exp().round()),
     "one count": (ntkl.Poisson, None, lambda f: f.squeeze(1).exp().round()),
     "classes": (ntkl.Categorical, 2, lambda f: f.argmax(1)),

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Any, Tensor, Tensor | None]] = {
     "gaussian, missing, weights and noise of each entry": (
         lambda: ntkl.Gaussian(ENTRIES, missing="nan"), missing(draw(3, N, C)), WEIGHTS),
     "bernoulli, weights": (lambda: ntkl.Bernoulli(), (draw(3, N, C) > 0).to(F64), WEIGHTS),
+    "student, missing and weights": (lambda: ntkl.StudentT(0.3, missing="nan"), missing(draw(3, N, C)), WEIGHTS),
     "poisson": (lambda: ntkl.Poisson(), draw(3, N, C).exp().round(), None),
     "categorical": (lambda: ntkl.Categorical(1.3), LABELS, None),
     "categorical, missing and weights": (

@@ -59,6 +59,21 @@ def test_outliers_pull_less_and_the_evidence_says_so(tmp_path: Path) -> None:
     assert torch.equal(again.predict(x).variance, posterior.predict(x).variance)
 
 
+@pytest.mark.parametrize("deviation", [0.1, 1.0, 3.0])
+def test_expectations_over_uncertain_outputs(deviation: float) -> None:
+    """Against a rule of very small steps, also where f is far more uncertain than the noise is large."""
+    likelihood, y = ntkl.StudentT(0.01, 3.0), torch.tensor([[0.0], [2.0]]).double()
+    mean, covariance = torch.tensor([[0.1], [-0.5]]).double(), torch.full((2, 1, 1), deviation**2, dtype=torch.float64)
+    found = likelihood.expected(mean, covariance, y)
+    z = torch.linspace(-10.0, 10.0, 200_001, dtype=torch.float64)
+    density = torch.exp(-0.5 * z.square()) / (2 * torch.pi) ** 0.5
+    for row in range(2):
+        f, own = mean[row] + deviation * z.unsqueeze(1), y[row].expand(len(z), 1)
+        for value, function in zip(found, (likelihood.log_prob, likelihood.residual), strict=False):
+            wanted = torch.trapezoid(function(f, own).detach().flatten() * density, z)
+            torch.testing.assert_close(value[row].detach().squeeze(), wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
     ({"df": 2.0}, ("above 2", "2.0", "df=4")), ({"df": "many"}, ("above 2", "many", "df=4")),
     ({"noise": 0.0}, ("positive", "0", "above 0")), ({"noise": torch.ones(2, 2)}, ("one for each", "2, 2", "each")),

@@ -15,6 +15,7 @@ from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.noise import numbers, positive
 from ntk_laplace.model.likelihoods.per_output import PerOutput
+from ntk_laplace.model.likelihoods.quadrature import expectation_by_output
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
 from ntk_laplace.runtime.scalars import scalar
@@ -150,6 +151,15 @@ class StudentT(PerOutput):
         if type(self) is not StudentT:
             return None  # a subclass may override the moments
         return mean, covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0), self.response_variance(mean)
+
+    def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """E log p and E r by quadrature, output by output; Λ is constant."""
+        if type(self) is not StudentT:
+            return None  # a subclass may override the density
+        distance = float((self.df * self.log_noise.exp()).detach().min().sqrt())  # log p is singular at y ± i √ν σ
+        log_prob = expectation_by_output(self, lambda own, f, y: own.log_prob(f, y), mean, covariance, y, distance)
+        residual = expectation_by_output(self, lambda own, f, y: own.residual(f, y), mean, covariance, y, distance)
+        return log_prob, residual, self.curvature(mean, y)
 
     def record(self) -> dict[str, Any]:
         """Noise and degrees of freedom, and the mark of missing targets."""
