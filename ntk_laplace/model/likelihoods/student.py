@@ -20,6 +20,8 @@ from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
 from ntk_laplace.runtime.scalars import scalar
 
+_LEAST_DF = 2.1  # where the variance of y is 21 σ²; at 2 it is infinite, and outliers draw df there
+
 
 @register_likelihood
 class StudentT(PerOutput):
@@ -34,7 +36,8 @@ class StudentT(PerOutput):
     noise : float or Tensor
         σ², in squared units of y: one number, or one for each output (C,). The variance of y is ``σ² ν/(ν - 2)``.
     df : float
-        ν, above 2, so that y has a variance. Below 5 outliers are frequent; above 30 y is nearly normal.
+        ν, above 2.1, so that the variance of y is below 21 σ². Below 5 outliers are frequent; above 30 y is nearly
+        normal.
     missing : str, optional
         "nan": a NaN target is missing and contributes nothing to log p, its gradient and its curvature. By default a
         NaN is an error.
@@ -44,12 +47,12 @@ class StudentT(PerOutput):
     log_noise : nn.Parameter
         Logarithms of σ², in the shape of `noise`.
     log_excess : nn.Parameter
-        Logarithm of ν - 2. `train_with_evidence` moves both, and `fit_hyperparameters` all likelihood's.
+        Logarithm of ν - 2.1. `train_with_evidence` moves both, and `fit_hyperparameters` all likelihood's.
 
     Raises
     ------
     HyperparameterError
-        If a variance is not positive, `df` is not above 2, or `missing` has another value.
+        If a variance is not positive, `df` is not above 2.1, or `missing` has another value.
     """
 
     is_density = scales_noise = True
@@ -60,9 +63,9 @@ class StudentT(PerOutput):
         if values.dim() > 1:
             raise HyperparameterError("noise as one number, or one for each output (C,)",
                                       f"shape {tuple(values.shape)}", "Pass one variance for each output.")
-        require_number("degrees of freedom above 2, so that y has a variance", df, "Pass df=4.", above=2)
+        require_number(f"degrees of freedom above {_LEAST_DF}", df, "Pass df=4.", above=_LEAST_DF)
         self.log_noise = nn.Parameter(values.log())
-        self.log_excess = nn.Parameter(torch.tensor(float(df) - 2.0, dtype=torch.float64, device="cpu").log())
+        self.log_excess = nn.Parameter(torch.tensor(float(df) - _LEAST_DF, dtype=torch.float64, device="cpu").log())
 
     @property
     def noise(self) -> Tensor:
@@ -72,7 +75,7 @@ class StudentT(PerOutput):
     @property
     def df(self) -> Tensor:
         """ν, ()."""
-        return scalar(2.0 + self.log_excess.exp())
+        return scalar(_LEAST_DF + self.log_excess.exp())
 
     def bind(self, num_examples: int, num_outputs: int) -> None:
         """Check that there is one variance, or one for each output."""
@@ -137,7 +140,7 @@ class StudentT(PerOutput):
 
     def response_variance(self, f: Tensor) -> Tensor:
         """``σ² ν/(ν - 2)``, (N, C)."""
-        return (self.log_noise.to(f).exp() * self._df(f) / self.log_excess.to(f).exp()).expand(f.shape)
+        return (self.log_noise.to(f).exp() * self._df(f) / (self._df(f) - 2.0)).expand(f.shape)
 
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
         """Independent responses of Student's t given f."""
@@ -168,7 +171,7 @@ class StudentT(PerOutput):
     # --- private --------------------------------------------------------------------------------------------------
 
     def _df(self, f: Tensor) -> Tensor:
-        return 2.0 + self.log_excess.to(f).exp()
+        return _LEAST_DF + self.log_excess.to(f).exp()
 
     def _error(self, f: Tensor, y: Tensor) -> Tensor:
         """``y - f``, zero where a target is missing."""
