@@ -104,7 +104,7 @@ CASES = [
     Case("covariance", lambda: ntkl.Gaussian(COVARIANCE, missing="nan"), REAL, marginal),
     Case("poisson", lambda: ntkl.Poisson(missing="nan"), COUNTS,
          of_what_is_there(lambda place, f, y: scipy.stats.poisson(math.exp(f)).logpmf(y))),
-    Case("student", lambda: ntkl.StudentT(0.3, missing="nan"), REAL,
+    Case("student", lambda: ntkl.StudentT(0.3, 4.0, "nan"), REAL,
          of_what_is_there(lambda place, f, y: scipy.stats.t(4.0, f, 0.3**0.5).logpdf(y))),
     Case("bernoulli", lambda: ntkl.Bernoulli(missing="nan"), BINARY, bernoulli),
     Case("bernoulli soft", lambda: ntkl.Bernoulli(missing="nan"), ODDS, bernoulli),

@@ -75,7 +75,7 @@ def test_expectations_over_uncertain_outputs(deviation: float) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ({"df": 2.1}, ("above 2.1", "2.1", "df=4")), ({"df": "many"}, ("above 2", "many", "df=4")),
+    ({"df": 2.1}, ("above 2.1", "2.1", "df=10")), ({"df": "many"}, ("above 2", "many", "df=10")),
     ({"noise": 0.0}, ("positive", "0", "above 0")), ({"noise": torch.ones(2, 2)}, ("one for each", "2, 2", "each")),
     ({"missing": "none"}, ("nan", "none", "NaN")),
 ])

@@ -37,7 +37,7 @@ class StudentT(PerOutput):
         σ², in squared units of y: one number, or one for each output (C,). The variance of y is ``σ² ν/(ν - 2)``.
     df : float
         ν, above 2.1, so that the variance of y is below 21 σ². Below 5 outliers are frequent; above 30 y is nearly
-        normal.
+        normal. Where it is learned, a start at 4 takes what the network has not learned yet for outliers.
     missing : str, optional
         "nan": a NaN target is missing and contributes nothing to log p, its gradient and its curvature. By default a
         NaN is an error.
@@ -57,13 +57,13 @@ class StudentT(PerOutput):
 
     is_density = scales_noise = True
 
-    def __init__(self, noise: float | Tensor = 1.0, df: float = 4.0, missing: str | None = None) -> None:
+    def __init__(self, noise: float | Tensor = 1.0, df: float = 10.0, missing: str | None = None) -> None:
         super().__init__(missing)
         values = positive(numbers(noise))
         if values.dim() > 1:
             raise HyperparameterError("noise as one number, or one for each output (C,)",
                                       f"shape {tuple(values.shape)}", "Pass one variance for each output.")
-        require_number(f"degrees of freedom above {_LEAST_DF}", df, "Pass df=4.", above=_LEAST_DF)
+        require_number(f"degrees of freedom above {_LEAST_DF}", df, "Pass df=10.", above=_LEAST_DF)
         self.log_noise = nn.Parameter(values.log())
         self.log_excess = nn.Parameter(torch.tensor(float(df) - _LEAST_DF, dtype=torch.float64, device="cpu").log())
 
