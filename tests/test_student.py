@@ -59,6 +59,17 @@ def test_outliers_pull_less_and_the_evidence_says_so(tmp_path: Path) -> None:
     assert torch.equal(again.predict(x).variance, posterior.predict(x).variance)
 
 
+@pytest.mark.filterwarnings("ignore:.*fitted predictive")
+def test_the_noise_of_a_network_everywhere() -> None:
+    network, x, y = problem()
+    likelihood = ntkl.Everywhere(ntkl.StudentT(0.3, 6.0), (2,))
+    posterior = ntkl.laplace(network, (x, y.unsqueeze(2)), likelihood)
+    fit = posterior.calibrate((x, y.unsqueeze(2)), temperature="network")
+    assert fit.scale == 0.0 and fit.noise != 1.0
+    density = ntkl.StudentT(0.3 * fit.noise, 6.0).log_prob(network(x), y)
+    assert fit.after == pytest.approx(float(density.mean()) / 2, rel=1e-9)
+
+
 @pytest.mark.parametrize("deviation", [0.1, 1.0, 3.0])
 def test_expectations_over_uncertain_outputs(deviation: float) -> None:
     """Against a rule of very small steps, also where f is far more uncertain than the noise is large."""
@@ -90,3 +101,26 @@ def test_one_noise_for_each_output() -> None:
         ntkl.laplace(network, (x, y), ntkl.StudentT(torch.ones(3)))
     with refused(ntkl.UnsupportedError, "noise, scale", "temperature", "scale and noise"):
         ntkl.laplace(network, (x, y), ntkl.StudentT()).fit_predictive("loo", parameters=["temperature"])
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_the_evidence_follows_noise_and_degrees_of_freedom(structure: str) -> None:
+    """Hyperparameters that change after the fit give the evidence of a fit with them."""
+    network, x, y = problem()
+    found = ntkl.laplace(network, (x, y), ntkl.StudentT(0.3, 5.0), structure=structure)
+    found.log_marginal_likelihood()
+    with torch.no_grad():
+        found.likelihood.log_noise.fill_(-2.0)
+        found.likelihood.log_excess.fill_(0.2)
+    again = ntkl.laplace(network, (x, y), found.likelihood, structure=structure)
+    assert relative_error(found.log_marginal_likelihood(), again.log_marginal_likelihood()) < 1e-10
+
+
+def test_variance_is_that_of_outputs_and_noise() -> None:
+    network, x, y = problem()
+    posterior = ntkl.laplace(network, (x, y), ntkl.StudentT(torch.tensor([0.3, 0.02]), 6.0))
+    _, covariance = posterior.latent_moments(x)
+    response = posterior.predict(x)
+    assert relative_error(response.epistemic, covariance.diagonal(dim1=-2, dim2=-1)) < 1e-12
+    noise = torch.tensor([0.3, 0.02], dtype=torch.float32).double() * 6.0 / 4.0
+    assert relative_error(response.aleatoric, noise.expand(40, 2)) < 1e-12

@@ -57,7 +57,6 @@ class Tempered(Likelihood):
         self.weight = require_number("a positive finite weight", weight, "Pass for instance weight=5.", above=0)
         self.likelihood = likelihood
         self.classifies, self.is_density = likelihood.classifies, likelihood.is_density
-        self.scales_noise = likelihood.scales_noise
         self.positions = likelihood.positions
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:

@@ -197,4 +197,4 @@ def _with_noise(likelihood: Likelihood, f: Tensor, y: Tensor, factor: Tensor) ->
     targets, observed = y.reshape(f.shape[1:]).to(f), likelihood.observed(y)
     there = torch.ones_like(targets, dtype=torch.bool) if observed is None else observed.reshape(targets.shape)
     targets = targets.masked_fill(~there, 0.0)
-    return targets + (f - targets) / factor.sqrt(), 0.5 * likelihood.weight * there.to(f).sum(-1) * factor.log()
+    return targets + (f - targets) / factor.sqrt(), 0.5 * there.to(f).sum(-1) * factor.log()
