@@ -75,8 +75,10 @@ class CurvatureType:
 
     def log_scale(self, likelihood: Likelihood) -> Tensor | None:
         """Return log c if the likelihood's hyperparameters only multiply S Sᵀ by a number c; else None."""
-        scale = likelihood.log_curvature_scale()
-        # r = Λ (y - f) with the observed y; a drawn y - f grows with the noise, so that its r rᵀ scales as Λ
+        if self.kind == "ggn":
+            return likelihood.log_curvature_scale()
+        scale = likelihood.log_residual_scale()
+        # a drawn y - f grows with the noise, so that its r rᵀ scales as r does
         return 2.0 * scale if scale is not None and self.kind == "ef" else scale
 
     def after(self, count: int) -> CurvatureType:

@@ -179,6 +179,10 @@ class Likelihood(nn.Module):
         """Return log c if the hyperparameters affect `curvature` only by a scalar factor c; else None."""
         return None
 
+    def log_residual_scale(self) -> Tensor | None:
+        """Return log c if the hyperparameters affect `residual` only by a scalar factor c; else None."""
+        return None
+
     # --- missing targets ---------------------------------------------------------------------------------
 
     def observed(self, y: Tensor) -> Tensor | None:

@@ -227,6 +227,10 @@ class Everywhere(Likelihood):
         """The likelihood's."""
         return self.likelihood.log_curvature_scale()
 
+    def log_residual_scale(self) -> Tensor | None:
+        """The likelihood's."""
+        return self.likelihood.log_residual_scale()
+
     # --- missing targets
 
     def observed(self, y: Tensor) -> Tensor | None:

@@ -143,6 +143,10 @@ class Gaussian(PerOutput):
         """Return -log σ² for a scalar variance, where Λ = I/σ²."""
         return -self.log_noise if self.kind == "scalar" else None
 
+    def log_residual_scale(self) -> Tensor | None:
+        """Return that of the curvature: ``r = Λ (y - f)``."""
+        return self.log_curvature_scale()
+
     # --- the density and its derivatives in f ---------------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ class Tempered(Likelihood):
     apart = _forwarded("apart")
     together = _forwarded("together")
     log_curvature_scale = _forwarded("log_curvature_scale")
+    log_residual_scale = _forwarded("log_residual_scale")
     observed = _forwarded("observed")
     hidden = _forwarded("hidden")
     in_form_of = _forwarded("in_form_of")
