@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch.func import grad, hessian, jacrev, vmap
 import ntk_laplace as ntkl
 from ntk_laplace.metrics import held_out_scores
 from ntk_laplace.model.likelihoods.linearized import LinearizedResponse
+from ntk_laplace.model.predictive import predictive
+from ntk_laplace.posterior.calibrate.densities import LeftOut, densities
 from ntk_laplace.structures.weight_likelihood import ManyPoints
 from reference import Dense, jacobian, outputs, relative_error
 from reference_structures import Structured, StructuredModel, parts_of
@@ -331,6 +334,45 @@ def test_glm_is_the_integral_over_the_outputs(name: str) -> None:
     assert relative_error(found.variance, epistemic + aleatoric) < limit
     assert relative_error(found.log_prob(y), density.log()) < 2e-3
     torch.testing.assert_close(found.log_prob(y.squeeze(1)), found.log_prob(y))
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("wrap", [lambda own: own, lambda own: ntkl.Everywhere(own, 1)], ids=["one", "everywhere"])
+def test_the_density_of_several_responses_with_certain_noise_is_normal(
+    name: str, wrap: Callable[[ntkl.Likelihood], ntkl.Likelihood]
+) -> None:
+    """No point of u from its own distribution is near all five responses at once."""
+    likelihood, d = wrap(ntkl.HeteroscedasticGaussian(name, missing="nan")), 5
+    mean, covariance, y = draw(0, 7, 2 * d), torch.zeros(7, 2 * d, 2 * d, dtype=torch.float64), 3 * draw(1, 7, d)
+    root = draw(2, 7, d, d)
+    covariance[:, :d, :d] = 4 * root @ root.mT
+    mean[:, d:] = 3.0 if name == "natural" else -3.0
+    mu, variance = moments(name, mean)
+    slope = mu / mean[:, :d]
+    own = slope[:, :, None] * covariance[:, :d, :d] * slope[:, None] + torch.diag_embed(variance)
+    expected = torch.distributions.MultivariateNormal(mu, own).log_prob(y)
+    y[0, 2] = torch.nan
+    there = [0, 1, 3, 4]
+    expected[0] = torch.distributions.MultivariateNormal(mu[0, there], own[0][there][:, there]).log_prob(y[0, there])
+    y = y if likelihood.positions is None else y.unsqueeze(1)
+    torch.testing.assert_close(predictive(likelihood, mean, covariance).log_prob(y), expected, rtol=0, atol=0.05)
+    left_out = LeftOut(mean, 4 * covariance, y, torch.ones(7, dtype=torch.float64))
+    (terms,) = densities(*left_out.by_position(likelihood)).parts({"scale": torch.tensor(0.25, dtype=torch.float64)})
+    torch.testing.assert_close(7 * terms, expected, rtol=0, atol=0.05)
+
+
+def test_the_density_of_an_outlier_is_the_integral_over_the_outputs() -> None:
+    """By a fine grid."""
+    mean = torch.tensor([[0.5, -3.0], [1.0, 0.3]], dtype=torch.float64)
+    covariance = torch.tensor([[[0.5, 0.1], [0.1, 0.4]], [[2.0, -0.3], [-0.3, 0.2]]], dtype=torch.float64)
+    y = torch.tensor([[4.0], [-5.0]], dtype=torch.float64)
+    grid = torch.linspace(-8, 8, 401, dtype=torch.float64)
+    z = torch.cartesian_prod(grid, grid)
+    mu, variance = moments("log variance", mean[:, None] + z @ torch.linalg.cholesky(covariance).mT)
+    inner = torch.distributions.Normal(mu, variance.sqrt()).log_prob(y[:, None]).squeeze(2) - 0.5 * z.square().sum(1)
+    expected = inner.logsumexp(1) + math.log(0.04**2 / (2 * math.pi))
+    found = predictive(ntkl.HeteroscedasticGaussian(), mean, covariance).log_prob(y)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
 
 from ntk_laplace.errors import UnsupportedError, require_choice, require_whole
 from ntk_laplace.model.likelihoods.base import Likelihood
-from ntk_laplace.model.likelihoods.covariances import covariance_root
+from ntk_laplace.model.likelihoods.covariances import covariance_root, diagonal_blocks
+from ntk_laplace.model.likelihoods.importance import NormalOutputs
 from ntk_laplace.model.likelihoods.mixture import MixtureResponse, plug_in
 from ntk_laplace.model.likelihoods.responses import Response, no_join
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import scrambled_sobol
 
@@ -33,7 +37,8 @@ def predictive(
         Covariance of the outputs at each input; may be singular.
     method : {"glm", "blr", "probit", "map"}
         * ``glm``: the response averaged over f ([T20] 3.15), in closed form if there is one (Gaussian), else
-          over `samples` quasi-Monte-Carlo points of f. Mean and variance of `Poisson`, and of
+          over `samples` quasi-Monte-Carlo points of f. Half of those of the density of a number are points of f
+          given the target, with importance weights. Mean and variance of `Poisson`, and of
           `HeteroscedasticGaussian` with "log variance", are in closed form too.
         * ``blr``: moments of the response linearized through the link ([T20] 3.16): mean g⁻¹(mean), covariance
           G V Gᵀ + Cov(y given f), with G the slope of the inverse link g⁻¹.
@@ -92,20 +97,68 @@ class Predictive:
         """
         if self.method != "glm":
             return METHODS[self.method](self.likelihood, mean, covariance, self.scalar)
+        if self.likelihood.positions is not None:
+            each = mean.shape[-1] // self.likelihood.num_positions(mean.shape[-1])
+            blocks = diagonal_blocks(covariance, each).flatten(0, 1)
+            return self.likelihood.together(self._of_position(mean.reshape(-1, each), blocks))
         closed_form = self.likelihood.integrate(mean, covariance, self.scalar)
         if closed_form is not None:
             return closed_form
         if self._points is None:
             self._points = normal_points(self.samples, mean.shape[-1], self._generator).to(mean)
-        z, root = self._points, covariance_root(covariance)
-        rows = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
-        averaged = joined(
-            # f = mean + V^½ z, the same z at every input
-            self.likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), self.scalar)
-            for m, w in zip(mean.split(rows), root.split(rows), strict=True)
-        )
+        outputs = RootedOutputs(self.likelihood.counted_once(), mean, covariance_root(covariance), self._points)
+        rows = max(1, tuning.AVERAGED_OUTPUTS // self._points.numel())
+        averaged = joined(outputs.at(here).response(self.scalar) for here in panels(len(mean), 1, rows))
         known = self.likelihood.response_moments(mean, covariance)
         return averaged.with_moments(*known) if known and isinstance(averaged, MixtureResponse) else averaged
+
+    @cached_property
+    def _of_position(self) -> Predictive:
+        return Predictive(self.likelihood.at_position(), self.method, self.samples, self._generator)
+
+
+@dataclass(frozen=True)
+class RootedOutputs:
+    """Outputs f = m + W z at n inputs, for the same points z at every input."""
+
+    likelihood: Likelihood
+    mean: Tensor  # (n, C)
+    root: Tensor  # W, (n, C, C)
+    points: Tensor  # (S, C)
+
+    def at(self, index: slice) -> RootedOutputs:
+        """At some of the inputs."""
+        own = self.likelihood if index.stop - index.start == len(self.mean) else self.likelihood.at(index)
+        return replace(self, likelihood=own, mean=self.mean[index], root=self.root[index])
+
+    def calibrated(self, scale: Tensor, temperature: Tensor | None = None, samples: int | None = None) -> RootedOutputs:
+        """With covariances multiplied by `scale`, f divided by a temperature, and `samples` of the points at most.
+
+        Without a covariance one point is enough.
+        """
+        points = self.points[:samples] if bool(scale > 0) else self.points[:1] * 0.0
+        by = scale.new_ones(()) if temperature is None else temperature
+        return replace(self, mean=self.mean / by, root=self.root * (scale.sqrt() / by), points=points)
+
+    def samples(self) -> Tensor:
+        """(S, n, C)."""
+        return self.mean + torch.einsum("ncd,sd->snc", self.root, self.points)
+
+    def response(self, scalar: bool = False) -> Response:
+        """The response averaged over f."""
+        if not self.likelihood.keeps_samples(self.mean.shape[-1]):
+            return self.likelihood.average(self.samples(), scalar)
+        return self.mixture(scalar)
+
+    def mixture(self, scalar: bool = False) -> MixtureResponse:
+        """The response given f, mixed over f, of several outputs jointly.
+
+        Probabilities of classes are those of one set of points for all labels, so that their sum is 1. The density of a
+        number is sharp in f, and has points of its own.
+        """
+        several = len(self.points) > 1 and not self.likelihood.classifies
+        normal = NormalOutputs(self.mean, self.root, self.points) if several else None
+        return MixtureResponse(self.likelihood, self.samples(), scalar, normal)
 
 
 def response_bytes(

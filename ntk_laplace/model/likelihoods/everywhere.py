@@ -320,11 +320,6 @@ class Everywhere(Likelihood):
         """As the likelihood of one position."""
         return self.likelihood.keeps_samples(self._per_position(num_outputs))
 
-    def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
-        """Each position's response in closed form, if there is one."""
-        found = self.likelihood.integrate(self._flat(mean), self._blocks(covariance))
-        return None if found is None else self.together(found)
-
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of each position's response, linearized through the link."""
         return self.together(self.likelihood.linearize(self._flat(mean), self._blocks(covariance)))

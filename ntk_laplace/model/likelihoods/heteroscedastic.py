@@ -62,8 +62,8 @@ class HeteroscedasticGaussian(PerOutput):
     ``steps=None``. They converge linearly, fast under ``"natural"``; with a weak prior they may end in a
     `NumericalError`, because the objective is not convex.
 
-    ``predict(method="glm")`` averages densities over quasi-Monte-Carlo points of f, and under ``"natural"`` mean and
-    variance too; under ``"log variance"`` these are in closed form.
+    ``predict(method="glm")`` averages densities over quasi-Monte-Carlo points of f, half of them given the target, and
+    under ``"natural"`` mean and variance over points of f; under ``"log variance"`` these are in closed form.
 
     Examples
     --------

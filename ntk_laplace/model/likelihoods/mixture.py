@@ -14,13 +14,17 @@ from torch import Size, Tensor
 from typing_extensions import Self
 
 from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.likelihoods.importance import NormalOutputs
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.responses import Response, ShapedResponse
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 
 
 class MixtureResponse(ShapedResponse):
     """Equal mixture over S samples of f: ``p(y) = 1/S Σ_s p(y given f_s)``, jointly over the outputs ([T20] 3.15).
+
+    With `normal` the density is that of infinitely many samples, more accurately than by these.
 
     Parameters
     ----------
@@ -28,14 +32,19 @@ class MixtureResponse(ShapedResponse):
     f : Tensor, (S, n, C)
     scalar : bool
         The network's outputs have shape (N,): events are scalars.
+    normal : NormalOutputs, optional
+        The normal f that the samples are of: the density is then averaged over points that depend on the target.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, likelihood: ObservationModel, f: Tensor, scalar: bool = False) -> None:
+    def __init__(
+        self, likelihood: ObservationModel, f: Tensor, scalar: bool = False, normal: NormalOutputs | None = None
+    ) -> None:
         num_outputs = f.shape[-1]
         event = Size() if scalar else likelihood.event_shape(num_outputs)
         self.f, self.scalar, self._graph = f, scalar, torch.is_grad_enabled()
+        self._normal = normal
         self._exact: tuple[Tensor, Tensor, Tensor] | None = None  # mean, epistemic, aleatoric
         self.likelihood, self.num_outputs, self._event = likelihood, num_outputs, event
         super().__init__(Size((f.shape[1],)), Size() if event is None else event, validate_args=False)
@@ -87,6 +96,9 @@ class MixtureResponse(ShapedResponse):
             sample_shape, y = self._split(value)
         repeats = math.prod(sample_shape)
         y = self.likelihood.targets(y, repeats * n, self.num_outputs)
+        if self._normal is not None:
+            total = self._by_importance(self._normal, y, repeats)
+            return total.reshape(sample_shape + self.batch_shape)
         chunk = max(1, tuning.MIXTURE_OUTPUTS // (repeats * n * self.num_outputs))
         with self._recorded():
             scores = [self._joint(f, y, repeats).logsumexp(0) for f in self.f.split(chunk)]
@@ -95,13 +107,23 @@ class MixtureResponse(ShapedResponse):
 
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
-        found = cls(parts[0].likelihood, torch.cat([part.f for part in parts], 1), parts[0].scalar)
+        known = [part._normal for part in parts if part._normal is not None]
+        normal = NormalOutputs.joined(known) if len(known) == len(parts) else None
+        found = cls(parts[0].likelihood, torch.cat([part.f for part in parts], 1), parts[0].scalar, normal)
         found._graph = all(part._graph for part in parts)
         exact = [part._exact for part in parts if part._exact is not None]
         if len(exact) == len(parts):
             mean, epistemic, aleatoric = map(torch.cat, zip(*exact, strict=True))
             found._exact = mean, epistemic, aleatoric
         return found
+
+    def _by_importance(self, normal: NormalOutputs, y: Tensor, repeats: int) -> Tensor:
+        """Log mean densities of (repeats n) targets."""
+        index = torch.arange(len(normal.mean), device=y.device).repeat(repeats)
+        with self._recorded():
+            found = [normal.at(index[here]).log_mean(self.likelihood.at(index[here]), y[here])
+                     for here in panels(len(index), normal.points.numel(), tuning.MIXTURE_OUTPUTS)]
+        return torch.cat(found)
 
     def _joint(self, f: Tensor, y: Tensor, repeats: int) -> Tensor:
         """Log densities of (repeats n) targets under each sample, (S', repeats n)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root, diagonal_blocks
-from ntk_laplace.model.likelihoods.mixture import MixtureResponse
-from ntk_laplace.model.predictive import normal_points
+from ntk_laplace.model.predictive import RootedOutputs, normal_points
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures.points import TrainingPoints
@@ -157,12 +156,12 @@ class SampledDensities:
     """
 
     def __init__(self, likelihood: Likelihood, points: LeftOut) -> None:
-        self._likelihood, self._points = likelihood, points
+        self._points = points
         n, c = points.mean.shape
         searched = min(_SAMPLES, max(_FEWEST_SAMPLES, tuning.SEARCHED_OUTPUTS // (n * c)))
         self.samples: tuple[int | None, ...] = _GRID_SAMPLES, *sorted({_FEWEST_SAMPLES, searched})
-        self._z = normal_points(_SAMPLES, c).to(points.mean)
-        self._root = covariance_root(points.covariance)
+        z = normal_points(_SAMPLES, c).to(points.mean)
+        self._outputs = RootedOutputs(likelihood, points.mean, covariance_root(points.covariance), z)
         self.shares = points.weights / points.weights.sum()
         second = "temperature" if likelihood.classifies else "noise" if likelihood.scales_noise else None
         self.names: tuple[str, ...] = ("scale", *([second] if second else []))
@@ -172,29 +171,26 @@ class SampledDensities:
 
     def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
         """The terms, in parts."""
-        points = self._points
-        scale = setting.get("scale", points.mean.new_ones(()))
-        z = self._z[:samples] if bool(scale > 0) else self._z[:1] * 0.0
-        n = len(points.mean)
-        step = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
-        for here in panels(n, 1, step):
-            own = self._likelihood if step >= n else self._likelihood.at(here)
-            f = points.mean[here] + scale.sqrt() * torch.einsum("ncd,sd->snc", self._root[here], z)
-            f, y = f / setting["temperature"] if "temperature" in setting else f, points.targets[here]
-            f, lost = _with_noise(own, f, y, setting["noise"]) if "noise" in setting else (f, 0.0)
-            yield self.shares[here] * (self._log_prob(own, f, y, setting) - lost)
+        points, one = self._points, self._points.mean.new_ones(())
+        outputs = self._outputs.calibrated(setting.get("scale", one), setting.get("temperature"), samples)
+        for here in panels(len(points.mean), 1, tuning.AVERAGED_OUTPUTS // outputs.points.numel()):
+            own, y = outputs.at(here), points.targets[here]
+            own, lost = _with_noise(own, y, setting["noise"]) if "noise" in setting else (own, 0.0)
+            yield self.shares[here] * (self._log_prob(own, y, setting) - lost)
 
-    def _log_prob(self, likelihood: Likelihood, f: Tensor, y: Tensor, setting: Setting) -> Tensor:
+    def _log_prob(self, outputs: RootedOutputs, y: Tensor, setting: Setting) -> Tensor:
         average = "average_temperature" in setting
         if not (average or self._soft):
-            return MixtureResponse(likelihood, f, self._points.scalar).log_prob(y)
-        response = likelihood.average(f, self._points.scalar)
+            return outputs.mixture(self._points.scalar).log_prob(y)
+        response = outputs.likelihood.average(outputs.samples(), self._points.scalar)
         return (response.tempered(setting["average_temperature"]) if average else response).log_prob(y)
 
 
-def _with_noise(likelihood: Likelihood, f: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs (S, n, C) whose errors are those of f over the root of the factor, and the log density lost, (n,)."""
-    targets, observed = y.reshape(f.shape[1:]).to(f), likelihood.observed(y)
-    there = torch.ones_like(targets, dtype=torch.bool) if observed is None else observed.reshape(targets.shape)
-    targets = targets.masked_fill(~there, 0.0)
-    return targets + (f - targets) / factor.sqrt(), 0.5 * there.to(f).sum(-1) * factor.log()
+def _with_noise(outputs: RootedOutputs, y: Tensor, factor: Tensor) -> tuple[RootedOutputs, Tensor]:
+    """Outputs whose errors are these over the root of the factor, and the log density that is lost, (n,)."""
+    mean, observed = outputs.mean, outputs.likelihood.observed(y)
+    targets = y.reshape(mean.shape).to(mean)
+    there = torch.ones_like(targets, dtype=torch.bool) if observed is None else observed.reshape(mean.shape)
+    targets, root = targets.masked_fill(~there, 0.0), factor.sqrt()
+    found = replace(outputs, mean=targets + (mean - targets) / root, root=outputs.root / root)
+    return found, 0.5 * there.to(mean).sum(-1) * factor.log()
