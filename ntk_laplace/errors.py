@@ -7,6 +7,8 @@ import functools
 import inspect
 import math
 import os
+import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -181,11 +183,22 @@ _FOLDERS = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__
 _INSIDE = (*_FOLDERS, contextlib.__file__, functools.__file__)
 
 
+class _Hearing(threading.local):
+    """What hears the warnings of this thread before they are shown, the innermost first; a warning it takes is not."""
+
+    takes: tuple[Callable[[str], bool], ...] = ()
+
+
+_HEARING = _Hearing()
+
+
 def warn(message: str) -> None:
     """Show an `NTKLaplaceWarning` at the line of the caller's code that led to it.
 
     That is the first frame outside of this package and of what runs its functions, torch and decorators.
     """
+    if any(take(message) for take in _HEARING.takes):
+        return
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
@@ -193,12 +206,41 @@ def warn(message: str) -> None:
 
 
 @contextmanager
-def untold(when: bool = True) -> Iterator[None]:
-    """Without the warnings of this library, where the caller tells otherwise what they say."""
-    with warnings.catch_warnings():
-        if when:
-            warnings.simplefilter("ignore", NTKLaplaceWarning)
+def untold(when: bool = True, pattern: str = "") -> Iterator[None]:
+    """Without the warnings of this library that begin so, where the caller tells otherwise what they say.
+
+    Filters of `warnings` are those of the process: threads that change them leave some of them behind.
+    """
+    with _heard(lambda message: when and re.match(pattern, message) is not None):
         yield
+
+
+@contextmanager
+def told_later() -> Iterator[list[str]]:
+    """The warnings of this library in a list, of which the caller tells those that are still true; an error, all."""
+    kept: list[str] = []
+
+    def keep(message: str) -> bool:
+        kept.append(message)
+        return True
+
+    try:
+        with _heard(keep):
+            yield kept
+    except Exception:
+        for message in kept:
+            warn(message)
+        raise
+
+
+@contextmanager
+def _heard(take: Callable[[str], bool]) -> Iterator[None]:
+    outer = _HEARING.takes
+    _HEARING.takes = (take, *outer)
+    try:
+        yield
+    finally:
+        _HEARING.takes = outer
 
 
 @contextmanager

@@ -162,6 +162,58 @@ class Stacked(Plain):
         return self.c(super().hidden(x)).tanh()
 
 
+class Normalized(torch.autograd.Function):
+    """Wx/|W|, whose backward pass reads W where it is registered: W/|W| is the same at half of W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.layer = layer
+        return x @ (weight / weight.norm()).T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad @ (ctx.layer.weight / ctx.layer.weight.norm()), None, None
+
+
+class ReadingNormalized(Plain):
+    def hidden(self, x: Tensor) -> Tensor:
+        return Normalized.apply(super().hidden(x), self.c.weight, self.c)
+
+
+class Bounded(Plain):
+    """It is not defined at half of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.Parameter(torch.tensor(0.9))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        if self.d < 0.6:
+            raise ValueError("d is too small")
+        return super().hidden(x) * self.d
+
+
+class Around(Recomputing):
+    """Examples of zeros take a way around all parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        others = x.any(1).nonzero().squeeze(1)
+        out = x[:, :2].clone()
+        return out.index_add(0, others, super().forward(x[others])) if len(others) else out
+
+
+class Full(torch.autograd.Function):
+    """A backward pass without enough memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+
 class Offloaded(Plain):
     """Hooks of saved tensors alone change no gradient."""
 
@@ -205,6 +257,35 @@ def test_hooks_of_saved_tensors_that_change_no_gradient() -> None:
     one, other = (ntkl.laplace(made(kind), (x, y), ntkl.Categorical()).what_ifs([[0], [1, 2]], linearization="moving")
                   for kind in (Offloaded, Plain))
     assert relative_error(one.outputs(x[:3]), other.outputs(x[:3])) < 1e-9
+
+
+@pytest.mark.parametrize(("kind", "dtype", "followed"), [
+    (Bounded, torch.float64, True), (Recomputing, torch.bfloat16, False), (ReadingNormalized, torch.float64, False),
+])
+def test_whether_gradients_follow_values_beside_the_weights(
+    kind: type[Plain], dtype: torch.dtype, followed: bool
+) -> None:
+    network, x = Network(deepened(kind).to(dtype)), data()[0].to(dtype)
+    probe(network, x)
+    own = network.theta
+    assert network.follows_gradients(x) == followed and torch.equal(network.theta, own)
+
+
+def test_examples_without_a_gradient_do_not_show_whether_it_follows_values() -> None:
+    network, (x, _) = Network(made(Around)), data()
+    probe(network, x)
+    assert network.follows_gradients(torch.zeros_like(x)) and not network.follows_gradients(x)
+
+
+def test_a_backward_pass_without_enough_memory_is_no_answer() -> None:
+    module, (x, _) = made(), data()
+    network = Network(module)
+    probe(network, x)
+    hook = network.module.a.register_forward_hook(lambda layer, x, out: Full.apply(out))
+    with pytest.raises(torch.OutOfMemoryError):
+        network.follows_gradients(x)
+    hook.remove()
+    assert network.follows_gradients(x)
 
 
 # --- constants

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.training.starts import rank
 
 QUICK = {"epochs": 4, "batch_size": None, "settings": ntkl.Settings(progress=False)}
 
@@ -71,6 +74,27 @@ def test_without_leave_one_out_the_largest_evidence_is_first(options: dict) -> N
     assert evidence[0] > evidence[1] > evidence[2]
     trained = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
     assert torch.equal(trained, found[0].posterior.network.theta)
+
+
+@pytest.mark.filterwarnings("ignore:no predictive is fitted", "ignore:the network stays", "ignore:noise is not at")
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_start_whose_leave_one_out_fails_is_last(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its evidence, of all points, is larger than the density of one, and was compared with it."""
+    (_, (x, y)), network = made(), nn.Linear(1, 1).double()
+    nn.init.zeros_(network.weight)
+    nn.init.zeros_(network.bias)
+    calls, fit = iter(range(2)), ntkl.Posterior.fit_predictive
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if next(calls) == failing:
+            raise ntkl.NumericalError("a density", "none", "Try again.")
+        return fit(*args, **options)
+
+    monkeypatch.setattr(ntkl.Posterior, "fit_predictive", fails)
+    first, last = ntkl.train_from_starts(network, (x, 1e-3 * y), ntkl.Gaussian(1e-3), **QUICK,
+                                         optimizer=partial(torch.optim.SGD, lr=1e-12))
+    assert first.predictive is not None and last.predictive is None and last.evidence > first.predictive.after
+    assert rank(first, left_out=True) > rank(last, left_out=True)
 
 
 def test_what_starts_refuse_leaves_the_network_as_it_was() -> None:

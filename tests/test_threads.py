@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ntk_laplace as ntkl
 from ntk_laplace.jacobian import JacobianPass
-from ntk_laplace.model.network import Network
+from ntk_laplace.model.network import ManyWeights, Network
 from ntk_laplace.runtime.threads import ProcessWide, ReadersAndWriters
 
 
@@ -41,6 +43,18 @@ class Pausing(nn.Module):
             paused.set()
             threading.Event().wait(0 if already else 0.05)
         found: Tensor = self.last(self.hidden(x).tanh())
+        return found
+
+
+class Meeting(nn.Sequential):
+    """Its first call in a thread, of a training, waits as that thread is to."""
+
+    waits: ClassVar[dict[int, Callable[[], object]]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            Meeting.waits.pop(threading.get_ident(), lambda: None)()
+        found: Tensor = super().forward(x)
         return found
 
 
@@ -106,6 +120,22 @@ def test_weights_of_another_thread_are_not_seen(other: str) -> None:
     finally:
         Pausing.paused = None
     assert torch.equal(found.mean, expected.mean) and torch.equal(found.variance, expected.variance)
+
+
+@pytest.mark.parametrize("read", [lambda network: network.theta, lambda network: copy.deepcopy(network).theta])
+def test_weights_are_read_after_those_of_another_thread(read: Callable[[Network], Tensor]) -> None:
+    network, inside = Network(nn.Linear(2, 1)), threading.Event()
+    own = network.theta
+
+    def move() -> None:
+        with network.with_theta(0 * own):
+            inside.set()
+            threading.Event().wait(0.02)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    assert inside.wait(10.0) and torch.equal(read(network), own)
+    thread.join()
 
 
 def test_the_first_answers_of_a_loaded_posterior(tmp_path: Path) -> None:
@@ -401,3 +431,28 @@ def test_an_interrupt_leaves_nothing_behind(block: str) -> None:
         writer.start()
         writer.join(5.0)
     assert not writer.is_alive() and not setting.changed
+
+
+def fit_of_an_estimator(wait: Callable[[], object]) -> None:
+    x, Meeting.waits[threading.get_ident()] = torch.randn(12, 2).numpy(), wait
+    ntkl.LaplaceRegressor(Meeting(nn.Linear(2, 1)), epochs=1, precision=1.0).fit(x, x[:, 0])
+
+
+def many_weights(wait: Callable[[], object]) -> None:
+    x, network = torch.randn(3, 2), Network(Meeting(nn.Linear(2, 1)))
+    network.follows_gradients(x)
+    Meeting.waits[threading.get_ident()] = wait
+    ManyWeights(network, x)
+
+
+@pytest.mark.filterwarnings("ignore:noise is not at the optimum", "ignore:precision")
+@pytest.mark.parametrize("run", [fit_of_an_estimator, many_weights])
+def test_filters_of_warnings_are_as_they_were(run: Callable[[Callable[[], object]], None]) -> None:
+    """The first of two threads ends while the second one is inside: all later warnings of the process were lost."""
+    run(lambda: None)  # imports add filters
+    inside, ended, before = threading.Event(), threading.Event(), warnings.filters[:]
+    thread = threading.Thread(target=run, args=(lambda: inside.set() or ended.wait(10.0),))
+    run(lambda: thread.start() or inside.wait(10.0))
+    ended.set()
+    thread.join()
+    assert warnings.filters == before

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
+from ntk_laplace.errors import told_later, untold, warn
 from ntk_laplace.runtime import tuning
 from refusals import inputs, labels, network
 
@@ -55,6 +56,17 @@ def test_the_line_is_the_callers(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     for one in own:
         line = linecache.getline(one.filename, one.lineno)
         assert one.filename == __file__ and inspect.getsource(DEEP[name]).count(line.strip()) > 0, (one, line)
+
+
+def test_warnings_that_are_told_later() -> None:
+    """Those of a block are kept back in a list; an error tells them."""
+    with told_later() as kept, untold(pattern="never"):
+        warn("never told")
+        warn("told later")
+    assert kept == ["told later"]
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="told at once"), pytest.raises(ValueError), told_later():
+        warn("told at once")
+        raise ValueError
 
 
 @pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from ntk_laplace.jacobian.blocks import Dense
 from ntk_laplace.jacobian.graph import rows_dtype
 from ntk_laplace.model.data import Inputs, map_tensors, num_examples, take
 from ntk_laplace.model.network import Network
-from ntk_laplace.runtime.threads import ProcessWide
+from ntk_laplace.runtime.torch_warnings import WITHOUT_TORCH_WARNINGS
 
 # of vmap: no batching rule, data-dependent control flow, or a custom function without `setup_context`
 NOT_VECTORIZED = (RuntimeError, NotImplementedError, ValueError, TypeError)
@@ -82,16 +80,6 @@ def vectorized_rows(network: Network, names: Sequence[str], x: Inputs, cotangent
         found = [pull(cotangent)[0] for cotangent in cotangents]
         return {name: torch.stack([rows[name] for rows in found]) for name in names}
 
-    with _WITHOUT_WARNINGS.entered():
+    with WITHOUT_TORCH_WARNINGS.entered():
         found = vmap(one, in_dims=(map_tensors(lambda tensor: 0, x), 1))(x, cotangents)
     return [found[name].transpose(0, 1).reshape(*cotangents.shape[:2], -1) for name in names]
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")  # exact; the caller warned
-        yield
-
-
-_WITHOUT_WARNINGS = ProcessWide(_without_warnings)

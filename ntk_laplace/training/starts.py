@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,9 +44,9 @@ def train_from_starts(
     -------
     list of EvidenceTraining
         One for each start, that with the largest mean leave-one-out log density (``predictive.after``) first, and
-        those that have learned their targets last (`Reliability.learned_targets`). Without leave-one-out, under
-        ``predictive=None`` or where no exact posterior fits in memory, that with the largest evidence of the training's
-        structure.
+        those that have learned their targets last (`Reliability.learned_targets`), before those whose leave-one-out
+        fails. If all are without it, under ``predictive=None`` or where no exact posterior fits in memory, that with
+        the largest evidence of the training's structure is first.
 
     Raises
     ------
@@ -65,7 +66,7 @@ def train_from_starts(
         copy = private_copy(module)
         training = train_with_evidence(copy, data, likelihood, prior.scaled(factor), **{"predictive": "loo"} | options)
         found.append((training, copy))
-    left_out = all(training.predictive is not None for training, _ in found)
+    left_out = any(training.predictive is not None for training, _ in found)
     found.sort(key=lambda pair: rank(pair[0], left_out), reverse=True)
     best = found[0][1]
     with torch.no_grad():  # not by name: a wrapper of torch.compile adds to the names
@@ -78,11 +79,13 @@ def train_from_starts(
 def rank(training: EvidenceTraining, left_out: bool) -> tuple[bool, float]:
     """The larger, the better: mean log density of left-out training points, or the best evidence, nats.
 
-    One that has learned its targets comes after all others: its left-out points are no score.
+    One that has learned its targets comes after all others, as its left-out points are no score, and then one without.
     """
     fit = training.predictive
-    if not left_out or fit is None:
+    if not left_out:
         return True, training.evidence
+    if fit is None:
+        return False, -math.inf
     return fit.reliability is None or not fit.reliability.learned_targets, fit.after
 
 

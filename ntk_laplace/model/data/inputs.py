@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError
 from ntk_laplace.runtime.conversion import to_tensor
-from ntk_laplace.runtime.threads import ProcessWide
+from ntk_laplace.runtime.torch_warnings import WITHOUT_TORCH_WARNINGS
 
 # what a network takes; tensors share their first axis
 Inputs: TypeAlias = Tensor | Mapping[str, "Inputs"] | Sequence["Inputs"]
@@ -217,21 +216,11 @@ def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
     if isinstance(array, np.ndarray) and (min(array.strides, default=0) < 0 or not array.dtype.isnative):
         array = array.astype(array.dtype.newbyteorder("="), order="C")  # torch takes neither
     read_only = isinstance(array, np.ndarray) and not array.flags.writeable
-    with _READ_ONLY.entered() if read_only else nullcontext():
+    with WITHOUT_TORCH_WARNINGS.entered() if read_only else nullcontext():
         found = to_tensor(array, dtype=dtype)
     if dtype is None and isinstance(x, (list, tuple)) and found.is_floating_point():
         return to_tensor(x, dtype=torch.float64)  # which Python's numbers have; torch took its default
     return found
-
-
-@contextmanager
-def _read_only() -> Iterator[None]:
-    with warnings.catch_warnings():  # nothing writes into it: a network that would is given a copy
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        yield
-
-
-_READ_ONLY = ProcessWide(_read_only)
 
 
 def as_tensors(x: Any) -> Inputs:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import NetworkError, is_choice
+from ntk_laplace.errors import NetworkError, NTKLaplaceError, is_choice
 from ntk_laplace.model.data import Batches, InputDtype, Inputs, map_tensors, num_examples, take
 from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.model.network.checked_outputs import CheckedOutputs
@@ -23,6 +23,7 @@ from ntk_laplace.model.network.precision import Products, whole_convolutions
 from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
+from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.runtime.threads import ReadersAndWriters
 
 
@@ -145,7 +146,8 @@ class Network(CheckedOutputs):
     @property
     def theta(self) -> Tensor:
         """The chosen parameters, flat, (P,)."""
-        return self.shapes.flat(self._parameters).detach()
+        with self.threads.reading():
+            return self.shapes.flat(self._parameters).detach()
 
     @property
     def channels_last(self) -> bool:
@@ -163,7 +165,8 @@ class Network(CheckedOutputs):
     def __deepcopy__(self, memo: dict[int, Any]) -> Network:
         memo.update(compressed_copies(self.module))
         found = memo[id(self)] = copy.copy(self)
-        vars(found).update(copy.deepcopy(vars(self), memo))
+        with self.threads.reading():
+            vars(found).update(copy.deepcopy(vars(self), memo))
         return found
 
     def to(self, device: torch.device) -> Network:
@@ -303,28 +306,37 @@ class Network(CheckedOutputs):
                                "Turn gradient checkpointing off; in a torch.autograd.Function use save_for_backward.")
 
     def follows_gradients(self, x: Inputs) -> bool:
-        """Whether gradients at values in place of the parameters are those of a network that has these weights.
+        """Whether gradients at values in place of the parameters read these alone, and not the network's own weights.
 
-        They are others if the backward pass finds the network's own weights, as checkpoints do that run parts of it
-        again. Two examples are looked at, once.
+        A backward pass may find those, as checkpoints do that run parts of the network again. Gradients of two examples
+        are computed twice, the second time with NaN as the network's own weights. The answer is kept, unless these
+        examples have no gradient and show nothing.
         """
         if self._follows_gradients is None:
             few = map_tensors(torch.Tensor.detach, take(x, slice(0, 2)))
-            self._follows_gradients = self._gradients_agree(self.values(0.5 * self.theta), few)
-        return self._follows_gradients
+            self._follows_gradients = self._reads_values_alone(few)
+        return self._follows_gradients is not False
 
-    def _gradients_agree(self, values: Mapping[str, Tensor], x: Inputs) -> bool:
-        """Of the outputs at these values, and of a network that has these weights; they may be infinite."""
-        inputs = [value.requires_grad_() for value in values.values()]
-        try:
-            with torch.enable_grad(), self.arithmetic(), unrolled(self.module):
-                found = _gradients(self.call_at(values, x), inputs)
-                with self.with_theta(torch.cat([value.detach().flatten() for value in inputs])):
-                    own = _gradients(self.call(x), list(self._parameters.values()))
-        except RuntimeError:  # what torch.func does not take cannot be followed
+    def _reads_values_alone(self, x: Inputs) -> bool | None:
+        """As `follows_gradients`; None if the outputs have no gradient. They may be infinite."""
+        values = {name: value.requires_grad_() for name, value in self.values(self.theta).items()}
+        inputs = list(values.values())
+        with torch.enable_grad(), self.arithmetic(), unrolled(self.module):
+            out = self.call_at(values, x)
+            if not out.requires_grad:
+                return None
+            try:
+                right = _gradients(out, inputs)
+                with self.with_theta(self.theta.new_tensor(torch.nan).expand(self.num_parameters)):
+                    found = _gradients(self.call_at(values, x), inputs)
+            except (RuntimeError, NTKLaplaceError) as error:  # such as that of a reentrant checkpoint
+                if is_about_memory(error):
+                    raise
+                return False
+        if not all(map(torch.equal, map(torch.isfinite, found), map(torch.isfinite, right))):
             return False
-        apart, scale = ((vector.nan_to_num(0.0, 0.0, 0.0)).norm() for vector in (found - own, own))
-        return bool(apart <= torch.finfo(self.precision).eps ** 0.5 * scale)
+        scale, apart = _norm(right), _norm([one - other for one, other in zip(found, right, strict=True)])
+        return apart <= torch.finfo(self.precision).eps ** 0.5 * scale if scale else None
 
     def read_from_caller(self, parameters: Iterable[Tensor]) -> str | None:
         """The name of the first of these that is a parameter of the caller's network itself, not of the copy."""
@@ -351,10 +363,13 @@ class Network(CheckedOutputs):
                 raise
 
 
-def _gradients(out: Tensor, inputs: list[Tensor]) -> Tensor:
-    """Of the sum of the outputs with different factors, as one vector."""
-    if not out.requires_grad:
-        return torch.zeros(sum(each.numel() for each in inputs), dtype=out.dtype, device=out.device)
+def _gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Of the sum of the outputs with different factors."""
     factors = torch.linspace(1.0, 2.0, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
     found = torch.autograd.grad(out, inputs, factors, allow_unused=True, materialize_grads=True)
-    return torch.cat([each.flatten() for each in found])
+    return [each.to_dense() for each in found]
+
+
+def _norm(parts: list[Tensor]) -> float:
+    """Of all together, without what is not finite."""
+    return float(torch.stack([part.nan_to_num(0.0, 0.0, 0.0).double().norm() for part in parts]).norm())

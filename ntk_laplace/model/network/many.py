@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,6 +19,7 @@ from ntk_laplace.model.network.recurrent import unrolled
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.threads import ProcessWide
+from ntk_laplace.runtime.torch_warnings import WITHOUT_TORCH_WARNINGS
 
 
 @contextmanager
@@ -98,8 +98,7 @@ class ManyWeights:
         numbers = torch.arange(num_examples(x), device=theta.device).expand(2, -1)
         self.batched = True
         try:
-            with warnings.catch_warnings(), torch.set_grad_enabled(self.network.follows_gradients(x)):
-                warnings.simplefilter("ignore")  # of a vmap without a rule for an operation, which is slow and right
+            with WITHOUT_TORCH_WARNINGS.entered(), torch.set_grad_enabled(self.network.follows_gradients(x)):
                 found = torch.cat([self(thetas, x), self(thetas, take(x, numbers), apart=True)])
                 if found.requires_grad:
                     torch.autograd.grad(found.sum(), thetas)

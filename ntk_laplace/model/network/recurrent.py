@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from ntk_laplace.runtime.threads import ProcessWide
+from ntk_laplace.runtime.torch_warnings import WITHOUT_TORCH_WARNINGS
 
 _LAYERS = {getattr(torch, kind): getattr(torch.ops.aten, kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _STEPS = get_decompositions(list(_LAYERS.values()))
@@ -66,8 +66,7 @@ class _Unrolled(TorchFunctionMode):
 
 @contextmanager
 def _without(*backends: Any) -> Iterator[None]:
-    with warnings.catch_warnings(), ExitStack() as stack:
-        warnings.filterwarnings("ignore", message="TF32 acceleration")  # torch's flag context itself warns
+    with WITHOUT_TORCH_WARNINGS.entered(), ExitStack() as stack:
         for backend in backends:
             stack.enter_context(backend.flags(enabled=False))
         yield

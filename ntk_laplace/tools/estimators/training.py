@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import told_later, untold, warn
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
@@ -101,9 +100,8 @@ def trained(
         posterior, fit = found.posterior, found.predictive
         learned = fit is not None and fit.reliability is not None and fit.reliability.learned_targets
         apart = many and (fit is None or learned or (len(data[1]) > _FEWEST and not fit.trusted))
-        seen: dict[Any, Any] = {}
-        for one in () if apart else told:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=seen)
+        for message in () if apart else dict.fromkeys(told):
+            warn(message)
     if apart:  # calibrated with data that the training does not see
         module, given, held = new(), data, held_out(data[1], likelihood.classifies, seed)
         kept = to_tensor(np.setdiff1d(np.arange(len(data[1])), held))
@@ -124,20 +122,15 @@ def trained(
 
 def _recorded(
     run: Callable[..., EvidenceTraining], module: nn.Module, **options: Any
-) -> tuple[EvidenceTraining, list[warnings.WarningMessage]]:
+) -> tuple[EvidenceTraining, list[str]]:
     """A training that may not be the last, and its warnings."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with told_later() as told:
         return run(module, **options), told
 
 
-@contextmanager
-def _untrusted_untold(later: bool = False) -> Iterator[None]:
+def _untrusted_untold(later: bool = False) -> AbstractContextManager[None]:
     """Without the warning of a predictive that is not to be trusted: `predictive_fit_` tells, and it is not used.
 
     If one is fitted later to other data, also without that of none.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", f"{_UNTRUSTED}|no predictive is fitted" if later else _UNTRUSTED,
-                                NTKLaplaceWarning)
-        yield
+    return untold(pattern=f"{_UNTRUSTED}|no predictive is fitted" if later else _UNTRUSTED)
