@@ -29,6 +29,7 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace.posterior.explain.reliability import Reliability
 from ntk_laplace.runtime import tuning
+from ntk_laplace.tools.estimators import training as estimator_training
 from ntk_laplace.tools.estimators.tables import Standardized
 from ntk_laplace.tools.estimators.units import in_units
 from reference import relative_error
@@ -273,7 +274,7 @@ def test_a_network_that_learned_noise_is_trained_again_with_more_evaluations(
     y = np.sin(2.0 * x[:, 0]) * x[:, 1] + 0.3 * x[:, 2] ** 2 + rng.normal(size=2600)
     if classes:
         y = np.where(rng.uniform(size=2600) < 0.5, rng.integers(0, 3, 2600), x[:, :3].argmax(1))
-    cls, n = ntkl.LaplaceClassifier if classes else ntkl.LaplaceRegressor, 300 if classes else 600
+    cls, n = ntkl.LaplaceClassifier if classes else ntkl.LaplaceRegressor, 300 if classes else 150
 
     def density(model: Any) -> float:
         if classes:
@@ -287,6 +288,23 @@ def test_a_network_that_learned_noise_is_trained_again_with_more_evaluations(
     first = cls(random_state=0).fit(x[:n], y[:n])
     assert (len(model.history_.epochs), len(first.history_.epochs)) == ((34, 10) if classes else (50, 15))
     assert density(model) > density(first) + 0.01
+
+
+@pytest.mark.slow
+def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    x, trained, calls = rng.normal(size=(299, 20)), estimator_training.train_with_evidence, []
+    y = np.where(rng.uniform(size=299) < 0.5, rng.integers(0, 3, 299), x[:, :3].argmax(1))
+
+    def failing(*args: Any, **options: Any) -> Any:
+        calls.append(options.get("schedule"))
+        if calls[-1] is not None:
+            raise ntkl.NumericalError("steps", "none", "Wait.")
+        return trained(*args, **options)
+
+    monkeypatch.setattr(estimator_training, "train_with_evidence", failing)
+    model = ntkl.LaplaceClassifier(random_state=0).fit(x, y)
+    assert [call and call.frequency for call in calls] == [None, 3] and len(model.history_.epochs) == 10
 
 
 @pytest.mark.slow

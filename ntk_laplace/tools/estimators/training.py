@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import told_later, untold, warn
+from ntk_laplace.errors import NonFiniteError, NumericalError, told_later, untold, warn
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
@@ -94,9 +94,10 @@ def trained(
         often = replace(schedule, frequency=max(1, schedule.frequency // _OFTEN))
         if doubts is not None and doubts.below_one_prediction and often != schedule:
             other = new()  # noise was learned between evaluations
-            again, of_again = _recorded(run, other, schedule=often)
-            if rank(again, left_out=True) > rank(found, left_out=True):
-                found, told, module = again, of_again, other
+            with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
+                again, of_again = _recorded(run, other, schedule=often)
+                if rank(again, left_out=True) > rank(found, left_out=True):
+                    found, told, module = again, of_again, other
         posterior, fit = found.posterior, found.predictive
         learned = fit is not None and fit.reliability is not None and fit.reliability.learned_targets
         apart = many and (fit is None or learned or (len(data[1]) > _FEWEST and not fit.trusted))
