@@ -430,7 +430,7 @@ def test_commands_on_the_docs_page_run(
     """With real pictures, on other data of the same shapes; the page's own blocks are run with the docs."""
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).resolve().parents[1] / "docs" / "predictions.md").read_text()
-    (shell,) = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (shell,) = re.findall(r"^```bash\n(ntk-laplace .*?)^```$", page, re.MULTILINE | re.DOTALL)
     (network,) = re.findall(r'Path\("model.py"\).write_text\("""\n(.*?)"""\)', page, re.DOTALL)
     Path("model.py").write_text(network)
     torch.save(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict(), "weights.pt")

@@ -587,3 +587,14 @@ def test_what_is_refused() -> None:
         posterior.explain(X_NEW, by="probability", output=2)
     with pytest.raises(ntkl.TargetError, match=r"shape \(4, 2\)"):
         posterior.predict(X_NEW).log_prob(torch.zeros(4, 4).double())
+
+
+def test_a_target_whose_variance_lies_near_those_that_are_refused() -> None:
+    """Newton steps towards it are halved where they leave the range of float64."""
+    mean, covariance = torch.zeros(2, 2).double(), torch.diag(torch.tensor([1e-4, 150.0**2]).double()).expand(2, 2, 2)
+    y = torch.tensor([[1e150], [3.0]], dtype=torch.float64)
+    found = predictive(ntkl.HeteroscedasticGaussian(), mean, covariance).log_prob(y)
+    s = torch.linspace(-709.0, 709.0, 1_000_001, dtype=torch.float64)
+    terms = -0.5 * (s + (y**2).log().sub(s).exp() + math.log(2 * math.pi) + (s / 150.0) ** 2)
+    expected = terms.logsumexp(1) + math.log(1418e-6 / (150.0 * (2 * math.pi) ** 0.5))
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.3)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from ntk_laplace.errors import NonFiniteError
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 
 _STEPS = 20  # Newton steps, each halved at most as often
+_FAR = 3.0  # longest step, in standard deviations of f: further away densities may overflow
 _CLOSE = 1e-6  # standard deviations of f: the density is continuous in the calibration up to their square
 
 
@@ -62,6 +64,7 @@ class NormalOutputs:
             slope = (root.mT @ likelihood.residual(f, y).unsqueeze(-1)).squeeze(-1) - z
             values, vectors = self._precision(likelihood, f, y)
             step = (vectors @ ((slope.unsqueeze(-2) @ vectors).squeeze(-2) / values).unsqueeze(-1)).squeeze(-1) * moves
+            step = step * (_FAR / step.abs().amax(1, keepdim=True)).clamp_max(1.0)
             for _ in range(_STEPS):
                 tried = self._objective(likelihood, z + step, y)
                 worse = ~(tried >= value)
@@ -80,7 +83,10 @@ class NormalOutputs:
         return self.mean + (self.root @ z.unsqueeze(-1)).squeeze(-1)
 
     def _objective(self, likelihood: ObservationModel, z: Tensor, y: Tensor) -> Tensor:
-        return likelihood.log_prob(self.outputs(z), y) - 0.5 * z.square().sum(1)
+        try:
+            return likelihood.log_prob(self.outputs(z), y) - 0.5 * z.square().sum(1)
+        except NonFiniteError:  # a step to where the density is refused: all steps are halved
+            return z.new_full((len(z),), -torch.inf)
 
     def _precision(self, likelihood: ObservationModel, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of A, at least 1 where the log density is not concave, I where Λ overflows."""
