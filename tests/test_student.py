@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.posterior.calibrate.densities import LeftOut, densities
+from ntk_laplace.posterior.calibrate.search import log_density_terms
 from reference import relative_error
 from refusals import refused
 
@@ -57,6 +60,21 @@ def test_outliers_pull_less_and_the_evidence_says_so(tmp_path: Path) -> None:
     again = ntkl.load(tmp_path / "t.pt", networks["t"])
     assert torch.equal(again.likelihood.df, posterior.likelihood.df)
     assert torch.equal(again.predict(x).variance, posterior.predict(x).variance)
+
+
+def test_densities_with_scaled_noise_where_outputs_are_uncertain() -> None:
+    """Against quadrature over f, with as much uncertainty as noise."""
+    torch.manual_seed(0)
+    mean, covariance = torch.randn(6, 1).double(), torch.linspace(0.1, 0.6, 6).double().view(6, 1, 1)
+    y, likelihood = mean + torch.randn(6, 1).double(), ntkl.StudentT(0.2, 4.0)
+    points = LeftOut(mean, covariance, y, torch.ones(6).double())
+    found = log_density_terms(densities(likelihood, points), ntkl.Calibration(scale=1.5, noise=2.5)) * 6
+    z = torch.linspace(-9.0, 9.0, 20_001, dtype=torch.float64).view(-1, 1)
+    each = [ntkl.StudentT(0.5, 4.0).log_prob(m + (1.5 * v).sqrt() * z, t.expand_as(z))
+            for m, v, t in zip(mean, covariance[:, 0], y, strict=True)]
+    weight = 18.0 / 20_000 / (2.0 * math.pi) ** 0.5
+    expected = (torch.stack(each).detach() - 0.5 * z.square().T).logsumexp(1) + math.log(weight)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-3)
 
 
 @pytest.mark.filterwarnings("ignore:.*fitted predictive")
