@@ -183,13 +183,13 @@ _FOLDERS = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__
 _INSIDE = (*_FOLDERS, contextlib.__file__, functools.__file__)
 
 
-class _Hearing(threading.local):
-    """What hears the warnings of this thread before they are shown, the innermost first; a warning it takes is not."""
+class _Filters(threading.local):
+    """Functions that get each warning of this thread, the innermost first; it is not shown if one returns True."""
 
-    takes: tuple[Callable[[str], bool], ...] = ()
+    functions: tuple[Callable[[str], bool], ...] = ()
 
 
-_HEARING = _Hearing()
+_FILTERS = _Filters()
 
 
 def warn(message: str) -> None:
@@ -197,7 +197,7 @@ def warn(message: str) -> None:
 
     That is the first frame outside of this package and of what runs its functions, torch and decorators.
     """
-    if any(take(message) for take in _HEARING.takes):
+    if any(drops(message) for drops in _FILTERS.functions):
         return
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
@@ -211,7 +211,7 @@ def untold(when: bool = True, pattern: str = "") -> Iterator[None]:
 
     Filters of `warnings` are those of the process: threads that change them leave some of them behind.
     """
-    with _heard(lambda message: when and re.match(pattern, message) is not None):
+    with _filtered(lambda message: when and re.match(pattern, message) is not None):
         yield
 
 
@@ -225,7 +225,7 @@ def told_later() -> Iterator[list[str]]:
         return True
 
     try:
-        with _heard(keep):
+        with _filtered(keep):
             yield kept
     except Exception:
         for message in kept:
@@ -234,13 +234,13 @@ def told_later() -> Iterator[list[str]]:
 
 
 @contextmanager
-def _heard(take: Callable[[str], bool]) -> Iterator[None]:
-    outer = _HEARING.takes
-    _HEARING.takes = (take, *outer)
+def _filtered(drops: Callable[[str], bool]) -> Iterator[None]:
+    outer = _FILTERS.functions
+    _FILTERS.functions = (drops, *outer)
     try:
         yield
     finally:
-        _HEARING.takes = outer
+        _FILTERS.functions = outer
 
 
 @contextmanager

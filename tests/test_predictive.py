@@ -320,6 +320,17 @@ def test_probabilities_sum_to_one(method: str) -> None:
         torch.testing.assert_close(total, torch.ones(N, dtype=torch.float64), rtol=1e-10, atol=0.0)
 
 
+def test_probabilities_of_counts_sum_to_one_up_to_the_error_of_their_points() -> None:
+    """Each count has points of its own."""
+    for case in (BY_NAME["poisson-one"], BY_NAME["poisson-scalar"]):
+        mean, covariance = moments(case.outputs)
+        response = predictive(case.build(), mean, 0.3 * covariance, "glm", scalar=case.scalar)
+        values = torch.tensor(list(itertools.product(range(61), repeat=case.outputs))).double()
+        every = values.unsqueeze(1).expand(-1, N, -1)
+        total = response.log_prob(every.squeeze(-1) if case.scalar else every).exp().sum(0)
+        torch.testing.assert_close(total, torch.ones(N, dtype=torch.float64), rtol=2e-3, atol=0.0)
+
+
 def log_cosh(f: Tensor, y: Tensor) -> Tensor:
     """Sharp, with tails that are not normal."""
     return -(torch.log(torch.cosh(8 * (y - f))) + math.log(math.pi / 8)).sum(-1)

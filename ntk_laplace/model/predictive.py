@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -106,9 +105,10 @@ class Predictive:
             return closed_form
         if self._points is None:
             self._points = normal_points(self.samples, mean.shape[-1], self._generator).to(mean)
-        outputs = RootedOutputs(self.likelihood.counted_once(), mean, covariance_root(covariance), self._points)
+        outputs = NormalOutputs(mean, covariance_root(covariance), self._points)
+        likelihood = self.likelihood.counted_once()
         rows = max(1, tuning.AVERAGED_OUTPUTS // self._points.numel())
-        averaged = joined(outputs.at(here).response(self.scalar) for here in panels(len(mean), 1, rows))
+        averaged = joined(average(likelihood, outputs.at(here), self.scalar) for here in panels(len(mean), 1, rows))
         known = self.likelihood.response_moments(mean, covariance)
         return averaged.with_moments(*known) if known and isinstance(averaged, MixtureResponse) else averaged
 
@@ -117,48 +117,21 @@ class Predictive:
         return Predictive(self.likelihood.at_position(), self.method, self.samples, self._generator)
 
 
-@dataclass(frozen=True)
-class RootedOutputs:
-    """Outputs f = m + W z at n inputs, for the same points z at every input."""
+def average(likelihood: Likelihood, outputs: NormalOutputs, scalar: bool = False) -> Response:
+    """The response averaged over f."""
+    if not likelihood.keeps_samples(outputs.mean.shape[-1]):
+        return likelihood.average(outputs.samples(), scalar)
+    return mixture(likelihood, outputs, scalar)
 
-    likelihood: Likelihood
-    mean: Tensor  # (n, C)
-    root: Tensor  # W, (n, C, C)
-    points: Tensor  # (S, C)
 
-    def at(self, index: slice) -> RootedOutputs:
-        """At some of the inputs."""
-        own = self.likelihood if index.stop - index.start == len(self.mean) else self.likelihood.at(index)
-        return replace(self, likelihood=own, mean=self.mean[index], root=self.root[index])
+def mixture(likelihood: Likelihood, outputs: NormalOutputs, scalar: bool = False) -> MixtureResponse:
+    """The response given f, mixed over f, of several outputs jointly.
 
-    def calibrated(self, scale: Tensor, temperature: Tensor | None = None, samples: int | None = None) -> RootedOutputs:
-        """With covariances multiplied by `scale`, f divided by a temperature, and `samples` of the points at most.
-
-        Without a covariance one point is enough.
-        """
-        points = self.points[:samples] if bool(scale > 0) else self.points[:1] * 0.0
-        by = scale.new_ones(()) if temperature is None else temperature
-        return replace(self, mean=self.mean / by, root=self.root * (scale.sqrt() / by), points=points)
-
-    def samples(self) -> Tensor:
-        """(S, n, C)."""
-        return self.mean + torch.einsum("ncd,sd->snc", self.root, self.points)
-
-    def response(self, scalar: bool = False) -> Response:
-        """The response averaged over f."""
-        if not self.likelihood.keeps_samples(self.mean.shape[-1]):
-            return self.likelihood.average(self.samples(), scalar)
-        return self.mixture(scalar)
-
-    def mixture(self, scalar: bool = False) -> MixtureResponse:
-        """The response given f, mixed over f, of several outputs jointly.
-
-        Probabilities of classes are those of one set of points for all labels, so that their sum is 1. The density of a
-        number is sharp in f, and has points of its own.
-        """
-        several = len(self.points) > 1 and not self.likelihood.classifies
-        normal = NormalOutputs(self.mean, self.root, self.points) if several else None
-        return MixtureResponse(self.likelihood, self.samples(), scalar, normal)
+    Probabilities of classes are those of one set of points for all labels, so that their sum is 1. The density of a
+    number is sharp in f, and has points of its own.
+    """
+    several = len(outputs.points) > 1 and not likelihood.classifies
+    return MixtureResponse(likelihood, outputs.samples(), scalar, outputs if several else None)
 
 
 def response_bytes(

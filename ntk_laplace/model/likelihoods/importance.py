@@ -30,6 +30,10 @@ class NormalOutputs:
         """At some of the inputs."""
         return type(self)(self.mean[index], self.root[index], self.points)
 
+    def samples(self) -> Tensor:
+        """f at all points, (S, n, C)."""
+        return self.mean + torch.einsum("ncd,sd->snc", self.root, self.points)
+
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """At the inputs of all parts, which share their points."""

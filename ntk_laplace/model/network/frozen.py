@@ -301,8 +301,7 @@ class Network(CheckedOutputs):
         """Refuse gradients at other weights of a network that they do not follow (NetworkError)."""
         if not self.follows_gradients(x):
             raise NetworkError("a network whose backward pass reads the weights of its forward pass, for gradients at "
-                               "other weights", "one whose gradients at values in place of its weights are others, as "
-                               "with torch.utils.checkpoint",
+                               "other weights", "one whose backward pass reads its own, as with torch.utils.checkpoint",
                                "Turn gradient checkpointing off; in a torch.autograd.Function use save_for_backward.")
 
     def follows_gradients(self, x: Inputs) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root, diagonal_blocks
-from ntk_laplace.model.predictive import RootedOutputs, normal_points
+from ntk_laplace.model.likelihoods.importance import NormalOutputs
+from ntk_laplace.model.predictive import mixture, normal_points
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures.points import TrainingPoints
@@ -156,12 +157,12 @@ class SampledDensities:
     """
 
     def __init__(self, likelihood: Likelihood, points: LeftOut) -> None:
-        self._points = points
+        self._likelihood, self._points = likelihood, points
         n, c = points.mean.shape
         searched = min(_SAMPLES, max(_FEWEST_SAMPLES, tuning.SEARCHED_OUTPUTS // (n * c)))
         self.samples: tuple[int | None, ...] = _GRID_SAMPLES, *sorted({_FEWEST_SAMPLES, searched})
         z = normal_points(_SAMPLES, c).to(points.mean)
-        self._outputs = RootedOutputs(likelihood, points.mean, covariance_root(points.covariance), z)
+        self._outputs = NormalOutputs(points.mean, covariance_root(points.covariance), z)
         self.shares = points.weights / points.weights.sum()
         second = "temperature" if likelihood.classifies else "noise" if likelihood.scales_noise else None
         self.names: tuple[str, ...] = ("scale", *([second] if second else []))
@@ -171,26 +172,35 @@ class SampledDensities:
 
     def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
         """The terms, in parts."""
-        points, one = self._points, self._points.mean.new_ones(())
-        outputs = self._outputs.calibrated(setting.get("scale", one), setting.get("temperature"), samples)
-        for here in panels(len(points.mean), 1, tuning.AVERAGED_OUTPUTS // outputs.points.numel()):
-            own, y = outputs.at(here), points.targets[here]
-            own, lost = _with_noise(own, y, setting["noise"]) if "noise" in setting else (own, 0.0)
-            yield self.shares[here] * (self._log_prob(own, y, setting) - lost)
+        n, outputs = len(self._points.mean), self._calibrated(setting, samples)
+        for here in panels(n, 1, tuning.AVERAGED_OUTPUTS // outputs.points.numel()):
+            likelihood = self._likelihood if here.stop - here.start == n else self._likelihood.at(here)
+            own, y = outputs.at(here), self._points.targets[here]
+            own, lost = _with_noise(likelihood, own, y, setting["noise"]) if "noise" in setting else (own, 0.0)
+            yield self.shares[here] * (self._log_prob(likelihood, own, y, setting) - lost)
 
-    def _log_prob(self, outputs: RootedOutputs, y: Tensor, setting: Setting) -> Tensor:
+    def _calibrated(self, setting: Setting, samples: int | None) -> NormalOutputs:
+        """f with covariances times the scale, divided by the temperature; without a covariance one point is enough."""
+        own, one = self._outputs, self._outputs.mean.new_ones(())
+        scale, temperature = setting.get("scale", one), setting.get("temperature", one)
+        points = own.points[:samples] if bool(scale > 0) else own.points[:1] * 0.0
+        return NormalOutputs(own.mean / temperature, own.root * (scale.sqrt() / temperature), points)
+
+    def _log_prob(self, likelihood: Likelihood, outputs: NormalOutputs, y: Tensor, setting: Setting) -> Tensor:
         average = "average_temperature" in setting
         if not (average or self._soft):
-            return outputs.mixture(self._points.scalar).log_prob(y)
-        response = outputs.likelihood.average(outputs.samples(), self._points.scalar)
+            return mixture(likelihood, outputs, self._points.scalar).log_prob(y)
+        response = likelihood.average(outputs.samples(), self._points.scalar)
         return (response.tempered(setting["average_temperature"]) if average else response).log_prob(y)
 
 
-def _with_noise(outputs: RootedOutputs, y: Tensor, factor: Tensor) -> tuple[RootedOutputs, Tensor]:
+def _with_noise(
+    likelihood: Likelihood, outputs: NormalOutputs, y: Tensor, factor: Tensor
+) -> tuple[NormalOutputs, Tensor]:
     """Outputs whose errors are these over the root of the factor, and the log density that is lost, (n,)."""
-    mean, observed = outputs.mean, outputs.likelihood.observed(y)
+    mean, observed = outputs.mean, likelihood.observed(y)
     targets = y.reshape(mean.shape).to(mean)
     there = torch.ones_like(targets, dtype=torch.bool) if observed is None else observed.reshape(mean.shape)
     targets, root = targets.masked_fill(~there, 0.0), factor.sqrt()
-    found = replace(outputs, mean=targets + (mean - targets) / root, root=outputs.root / root)
+    found = NormalOutputs(targets + (mean - targets) / root, outputs.root / root, outputs.points)
     return found, 0.5 * there.to(mean).sum(-1) * factor.log()
