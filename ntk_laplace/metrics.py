@@ -21,6 +21,7 @@ __all__ = [
     "Reliability",
     "accuracy",
     "brier_score",
+    "central_coverage",
     "class_probabilities",
     "detection_auroc",
     "expected_calibration_error",
@@ -285,6 +286,30 @@ def interval_coverage(
     half_width = (2.0**0.5 * torch.erfinv(wanted)).numpy()
     away, deviation = np.abs(truth - middle), np.sqrt(spread)
     return (away[None, :] <= half_width[:, None] * deviation[None, :]).mean(1)
+
+
+def central_coverage(predictive: Distribution, targets: torch.Tensor, levels: Sequence[float]) -> NDArray[np.float64]:
+    """Fraction of targets inside the central interval of each nominal level, which leaves out as much on either side.
+
+    Parameters
+    ----------
+    predictive : Distribution
+        Of single numbers, with `cdf`: such as ``posterior.predict(x).univariate()``.
+    targets : Tensor, the predictive's batch shape
+    levels : sequence of float
+        Nominal probabilities in (0, 1).
+
+    Returns
+    -------
+    ndarray, (len(levels),)
+        A calibrated prediction has coverage equal to level.
+    """
+    if targets.shape != predictive.batch_shape or not targets.numel():
+        raise TargetError(f"targets of shape {tuple(predictive.batch_shape)}, at least one", f"{tuple(targets.shape)}",
+                          "Pass one target for each number.")
+    below = _array(predictive.cdf(targets)).ravel()
+    _require_present(below)
+    return (np.abs(2.0 * below - 1.0)[None, :] <= _levels(levels)[:, None]).mean(1)
 
 
 def set_coverage(probabilities: ArrayLike, labels: ArrayLike, levels: Sequence[float]) -> NDArray[np.float64]:

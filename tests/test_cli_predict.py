@@ -213,6 +213,25 @@ def test_responses_of_several_outputs(folder: Path, here: Path, capsys: pytest.C
     assert Path("sub.html").exists() and not Path("predictions.html").exists()
 
 
+def test_coverage_of_noise_with_heavy_tails_is_that_of_its_quantiles(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture
+) -> None:
+    options = [one if one != "gaussian" else "student-t" for one in line(folder, "real")]
+    assert cli.main([*options, "--likelihood-option", "df=2.2", "--level", "0.8"]) == 0
+    printed = capsys.readouterr().out
+    posterior = ntkl.laplace(
+        fitted(folder, "real").network.module, arrays(folder, "real", "data"), ntkl.StudentT(0.25, 2.2),
+        ntkl.GaussianPrior(PRECISION),
+    )
+    posterior.fit_predictive(strict=False)
+    x, y = arrays(folder, "real", "new")
+    with torch.no_grad():
+        low, high = posterior.predict(x).quantiles([0.1, 0.9])
+    told = score_lines(printed)["calibrated posterior"]
+    assert told[-1] == pytest.approx(float(((low <= y) & (y <= high)).double().mean()), abs=5.1e-5)
+    assert "leaves out as much on either side" in Path("predictions.html").read_text()
+
+
 @pytest.mark.slow
 def test_the_network_is_trained_on_first(folder: Path, here: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(line(folder, "real", "--retrain")) == 0

@@ -477,6 +477,45 @@ def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the network is not at its optimum")
+def test_fit_of_numbers_with_outliers(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Intervals are quantiles of Student's t, scores its densities, and files and pages those of the estimator."""
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(100, 2))
+    y = 30 * x[:, 0] + draws.normal(size=100) + 90 * draws.choice([-1, 1], 100) * (draws.uniform(size=100) < 0.15)
+    table(x, y)[["height", "width", "price"]].to_csv("t.csv", index=False)
+    options = ["--epochs", "30", "--hidden", "4", "--seed", "1", "--out", "out"]
+    assert cli.main(["fit", "t.csv", "--target", "price", *options]) == 0
+    out, found = capsys.readouterr().out, read("out/predictions.csv")
+    model = joblib.load("out/model.joblib")
+    assert model.likelihood_ == "student-t"
+    assert f"Student's t of {float(model.posterior_.likelihood.df):.3g} degrees of freedom" in out
+    inputs, target = read("t.csv").loc[found["row"], ["height", "width"]], found["target"].to_numpy(copy=True)
+    np.testing.assert_allclose(found[["lower", "upper"]], model.predict_quantiles(inputs, (0.05, 0.95)), rtol=1e-9)
+    assert ((found["upper"] - found["lower"]) < 3.2 * found["sd"]).all()
+    for name, method in (("network alone", "map"), ("posterior", "glm")):
+        each = model.predict_distribution(inputs, method)
+        told, _, rmse, inside = scores(out)[name]
+        lower, upper = (each.icdf(torch.tensor(q, dtype=torch.float64)).numpy() for q in (0.05, 0.95))
+        assert told == pytest.approx(float(each.log_prob(torch.as_tensor(target)).mean()), abs=5.1e-5)
+        assert inside == pytest.approx(((lower <= target) & (target <= upper)).mean(), abs=5.1e-5)
+        assert rmse == pytest.approx(((target - found["mean"]) ** 2).mean() ** 0.5, rel=5.1e-4)
+    assert "StudentT likelihood" in Path("out/explanations.html").read_text()
+    for command in (["predict", "out/model.joblib", "--inputs", "t.csv", "--out", "again.csv"],
+                    ["explain", "out/model.joblib", "--inputs", "t.csv"], ["evidence", "out/model.joblib"]):
+        assert cli.main(command) == 0
+    again = read("again.csv").iloc[found["row"]]
+    np.testing.assert_allclose(again[["mean", "lower", "upper"]], found[["mean", "lower", "upper"]], rtol=1e-9)
+    assert cli.main(["fit", "t.csv", "--target", "price", "--likelihood", "gaussian", *options]) == 0
+    assert joblib.load("out/model.joblib").likelihood_ == "gaussian"
+
+
+def test_the_noise_of_numbers_is_not_for_classes(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["fit", "kind.csv", "--target", "kind", "--likelihood", "student-t", *QUICK]) == 1
+    assert "expected targets that are numbers, for --likelihood; got classes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rare", [1, 5])
 def test_each_class_is_held_out_in_its_share(rare: int, folder: Path) -> None:
     """The only row of a class is in the training."""

@@ -124,6 +124,19 @@ def test_rmse_ignores_a_trailing_one_and_broadcasts_nothing() -> None:
         metrics.rmse([1.0, 2.0], [1.0, 2.0, 3.0])
 
 
+def test_coverage_of_central_intervals() -> None:
+    """The interval of a skewed distribution is not around its mean."""
+    exponential = torch.distributions.Exponential(torch.ones(4).double(), validate_args=False)
+    y = exponential.icdf(torch.tensor([0.04, 0.06, 0.94, 0.96]).double())
+    np.testing.assert_array_equal(metrics.central_coverage(exponential, y, [0.9, 0.95, 0.5]), [0.5, 1.0, 0.0])
+    with pytest.raises(TargetError, match=r"targets of shape \(4,\), at least one; got \(3,\)"):
+        metrics.central_coverage(exponential, y[:3], [0.9])
+    with pytest.raises(DataError, match="strictly between 0 and 1"):
+        metrics.central_coverage(exponential, y, [1.0])
+    with pytest.raises(TargetError, match="NaN"):
+        metrics.central_coverage(exponential, torch.full((4,), torch.nan), [0.5])
+
+
 def test_coverage_of_gaussian_intervals() -> None:
     # ±1 standard deviation holds 68.27 %, so targets at 0.99 and 1.01 deviations tell the level's edge
     mean, variance, y = np.zeros(2), np.full(2, 4.0), np.array([1.98, -2.02])

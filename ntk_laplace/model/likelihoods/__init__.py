@@ -14,6 +14,7 @@ from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.everywhere import Everywhere, positions_of
 from ntk_laplace.model.likelihoods.gaussian import Gaussian
 from ntk_laplace.model.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.poisson import Poisson
 from ntk_laplace.model.likelihoods.registry import (
@@ -37,6 +38,7 @@ __all__ = [
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "NormalMixture",
     "PerOutput",
     "Poisson",
     "Response",

@@ -13,6 +13,7 @@ from ntk_laplace.model.likelihoods import differentiation
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.linearized import LinearizedResponse
 from ntk_laplace.model.likelihoods.mixture import MixtureResponse
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import first_bad, read
 
@@ -299,6 +300,10 @@ class Likelihood(nn.Module):
         """Whether what `average` returns keeps the samples of f, as a mixture does."""
         return type(self).average is Likelihood.average
 
+    def integrates(self, num_outputs: int) -> bool:
+        """Whether `integrate` has a closed form."""
+        return type(self).integrate is not Likelihood.integrate
+
     def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
         """Response for f ~ N(mean, covariance) in closed form; None if there is no closed form."""
         return None
@@ -309,6 +314,17 @@ class Likelihood(nn.Module):
         They are the mean response, the variance of the mean given f and the mean of the variance given f, each (n, D).
         """
         return None
+
+    def univariate(self, mean: Tensor, variance: Tensor) -> NormalMixture:
+        """Distribution of each number of the response for f ~ N(mean, variance), output by output, (..., D).
+
+        Raises
+        ------
+        UnsupportedError
+            If it is no mixture of normals.
+        """
+        raise self._unsupported("numbers that are normal, or mixtures of normals, given f",
+                                "Take quantiles of samples of the response, sample((1000,)).")
 
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """E log p (n,), E r (n, C) and E Λ (n, C, C) for f ~ N(mean, covariance); None if they have to be sampled.

@@ -24,6 +24,7 @@ from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
 from ntk_laplace.model.likelihoods.mixture import plug_in
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.model.likelihoods.registry import built, record_to_build, register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read
@@ -415,6 +416,10 @@ class EverywhereResponse(Response):
         """The marginals, and targets (n, *positions, ...) as those of the n L positions."""
         canonical = self.likelihood.targets(value, self.batch_shape[0], self.num_outputs)
         return self.marginals, canonical.flatten(0, len(self._positions))
+
+    def univariate(self) -> NormalMixture:
+        """Those of all positions, ``(n, *positions, ...)``."""
+        return self.marginals.univariate().reshaped(*self.mean.shape)
 
     @property
     def has_rsample(self) -> bool:  # type: ignore[override]  # torch declares a class attribute

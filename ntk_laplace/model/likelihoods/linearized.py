@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root, marginal_log_density
 from ntk_laplace.model.likelihoods.labels import as_probabilities
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.responses import ShapedResponse
 
@@ -45,6 +46,10 @@ class LinearizedResponse(ShapedResponse):
     def mean(self) -> Tensor:
         """Mean response, the inverse link at the mean of f."""
         return self._drop(self.loc)
+
+    def univariate(self) -> NormalMixture:
+        """Normals of each response."""
+        return NormalMixture.normal(self.mean, self.variance)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of the Gaussian at responses, or at labels (…, n), which are converted to indicators."""

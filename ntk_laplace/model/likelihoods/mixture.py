@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods.importance import NormalOutputs
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.responses import Response, ShapedResponse
 from ntk_laplace.runtime import tuning
@@ -86,6 +87,18 @@ class MixtureResponse(ShapedResponse):
         if self._exact is not None:
             return self._exact[2]
         return self._at_samples(lambda likelihood, f: likelihood.response_variance(f)).mean(0)
+
+    def univariate(self) -> NormalMixture:
+        """Those of a normal f where ``y = f + noise``; else those given f, mixed over its samples."""
+        if self._normal is not None and self.likelihood.scales_noise:
+            variance = self._normal.root.square().sum(-1)
+            return self.likelihood.univariate(self._drop(self._normal.mean), self._drop(variance))
+        samples, n, _ = self.f.shape
+        index = torch.arange(n, device=self.f.device).repeat(samples)
+        given = plug_in(self.likelihood.at(index), self.f.flatten(0, 1), self.scalar)
+        if isinstance(given, MixtureResponse):
+            return super().univariate()  # a log density alone
+        return given.univariate().over_samples(samples)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log of the average density in nats, one number per input; see `Response.log_prob`."""

@@ -7,11 +7,14 @@ from typing import Any, Protocol
 from torch import Size, Tensor
 from torch import distributions as td
 
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+
 
 class ObservationModel(Protocol):
     """The part of `Likelihood` that responses use; its methods are documented there."""
 
     classifies: bool
+    scales_noise: bool
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Canonical targets."""
@@ -39,6 +42,9 @@ class ObservationModel(Protocol):
 
     def response_variance(self, f: Tensor) -> Tensor:
         """Variance of each response."""
+
+    def univariate(self, mean: Tensor, variance: Tensor) -> NormalMixture:
+        """Distribution of each number for a normal f."""
 
     def distribution(self, f: Tensor, scalar: bool = False) -> td.Distribution:
         """The response given f."""

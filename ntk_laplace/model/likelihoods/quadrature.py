@@ -15,6 +15,8 @@ from ntk_laplace.runtime.panels import panels
 # The rule converges exponentially for functions that are analytic in a strip: with the first singularity at a distance
 # d of the real line, in deviations, the error is of order exp(-2πd/h). That of log σ(m + s z) is at d = π/s: below
 # 1e-15 for the largest step h up to a deviation s of 4.
+_LOST, _FURTHEST, _OUTLIERS = 37.0, 5000.0, -2.0 * math.log(1e4)
+_RARE, _MISSING = 1e-17, 1e-9  # a weight that changes no distribution function; a part of a variance that counts
 _STEP, _LEAST_STEP, _REACH = 0.125, 0.005, 10.0
 
 
@@ -39,6 +41,33 @@ def expectation_by_output(
         f = mean[part] + z.view(-1, 1, 1) * deviation[part]
         found.append(torch.tensordot(weights, repeated(likelihood, function, f, y, part), 1))
     return torch.cat(found)
+
+
+def gamma_points(df: Tensor) -> tuple[Tensor, Tensor]:
+    """Log weights and points (K,) of λ ~ Gamma(ν/2, ν/2), the precision of Student's t as a mixture of normals.
+
+    The density of u = log λ is proportional to exp(a (u - e^u)) with a = ν/2. The error of the rule with step h is of
+    order Γ(a + 2πi/h)/Γ(a). The range is that where the density is above e^-37 of its maximum; below it goes on to
+    where λ determines the density of t at 10,000 deviations, if that is above e^-5000. The last point has what is
+    missing of E 1/λ, and so of the variance of t, for ν near 2.
+    """
+    df = df.double()
+    shape = 0.5 * float(df.detach())
+    step = 2.0 * math.pi / (25.0 + math.sqrt(2.0 * _LOST * shape))
+    low, high = _below(_LOST / shape), math.log1p(2.0 * (_LOST / shape + math.sqrt(_LOST / shape)))
+    low = min(low, max(_OUTLIERS, _below(_FURTHEST / shape)))
+    u = torch.arange(low, high + step, step, dtype=torch.float64, device=df.device)
+    log_weights, points = torch.log_softmax(0.5 * df * (u - u.exp()), 0), u.exp()
+    missing = float((df / (df - 2.0) - (log_weights.exp() / points).sum()).detach())
+    if missing > _MISSING:
+        log_weights = torch.cat([log_weights, u.new_tensor([math.log(_RARE)])])
+        points = torch.cat([points, u.new_tensor([_RARE / missing])])
+    return log_weights, points
+
+
+def _below(ratio: float) -> float:
+    """u at which ``u - e^u + 1`` is below minus the ratio."""
+    return -(ratio + 2.0 * math.sqrt(ratio))
 
 
 def repeated(

@@ -19,6 +19,7 @@ from typing_extensions import Self
 from ntk_laplace.errors import TargetError, UnsupportedError
 from ntk_laplace.model.likelihoods.covariances import cholesky, marginal_log_density, require_positive
 from ntk_laplace.model.likelihoods.labels import label_log_prob
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture, checked_levels
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 
 
@@ -70,6 +71,38 @@ class Response(td.Distribution):
             If shape, type or values do not fit.
         """
         return super().log_prob(self._read(value))
+
+    def univariate(self) -> NormalMixture:
+        """Distribution of each number of the response, with the shape of `mean` as its batch shape.
+
+        Raises
+        ------
+        UnsupportedError
+            If they are classes, counts or of a density of your own.
+        """
+        return self.likelihood.univariate(self.mean, self.epistemic)
+
+    def quantiles(self, levels: float | Sequence[float]) -> Tensor:
+        """Quantiles of each number of the response: y is below that of level q with probability q.
+
+        Parameters
+        ----------
+        levels : float or sequence of float, (L,)
+            Probabilities strictly between 0 and 1. Two are an interval: 0.05 and 0.95 one of 90 %.
+
+        Returns
+        -------
+        Tensor, (L, n) or (L, n, C)
+
+        Raises
+        ------
+        DataError
+            If a level is not strictly between 0 and 1.
+        UnsupportedError
+            As `univariate`.
+        """
+        wanted, each = checked_levels(levels), self.univariate()
+        return each.icdf(wanted.to(each.mean.device).reshape(-1, *(1 for _ in each.batch_shape)))
 
     def present(self, value: Any) -> Tensor | None:
         """Mask of inputs with at least one observed target in `value`, (n,); None if no target is missing."""
@@ -179,6 +212,10 @@ class NormalResponse(Response, td.Normal):
         y = self._read(value)
         return td.Normal.log_prob(self, y).masked_fill(y.isnan(), 0.0)
 
+    def univariate(self) -> NormalMixture:
+        """The same numbers as a mixture of one normal."""
+        return NormalMixture.normal(self.mean, self.variance)
+
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
         return cls(parts[0].likelihood, *_concatenated(parts, "loc", "epistemic", "aleatoric"))
@@ -200,6 +237,10 @@ class MultivariateNormalResponse(Response, td.MultivariateNormal):
         if bool(there.all()):
             return td.MultivariateNormal.log_prob(self, y)
         return marginal_log_density(y - self.loc, self.covariance_matrix, there)
+
+    def univariate(self) -> NormalMixture:
+        """Normals of each output."""
+        return NormalMixture.normal(self.mean, self.variance)
 
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
@@ -229,6 +270,11 @@ class FactorizedResponse(Response, td.Independent):
         missing = y.isnan()
         scores = self.base_dist.log_prob(y.masked_fill(missing, 0.0)).masked_fill(missing, 0.0)
         return scores.sum(-1) if self.reinterpreted_batch_ndims else scores
+
+    def univariate(self) -> NormalMixture:
+        """The independent responses themselves, if they are normal."""
+        normal = isinstance(self.base_dist, td.Normal)
+        return NormalMixture.normal(self.mean, self.variance) if normal else super().univariate()
 
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch import distributions as td
+from typing_extensions import Self
 
 from ntk_laplace.errors import HyperparameterError, require_number
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.noise import numbers, positive
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.model.likelihoods.per_output import PerOutput
-from ntk_laplace.model.likelihoods.quadrature import expectation_by_output
+from ntk_laplace.model.likelihoods.protocol import ObservationModel
+from ntk_laplace.model.likelihoods.quadrature import expectation_by_output, gamma_points
 from ntk_laplace.model.likelihoods.registry import register_likelihood
-from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
+from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response, ShapedResponse
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.scalars import scalar
 
 _LEAST_DF = 2.1  # where the variance of y is 21 σ²; at 2 it is infinite, and outliers draw df there
@@ -155,6 +161,25 @@ class StudentT(PerOutput):
             return None  # a subclass may override the moments
         return mean, covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0), self.response_variance(mean)
 
+    def univariate(self, mean: Tensor, variance: Tensor) -> NormalMixture:
+        """Mixtures of N(mean, variance + σ²/λ) over λ ~ Gamma(ν/2, ν/2), by the trapezoidal rule in log λ."""
+        if type(self) is not StudentT:
+            return super().univariate(mean, variance)  # a subclass may override the density
+        log_weights, noise = self._noises(mean)
+        return NormalMixture(log_weights, mean.unsqueeze(-1), (variance.unsqueeze(-1) + noise).sqrt())
+
+    def integrates(self, num_outputs: int) -> bool:
+        """Whether there is one output, whose response is a mixture of normals."""
+        return num_outputs == 1 and type(self) is StudentT
+
+    def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
+        """Response of one output for f ~ N(mean, covariance), a mixture of normals."""
+        if not self.integrates(mean.shape[-1]):
+            return None  # a subclass may override the density
+        log_weights, noise = self._noises(mean)
+        variance = covariance.reshape(mean.shape).clamp_min(0.0)
+        return StudentTResponse(self, mean, variance, self.response_variance(mean), log_weights, noise, scalar)
+
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """E log p and E r by quadrature, output by output; Λ is constant."""
         if type(self) is not StudentT:
@@ -169,6 +194,11 @@ class StudentT(PerOutput):
         return {"noise": self.noise.detach(), "df": float(self.df.detach()), **super().record()}
 
     # --- private --------------------------------------------------------------------------------------------------
+
+    def _noises(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Log weights (K,) of the mixture of normals, and the variances (K,), or (C, K), of their noise."""
+        log_weights, precision = gamma_points(self.df)
+        return log_weights.to(f), self.log_noise.to(f).exp().unsqueeze(-1) / precision.to(f)
 
     def _df(self, f: Tensor) -> Tensor:
         return _LEAST_DF + self.log_excess.to(f).exp()
@@ -185,3 +215,67 @@ class StudentT(PerOutput):
     def _information(self, f: Tensor, y: Tensor | None) -> Tensor:
         """The diagonal of the curvature, (N, C)."""
         return self._known(self._log_information(self.log_noise.to(f)).exp().expand(f.shape), y)
+
+
+class StudentTResponse(ShapedResponse):
+    """Response ``y = f + σ t`` of one output for f ~ N(mean, epistemic): a mixture of K normals.
+
+    Parameters
+    ----------
+    likelihood : Likelihood
+    mean, epistemic, aleatoric : Tensor, (n, 1)
+        Mean and variance of f, and variance of the noise.
+    log_weights, noise : Tensor, (K,)
+        Of the mixture, and variances of its noise.
+    scalar : bool
+        The network's outputs have shape (N,): events are scalars.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self, likelihood: ObservationModel, mean: Tensor, epistemic: Tensor, aleatoric: Tensor, log_weights: Tensor,
+        noise: Tensor, scalar: bool = False,
+    ) -> None:
+        self.scalar, self._mean = scalar, mean
+        self._log_weights, self._noise = log_weights, noise.reshape(-1)
+        self._own(likelihood, 1, *(self._drop(part) for part in (epistemic, aleatoric)))
+        super().__init__(mean.shape[:1], Size() if scalar else Size((1,)), validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of f."""
+        return self._drop(self._mean)
+
+    def univariate(self) -> NormalMixture:
+        """The mixture of normals."""
+        return self._mixture(slice(None))
+
+    def _mixture(self, rows: slice) -> NormalMixture:
+        variance = self.epistemic[rows].unsqueeze(-1) + self._noise
+        return NormalMixture(self._log_weights, self.mean[rows].unsqueeze(-1), variance.sqrt())
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of the observed targets; see `Response.log_prob`."""
+        y = self._read(value)
+        missing, axis = y.isnan(), y.dim() - self.mean.dim()
+        filled, each = torch.where(missing, self.mean, y).movedim(axis, 0), len(self._noise) * y[..., :1].numel()
+        parts = [self._mixture(rows).log_prob(filled[rows].movedim(0, axis))
+                 for rows in panels(len(self._mean), each, tuning.MIXTURE_OUTPUTS)]
+        scores = torch.cat(parts, axis).masked_fill(missing, 0.0)
+        return scores if self.scalar else scores.squeeze(-1)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw responses: f, and the noise."""
+        with torch.no_grad():
+            shape = Size(sample_shape) + self.mean.shape
+            f = self.mean + self.epistemic.sqrt() * torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device)
+            given = self.likelihood.distribution(f.reshape(-1, 1), scalar=True)
+            return given.sample().reshape(shape)
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        first = parts[0]
+        mean, epistemic, aleatoric = (torch.cat([getattr(part, name) for part in parts]).reshape(-1, 1)
+                                      for name in ("mean", "epistemic", "aleatoric"))
+        return cls(first.likelihood, mean, epistemic, aleatoric, first._log_weights, first._noise, first.scalar)

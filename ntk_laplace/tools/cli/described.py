@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from pandas.api.types import is_float_dtype
 from torch import distributions
 
 import ntk_laplace as ntkl
-from ntk_laplace import metrics
 from ntk_laplace.errors import untold
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.cli.scores import NETWORK, as_set, score_table, scores_of
 from ntk_laplace.tools.explorer import in_digits, spread_of
@@ -54,16 +53,19 @@ def describe(
 def _numbers(
     model: ntkl.LaplaceRegressor, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
 ) -> Described:
+    responses = {NETWORK: model.predict_distribution(x, "map"), _POSTERIOR: model.predict_distribution(x)}
+    versions = {name: one.reshaped(len(x), len(targets)) for name, one in responses.items()}
     mean, sd = (_columns(values) for values in model.predict(x, return_std=True))
     known = {} if y is None or pandas.isna(y).all() else {"target": _columns(y)}
-    noise = np.broadcast_to(np.sqrt(model.noise_), mean.shape)
-    versions = {NETWORK: (mean, noise), _POSTERIOR: (mean, sd)}
     training, weights = _columns(model.y_train_), _counts(model)
     center = np.average(training, 0, weights)
-    if (spread := np.average((training - center) ** 2, 0, weights) ** 0.5).all():
-        versions = {_WITHOUT: (np.full(mean.shape, center), np.full(mean.shape, spread)), **versions}
-    half = NormalDist().inv_cdf(0.5 + level / 2) * sd
-    parts = {"mean": mean, "sd": sd, "lower": mean - half, "upper": mean + half} | known
+    if (spread := np.average((training - center) ** 2, 0, weights)).all():
+        without = (to_tensor(part).expand(mean.shape) for part in (center, spread))
+        versions = {_WITHOUT: NormalMixture.normal(*without), **versions}
+    tail = to_tensor(0.5 - level / 2, dtype=torch.float64)
+    ends = {name: (one.icdf(tail).numpy(), one.icdf(1 - tail).numpy()) for name, one in versions.items()}
+    lower, upper = ends[_POSTERIOR]
+    parts = {"mean": mean, "sd": sd, "lower": lower, "upper": upper} | known
     scores, columns = {}, dict[str, Any]()
     for index, target in enumerate(targets):
         one = slice(None), index
@@ -71,11 +73,9 @@ def _numbers(
         columns |= {part + ending: values[one] for part, values in parts.items()}
         there = ~np.isnan(known["target"][one]) if known else np.zeros(len(mean), bool)
         for name, version in versions.items() if there.any() else ():
-            at, own, truth = (values[there, index] for values in (*version, known["target"]))
-            response = distributions.Normal(to_tensor(at), to_tensor(own))
-            (covered,) = metrics.interval_coverage(at, own**2, truth, [level])
-            scores[name + of] = scores_of(response, to_tensor(truth))
-            scores[name + of][f"coverage of {100 * level:g}%"] = covered
+            low, high, truth = (values[there, index] for values in (*ends[name], known["target"]))
+            scores[name + of] = scores_of(version[to_tensor(there), index], to_tensor(truth))
+            scores[name + of][f"coverage of {100 * level:g}%"] = float(((low <= truth) & (truth <= high)).mean())
     return Described(columns, scores)
 
 

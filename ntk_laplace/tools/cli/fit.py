@@ -103,7 +103,11 @@ def _settings(options: argparse.Namespace, examples: TrainingExamples) -> dict[s
     """Arguments of the estimator; what is not asked for is left to its defaults."""
     shape, hidden = examples.shape, options.hidden
     found = {"random_state": options.seed, "verbose": True, "predictive": options.predictive}
-    found |= {} if options.epochs is None else {"epochs": options.epochs}
+    given = {"epochs": options.epochs, "likelihood": options.likelihood}
+    found |= {name: value for name, value in given.items() if value is not None}
+    if examples.classes and options.likelihood is not None:
+        raise ntkl.UnsupportedError("targets that are numbers, for --likelihood", "classes",
+                                    "Leave it out, or pass --task regression.")
     own = None if options.network is None else load_network(*options.network).double()
     if own is not None:
         _require_saved(own)
@@ -133,6 +137,9 @@ def _require_saved(network: nn.Module) -> None:
 
 def _tell_evidence(model: Model) -> None:
     print(f"\nLog marginal likelihood of the training rows: {model.log_marginal_likelihood_value_:.3f} nats")
+    likelihood = model.posterior_.likelihood
+    if isinstance(likelihood, ntkl.StudentT):
+        print(f"\nNoise with heavy tails: Student's t of {float(likelihood.df):.3g} degrees of freedom")
     fit = model.predictive_fit_
     if fit is not None and not fit.trusted:
         print(f"\nWARNING: the posterior is used as it is, without calibration: {'; '.join(fit.reasons)}.")

@@ -285,6 +285,9 @@ def _add_fit(commands: Any) -> None:
     fit.add_argument("--hidden", type=_widths, metavar="A,B,...",
                      help="units of the hidden layers (default: 32,32, or 32 for classes), or channels of the "
                      "convolutions (default: 8,16)")
+    fit.add_argument("--likelihood", choices=("auto", "gaussian", "student-t"),
+                     help="the noise of numbers: normal, or with heavy tails, for targets with outliers; auto tries "
+                     "the second where the first leaves outliers, and the evidence chooses (default: auto)")
     _add_shared(fit, "--level")
     fit.add_argument("--epochs", type=_count, metavar="N", help="of the training (default: 300, or 100 for classes)")
     fit.add_argument("--predictive", choices=("loo", "folds"), default="loo",

@@ -86,7 +86,9 @@ class Judged:
         return {name: metrics.reliability(_class_table(one)[there], labels) for name, one in self.versions.items()}
 
     def coverage(self, levels: Sequence[float]) -> dict[str, NDArray[np.float64]] | None:
-        """Coverage of each version's own regions: mean ± z standard deviations, or sets of most probable classes.
+        """Coverage of each version's own regions: central intervals, or sets of most probable classes.
+
+        Where a response has no quantiles the interval is the mean ± z standard deviations, as `central` says.
 
         None for several labels of an example, and for soft ones.
         """
@@ -97,11 +99,25 @@ class Judged:
         if any(hasattr(one, "probs") for one in self.versions.values()):
             return None
         present, shape = ~self.targets.isnan(), self.targets.shape
+        targets = self.targets[present]
+        if self.central:
+            return {name: metrics.central_coverage(one.univariate().reshaped(*shape)[present], targets, levels)
+                    for name, one in self.versions.items()}
         return {
             name: metrics.interval_coverage(one.mean.reshape(shape)[present], one.variance.reshape(shape)[present],
-                                            self.targets[present], levels)
+                                            targets, levels)
             for name, one in self.versions.items()
         }
+
+    @cached_property
+    def central(self) -> bool:
+        """Whether responses are numbers with quantiles."""
+        try:
+            for one in self.versions.values():
+                one.univariate()
+        except ntkl.UnsupportedError:
+            return False
+        return True
 
     @cached_property
     def hard(self) -> tuple[NDArray[np.bool_], NDArray[np.int64]] | None:

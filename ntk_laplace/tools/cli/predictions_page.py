@@ -133,11 +133,10 @@ def _pictures(page: Page, judged: Judged, where: str) -> None:
         page.paragraph("There is no picture of coverage for targets that are several or soft labels.")
         return
     region = "interval" if reliability is None else "set"
-    what = (
-        "The interval of a level is the mean plus and minus z standard deviations"
-        if reliability is None
-        else "The set of a level has the most probable classes, until their probabilities sum to the level"
-    )
+    what = "The set of a level has the most probable classes, until their probabilities sum to the level"
+    if reliability is None:
+        what = "The interval of a level leaves out as much on either side" if judged.central else (
+            "The interval of a level is the mean plus and minus z standard deviations")
     page.picture(
         plotting.png(plotting.coverage_diagram(_LEVELS, coverage, "Coverage against level", region)),
         f"Fraction of the targets of {where} inside {region}s of each level, for the network alone, the posterior as "

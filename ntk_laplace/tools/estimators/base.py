@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal, overload
@@ -40,7 +40,7 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
-from ntk_laplace.tools.estimators.training import taken, trained
+from ntk_laplace.tools.estimators.training import Trained, taken, trained
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
@@ -109,15 +109,12 @@ class LaplaceEstimator(_Fitted):
                 made = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
                 return with_outputs(made, self._tensor(x, made), outputs, likelihood.classifies)
 
-            module = new()
-            data: tuple[Tensor, ...] = self._tensor(x, module), y
+            data: tuple[Tensor, ...] = self._tensor(x, new()), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
             options = self._training_options() | {"settings": Settings(progress=bool(self.verbose))}
-            if self.prefit:
-                found = taken(module, data, likelihood, prior, self.predictive, options)
-            else:
-                found = trained(new, module, data, likelihood, prior, starts, self.predictive, seed, options)
+            fit = partial(self._run, new, data, prior=prior, starts=starts, seed=seed, options=options)
+            found = self._of_likelihoods(fit, likelihood)
         self.history_, self.predictive_fit_ = found.history, found.predictive
         if found.history is not None:
             self.n_iter_ = len(found.history.loss)
@@ -128,6 +125,17 @@ class LaplaceEstimator(_Fitted):
         evidence = self.posterior_.log_marginal_likelihood()
         self.log_marginal_likelihood_value_ = float(evidence.detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value
+
+    def _run(self, new: Callable[[], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood, prior: GaussianPrior,
+             starts: list[Any] | None, seed: int, options: dict[str, Any]) -> Trained:
+        """Take the network, or train one."""
+        if self.prefit:
+            return taken(new(), data, likelihood, prior, self.predictive, options)
+        return trained(new, data, likelihood, prior, starts, self.predictive, seed, options)
+
+    def _of_likelihoods(self, run: Callable[[Likelihood], Trained], likelihood: Likelihood) -> Trained:
+        """The result for a likelihood."""
+        return run(likelihood)
 
     def _training_options(self) -> dict[str, Any]:
         """Of `train_with_evidence`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -12,15 +14,19 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, require_whole
-from ntk_laplace.model.likelihoods import Gaussian
+from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_whole
+from ntk_laplace.model.likelihoods import Gaussian, Likelihood, StudentT
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture, checked_levels
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.tools.estimators.base import LaplaceEstimator
 from ntk_laplace.tools.estimators.tables import Array, Standardized
+from ntk_laplace.tools.estimators.tails import with_tails
+from ntk_laplace.tools.estimators.training import Trained
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
+_LIKELIHOODS = ("auto", "gaussian", "student-t")
 _EVALUATIONS = 15  # evaluations of the evidence in a training
 _STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their size
 # where each target has its noise, a step takes two passes over the data; on six tables as good, in 0.4 of the time
@@ -50,9 +56,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 128 features and the structure supports it, else those of each layer. The spread
         of those of each input is 3; in a classification 1.
+    likelihood : {"auto", "gaussian", "student-t"}
+        "student-t": noise with heavy tails, for targets with outliers (`StudentT`), whose degrees of freedom are
+        learned too. The predictive is no normal distribution then: see `predict_quantiles`. "auto": "gaussian", and
+        where residuals have heavy tails also "student-t", in a training of its own; the evidence chooses
+        (`likelihood_`).
     noise : float or array_like, (targets,)
-        Noise variance at the start, in squared units of the targets (standardized ones by default). Each of several
-        targets has its own noise.
+        Noise variance at the start, in squared units of the targets (standardized ones by default); of "student-t" σ².
+        Each of several targets has its own noise.
     structure, curvature
         Of the evidence during the training, as in `train_with_evidence`; with `prefit` or without a predictive also of
         the posterior: "kfac" is an approximation.
@@ -98,12 +109,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
         Prior standard deviation of the first layer's weights of each feature, for ``groups="input"``.
+    likelihood_ : {"gaussian", "student-t"}
+        The noise that was chosen.
     noise_ : float or ndarray, (targets,)
-        Noise variance in squared units of the targets.
+        Noise variance in squared units of the targets; of "student-t" that of t.
     log_marginal_likelihood_value_ : float
         Evidence of the training data in their own units, in nats.
     theta_ : ndarray
-        Logarithms of prior precisions and noise.
+        Logarithms of prior precisions and noise; of "student-t" also of ν - 2.1.
     n_features_in_, feature_names_in_, n_iter_
 
     Examples
@@ -120,6 +133,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     hidden_layer_sizes: Any = (32, 32)
     activation: str = "silu"
     precision: Any = "auto"
+    likelihood: str = "auto"
     noise: Any = 1.0
     epochs: int = 300
     learning_rate: float = 0.03
@@ -158,6 +172,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         self._fit(x, to_tensor(self._targets(y)), y.shape[1], self._likelihood(y.shape[1]), weight)
         return self
 
+    def _of_likelihoods(self, run: Callable[[Likelihood], Trained], likelihood: Likelihood) -> Trained:
+        noise = StudentT(self.noise).noise.detach()
+        targets = len(self._targets.scale)
+        student = StudentT(noise.expand(targets) if targets > 1 and noise.dim() == 0 else noise)
+        if self.likelihood == "auto":
+            return with_tails(run, likelihood, student)
+        return run(student if self.likelihood == "student-t" else likelihood)
+
     def _likelihood(self, targets: int) -> Gaussian:
         """A Gaussian with a noise for each of several targets."""
         given = Gaussian(self.noise)
@@ -174,6 +196,12 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         return to_tensor(self._targets(values.reshape(len(values), -1)))
 
     @property
+    def likelihood_(self) -> str:
+        """The noise that was chosen: "gaussian" or "student-t"."""
+        check_is_fitted(self, "posterior_")
+        return "student-t" if isinstance(self.posterior_.likelihood, StudentT) else "gaussian"
+
+    @property
     def noise_(self) -> float | Array:
         """Noise variance in squared units of the targets."""
         check_is_fitted(self, "posterior_")
@@ -183,11 +211,15 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     @property
     def _noise(self) -> Tensor:
         """Noise variance of each standardized target, (C,), with the factor of the calibration."""
+        return self._calibrated.response_variance(to_tensor(np.zeros((1, len(self._targets.scale)))))[0]
+
+    @property
+    def _calibrated(self) -> Likelihood:
+        """The likelihood with the factor of the calibration, in float64."""
         posterior = self.posterior_
-        likelihood = posterior.likelihood if posterior.predictive is None else posterior.predictive.likelihood(
+        found = posterior.likelihood if posterior.predictive is None else posterior.predictive.likelihood(
             posterior.likelihood)
-        assert isinstance(likelihood, Gaussian)  # that of `fit`
-        return likelihood.noise.detach().cpu().double().expand(len(self._targets.scale))
+        return copy.deepcopy(found).requires_grad_(False).to("cpu", torch.float64)
 
     @overload
     def predict(
@@ -240,6 +272,47 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
                           for value in (response.mean, response.variance))
         return self._shaped(self._targets.undone(mean)), self._shaped(np.sqrt(variance) * self._targets.scale)
 
+    def predict_distribution(self, X: Any, method: str = "glm") -> NormalMixture:
+        """Distribution of the target of each input by itself, noise included, in the units of the targets.
+
+        A distribution of torch with batch shape (n,) or (n, targets), in float64 on the CPU: it has `log_prob`, `cdf`,
+        `icdf`, `mean`, `stddev` and `sample`. It is normal, or for ``likelihood="student-t"`` a mixture of normals.
+
+        Parameters
+        ----------
+        X : array_like, (n, features)
+        method : {"glm", "map"}
+            "map" is the network alone, with the noise of the calibration.
+
+        Returns
+        -------
+        Distribution
+        """
+        require_choice(method, ("glm", "map"), 'method "glm" or "map"')
+        inputs, targets = self.network_inputs(X), self._targets
+        with torch.no_grad():
+            response = self.posterior_.predict(inputs, method, likelihood=self._calibrated if method == "map" else None)
+            each = response.univariate().to("cpu", torch.float64).reshaped(len(response.mean), len(targets.scale))
+            found = each.affine(to_tensor(targets.scale), to_tensor(targets.mean))
+        return found[:, 0] if self._single else found
+
+    def predict_quantiles(self, X: Any, quantiles: Any = (0.025, 0.5, 0.975)) -> Array:
+        """Quantiles of the predictive distribution of the targets, noise included.
+
+        Parameters
+        ----------
+        X : array_like, (n, features)
+        quantiles : float or sequence of float
+            Probabilities strictly between 0 and 1. By default the median, and the ends of an interval of 95 %.
+
+        Returns
+        -------
+        ndarray, (n, quantiles) or (n, targets, quantiles)
+        """
+        levels = checked_levels(quantiles)
+        found = self.predict_distribution(X)
+        return torch.stack([found.icdf(level) for level in levels], -1).numpy()
+
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Draws of targets from the joint predictive distribution over the inputs.
 
@@ -254,26 +327,36 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         ndarray, (n, n_samples) or (n, targets, n_samples)
         """
         count = require_whole("n_samples", n_samples, 1, "Leave it out for 1.")
-        mean, covariance = self._joint(self.network_inputs(X))
+        generator, likelihood = check_random_state(random_state), self._calibrated
+        mean, covariance = self._joint(self.network_inputs(X), noise=not isinstance(likelihood, StudentT))
         n, c = mean.shape
         root = symmetric_root(to_tensor(covariance.reshape(n * c, n * c))).numpy()
-        noise = check_random_state(random_state).standard_normal((n * c, count))
-        draws = mean[..., None] + (root @ noise).reshape(n, c, count)
+        draws = (root @ generator.standard_normal((n * c, count))).reshape(n, c, count)
+        if isinstance(likelihood, StudentT):
+            deviation = likelihood.noise.sqrt().expand(c).numpy() * self._targets.scale
+            draws += deviation[:, None] * generator.standard_t(float(likelihood.df), (n, c, count))
+        draws += mean[..., None]
         return draws[:, 0] if self._single else draws
 
-    def _joint(self, x: Tensor) -> tuple[Array, Array]:
-        """Mean (n, C) and covariance (n, C, n, C) of targets in their own units."""
+    def _joint(self, x: Tensor, noise: bool = True) -> tuple[Array, Array]:
+        """Mean (n, C) and covariance (n, C, n, C) of targets in their own units, with or without noise."""
         found, calibration = self.posterior_.latent(x), self.posterior_.predictive
         mean = self._targets.undone(found.mean.detach().cpu().double().numpy())
         n, c = mean.shape
         factor = 1.0 if calibration is None else calibration.scale
         covariance = found.covariance_matrix.detach().cpu().double()  # of `found` alone: changed in place, not copied
-        covariance.mul_(factor).diagonal().add_(self._noise.repeat(n))
+        covariance.mul_(factor)
+        if noise:
+            covariance.diagonal().add_(self._noise.repeat(n))
         units = np.tile(self._targets.scale, n)
         joint = covariance.numpy()
         joint *= units
         joint *= units[:, None]
         return mean, joint.reshape(n, c, n, c)
+
+    def _require_parameters(self) -> None:
+        super()._require_parameters()
+        require_choice(self.likelihood, _LIKELIHOODS, 'likelihood "auto", "gaussian" or "student-t"')
 
     def _in_units(self, found: Explained) -> Explained:
         return in_units(found, self._targets.scale, self._targets.mean)

@@ -66,14 +66,14 @@ def taken(
 
 
 def trained(
-    new: Callable[[], nn.Module], module: nn.Module, data: tuple[Tensor, ...], likelihood: Likelihood,
+    new: Callable[[], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
     prior: GaussianPrior, starts: Sequence[float] | None, predictive: str | None, seed: int, options: Mapping[str, Any],
 ) -> Trained:
-    """Train a network with evidence, in place, or from each of several precisions.
+    """Train a network that `new` makes with evidence, or from each of several precisions.
 
-    `predictive` is that of `LaplaceRegressor`; a training that another one follows gets a module that `new` makes. The
-    options are those of `train_with_evidence`.
+    `predictive` is that of `LaplaceRegressor`; the options are those of `train_with_evidence`.
     """
+    module = new()
     many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
     options = {**options, "predictive": predictive and "loo"}
 

@@ -139,14 +139,15 @@ class Answers:
 
 
 def _scale_and_mean(units: Units, posterior: Posterior) -> Tensor:
-    """Units as numbers, (2, C); refuse others than positive scales and means of outputs with Gaussian noise."""
+    """Units as numbers, (2, C); refuse others than positive scales and means of outputs with additive noise."""
     try:
         found = np.asarray(units, dtype=np.float64)
     except (TypeError, ValueError):
         found = np.zeros(0)
     fits = found.shape == (2, posterior.num_outputs) and np.isfinite(found).all() and (found[0] > 0).all()
-    if not fits or posterior.likelihood.additive_noise(posterior.f.detach()) is None:
-        raise DataError(f"a positive scale and a mean of each of {posterior.num_outputs} Gaussian outputs, as units",
-                        f"{units!r} under {type(posterior.likelihood).__name__}"[:80],
+    likelihood = posterior.likelihood
+    if not fits or not (likelihood.scales_noise or likelihood.additive_noise(posterior.f.detach()) is not None):
+        raise DataError(f"a positive scale and a mean of each of {posterior.num_outputs} numbers, as units",
+                        f"{units!r} under {type(likelihood).__name__}"[:80],
                         "Pass Naming(units=(scale, mean)), or leave units out.")
     return to_tensor(found)

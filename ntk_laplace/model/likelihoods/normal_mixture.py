@@ -1,0 +1,131 @@
+"""Single numbers whose distribution is a mixture of normals, and their quantiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
+
+_STEPS = 100  # of which few are taken: a step that is not Newton's halves the bounds
+_LEAST = 1e-20  # weight: less does not change a distribution function
+_CLOSE, _ROUNDING = 1e-12, 1e-15  # the last step in deviations, and the error of a distribution function
+
+
+class NormalMixture(td.MixtureSameFamily):
+    """Mixtures of K normals with the same weights, one for each number: a distribution of torch with `icdf`.
+
+    Parameters
+    ----------
+    log_weights : Tensor, (K,)
+        The weights sum to 1.
+    mean, deviation : Tensor, (..., K) or (..., 1)
+        Of the normals; the batch shape is (...).
+    """
+
+    component_distribution: td.Normal
+    arg_constraints: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]  # of torch's base classes it is one
+
+    def __init__(self, log_weights: Tensor, mean: Tensor, deviation: Tensor) -> None:
+        mean, deviation, _ = torch.broadcast_tensors(mean, deviation, log_weights)
+        super().__init__(td.Categorical(logits=log_weights, validate_args=False),
+                         td.Normal(mean, deviation, validate_args=False), validate_args=False)
+
+    @classmethod
+    def normal(cls, mean: Tensor, variance: Tensor) -> NormalMixture:
+        """Of one normal for each number, (...)."""
+        return cls(mean.new_zeros(1), mean.unsqueeze(-1), variance.sqrt().unsqueeze(-1))
+
+    @property
+    def log_weights(self) -> Tensor:
+        """Of the normals, (K,)."""
+        return self.mixture_distribution.logits
+
+    @property
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """Means and deviations, (..., K)."""
+        normals = self.component_distribution
+        return normals.loc, normals.scale
+
+    def affine(self, scale: Tensor, shift: Tensor) -> NormalMixture:
+        """Of ``scale * y + shift``, for a positive scale; both are broadcast to the batch shape."""
+        scale, shift = scale.unsqueeze(-1), shift.unsqueeze(-1)
+        mean, deviation = self._parts
+        return NormalMixture(self.log_weights, scale * mean + shift, scale * deviation)
+
+    def reshaped(self, *shape: int) -> NormalMixture:
+        """With another batch shape of as many numbers."""
+        mean, deviation = (part.reshape(*shape, -1) for part in self._parts)
+        return NormalMixture(self.log_weights, mean, deviation)
+
+    def __getitem__(self, index: Any) -> NormalMixture:
+        """Of some of the numbers, as a tensor of the batch shape would be indexed."""
+        index = (*index, ...) if isinstance(index, tuple) else (index, ...)
+        return NormalMixture(self.log_weights, *(part[index] for part in self._parts))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> NormalMixture:
+        """On another device, and of another type."""
+        return NormalMixture(*(part.to(device, dtype) for part in (self.log_weights, *self._parts)))
+
+    def over_samples(self, samples: int) -> NormalMixture:
+        """The equal mixture of the parts of the first dimension, which has those of each sample one after the other."""
+        mean, deviation = (part.unflatten(0, (samples, -1)).movedim(0, -2).flatten(-2) for part in self._parts)
+        return NormalMixture(self.log_weights.repeat(samples) - math.log(samples), mean, deviation)
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """Quantiles of the levels `value`, broadcast against the batch shape; NaN outside of (0, 1).
+
+        Those of several normals have no gradient.
+        """
+        q = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
+        q = q.expand(torch.broadcast_shapes(q.shape, self.batch_shape))
+        mean, deviation = (part.expand(*q.shape, -1).flatten(0, -2).double() for part in self._parts)
+        levels, weights = q.flatten().double(), self.log_weights.double().exp()
+        if len(weights) == 1:
+            found = mean[:, 0] + deviation[:, 0] * torch.special.ndtri(levels)
+        else:
+            found = torch.cat([q.new_zeros(0, dtype=torch.float64),
+                               *(_solved(weights, mean[here], deviation[here], levels[here])
+                                 for here in panels(len(levels), len(weights), tuning.AVERAGED_OUTPUTS))])
+        return torch.where((levels > 0) & (levels < 1), found, torch.nan).reshape(q.shape).to(q.dtype)
+
+
+def checked_levels(levels: float | Sequence[float]) -> Tensor:
+    """Levels as float64 numbers (L,), each strictly between 0 and 1 (DataError if they are not, or there is none)."""
+    try:
+        found = torch.as_tensor(levels, dtype=torch.float64, device="cpu").detach().reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(0, device="cpu")
+    if not len(found) or not bool(((found > 0) & (found < 1)).all()):
+        raise DataError("levels strictly between 0 and 1", f"{levels!r}"[:80], "Pass probabilities such as 0.9.")
+    return found
+
+
+@torch.no_grad()
+def _solved(weights: Tensor, mean: Tensor, deviation: Tensor, level: Tensor) -> Tensor:
+    """Quantiles (n,) of mixtures (n, K), by Newton steps between bounds, first those of Cantelli's inequality."""
+    center = (weights * mean).sum(-1)
+    spread = (weights * (deviation.square() + (mean - center.unsqueeze(-1)).square())).sum(-1).sqrt()
+    odds = (level / (1.0 - level)).sqrt()
+    y, low, high = center, center - spread / odds, center + spread * odds
+    close = spread * (_ROUNDING / torch.minimum(level, 1.0 - level)).clamp_min(_CLOSE)
+    few = weights > _LEAST
+    weights, mean, deviation = weights[few], mean[:, few], deviation[:, few]
+    for _ in range(_STEPS):
+        z = (y.unsqueeze(-1) - mean) / deviation
+        excess = 0.5 * (torch.special.erfc(-z * 0.5**0.5) @ weights) - level
+        density = (torch.exp(-0.5 * z.square()) / deviation) @ weights / (2.0 * torch.pi) ** 0.5
+        low, high = torch.where(excess < 0, y, low), torch.where(excess < 0, high, y)
+        tried = y - excess / density
+        tried = torch.where((tried > low) & (tried < high), tried, 0.5 * (low + high))
+        step, y = (tried - y).abs(), tried
+        if not bool((step > close).any()):
+            break
+    return y

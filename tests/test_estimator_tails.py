@@ -1,0 +1,162 @@
+"""Noise with heavy tails in `LaplaceRegressor`: when it is tried, what it predicts, and in which units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import optimize, stats
+
+import ntk_laplace as ntkl
+from ntk_laplace.tools.estimators import tails
+from ntk_laplace.tools.estimators.tails import Errors, tail_gain
+from refusals import refused
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* is not at the optimum of the evidence"),
+    pytest.mark.filterwarnings("ignore:the network is not at its optimum"),
+]
+QUICK: dict[str, Any] = {"epochs": 40, "hidden_layer_sizes": (8,), "precision": 1.0, "random_state": 0}
+
+
+def problem(outliers: bool = True, targets: int = 1, n: int = 120) -> tuple[np.ndarray, np.ndarray]:
+    """Sines around 50 with noise of deviation 1; a tenth is off by 60."""
+    draws = np.random.default_rng(0)
+    x = draws.uniform(-2, 2, (n, 1))
+    y = 50 + 20 * np.sin(np.arange(1, targets + 1) * x) + draws.standard_normal((n, targets))
+    if outliers:
+        y[::10] += 60 * draws.choice([-1.0, 1.0], (len(y[::10]), targets))
+    return x, y[:, 0] if targets == 1 else y
+
+
+@pytest.fixture(scope="module")
+def found() -> ntkl.LaplaceRegressor:
+    return ntkl.LaplaceRegressor(**QUICK).fit(*problem())
+
+
+def test_the_evidence_chooses_the_noise(found: ntkl.LaplaceRegressor) -> None:
+    """With outliers it is that of Student's t, which is the training under it; else the second is not even tried."""
+    x, y = problem()
+    fits = {name: ntkl.LaplaceRegressor(likelihood=name, **QUICK).fit(x, y) for name in ("gaussian", "student-t")}
+    evidence = {name: one.log_marginal_likelihood_value_ for name, one in fits.items()}
+    assert found.likelihood_ == "student-t" and found.log_marginal_likelihood_value_ == evidence["student-t"]
+    assert evidence["student-t"] > evidence["gaussian"] + 50
+    truth = 50 + 20 * np.sin(x[:, 0])
+    error = {name: np.abs(one.predict(x) - truth).mean() for name, one in fits.items()}
+    assert error["student-t"] < 0.5 * error["gaussian"]
+    assert np.array_equal(found.predict(x), fits["student-t"].predict(x))
+    clean = ntkl.LaplaceRegressor(**QUICK).fit(*problem(outliers=False))
+    assert clean.likelihood_ == "gaussian" and not Errors.of(clean.posterior_).have_tails
+
+
+def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = problem()
+    normal = ntkl.LaplaceRegressor(likelihood="gaussian", **QUICK).fit(x, y)
+
+    def fit(fails: Any) -> ntkl.LaplaceRegressor:
+        with monkeypatch.context() as patch:
+            fails(patch)
+            return ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+
+    def broken(*_: Any) -> None:
+        raise ntkl.NumericalError("a factor", "none", "Nothing.")
+
+    score = tails.rank_of
+    for fails in (
+        lambda patch: patch.setattr(ntkl.StudentT, "residual", broken),
+        lambda patch: patch.setattr(tails, "_SQUARED", 0.0),
+        lambda patch: patch.setattr(tails, "rank_of", lambda one: (
+            not isinstance(one.posterior.likelihood, ntkl.StudentT), score(one)[1])),
+    ):
+        assert np.array_equal(fit(fails).predict(x), normal.predict(x))
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_predictions_are_in_units_of_the_targets(targets: int) -> None:
+    """Moments, quantiles, densities and draws, against those of the posterior."""
+    x, y = problem(targets=targets)
+    model = ntkl.LaplaceRegressor(likelihood="student-t", **QUICK).fit(x, y)
+    center, scale = y.mean(0), y.std(0)
+    with torch.no_grad():
+        response = model.posterior_.predict(model.network_inputs(x[:6]))
+    mean, std = model.predict(x[:6], return_std=True)
+    own = response.variance.sqrt().numpy().reshape(mean.shape) * scale
+    np.testing.assert_allclose(std, own, rtol=1e-12)
+    likelihood, fit = model.posterior_.likelihood, model.posterior_.predictive
+    df, noise = float(likelihood.df), likelihood.noise.detach().numpy() * (1.0 if fit is None else fit.noise)
+    np.testing.assert_allclose(model.noise_, (noise * df / (df - 2)).squeeze() * scale**2, rtol=1e-12)
+    levels = (0.05, 0.5, 0.9)
+    quantiles, each = model.predict_quantiles(x[:6], levels), model.predict_distribution(x[:6])
+    inner = np.moveaxis(response.quantiles(levels).numpy(), 0, -1).reshape(*mean.shape, 3)
+    np.testing.assert_allclose(quantiles, inner * np.expand_dims(scale, -1) + np.expand_dims(center, -1), rtol=1e-12)
+    np.testing.assert_allclose(each.mean, mean, rtol=1e-9)
+    np.testing.assert_allclose(each.cdf(torch.as_tensor(quantiles[..., 2])), 0.9, atol=1e-9)
+    if targets == 1:
+        standard = torch.as_tensor((y[:6] - center) / scale)[:, None]
+        np.testing.assert_allclose(each.log_prob(torch.as_tensor(y[:6])), response.log_prob(standard) - np.log(scale),
+                                   atol=1e-9)
+    _, covariance = model.predict(x[:6], return_cov=True)
+    np.testing.assert_allclose(np.sqrt(np.einsum("ii...->i...", covariance)), std, rtol=1e-9)
+    draws = model.sample_y(x[:6], 20_000, random_state=0)
+    assert np.array_equal(draws, model.sample_y(x[:6], 20_000, random_state=0))
+    for index, level in enumerate(levels):
+        np.testing.assert_allclose((draws < quantiles[..., index, None]).mean(-1), level, atol=0.015)
+
+
+def test_quantiles_of_normal_noise() -> None:
+    x, y = problem(outliers=False, targets=2)
+    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    mean, std = model.predict(x[:6], return_std=True)
+    expected = stats.norm.ppf([0.025, 0.5, 0.975], mean[..., None], std[..., None])
+    np.testing.assert_allclose(model.predict_quantiles(x[:6]), expected, rtol=1e-9)
+    alone = model.predict_distribution(x[:6], "map")
+    np.testing.assert_allclose(alone.stddev, np.broadcast_to(model.noise_**0.5, (6, 2)), rtol=1e-12)
+    draws = model.sample_y(x[:3], 20_000)
+    np.testing.assert_allclose(draws.std(-1), std[:3], rtol=0.03)
+
+
+def test_the_network_alone_has_the_noise_of_the_calibration(found: ntkl.LaplaceRegressor) -> None:
+    alone = found.predict_distribution(problem()[0][:4], method="map")
+    np.testing.assert_allclose(alone.variance, found.noise_, rtol=1e-9)
+    with refused(ntkl.UnsupportedError, '"glm" or "map"', "'nn'", "Choose"):
+        found.predict_distribution(problem()[0][:4], method="nn")
+
+
+@pytest.mark.parametrize(("draw", "least", "most"), [
+    (lambda g: g.standard_normal(400), -1e-9, 5.0), (lambda g: g.standard_t(3, 400), 5.0, np.inf),
+    (lambda g: 1e-4 * g.standard_t(5, 400), 2.0, np.inf), (lambda g: np.zeros(400), 0.0, 0.0),
+    (lambda g: np.r_[g.standard_normal(380), 30 * g.standard_normal(20)], 200.0, np.inf),
+])
+def test_the_gain_of_heavy_tails(draw: Any, least: float, most: float) -> None:
+    """Against a search over both parameters."""
+    residual = draw(np.random.default_rng(1))
+    weights = np.ones(400)
+    weights[::3] = 2.0
+    found = tail_gain(residual, weights)
+    assert least <= found <= most
+    repeated = np.repeat(residual, weights.astype(int))
+    assert found == pytest.approx(tail_gain(repeated, np.ones(len(repeated))), rel=1e-9, abs=1e-9)
+    if not residual.any():
+        return
+    normal = stats.norm.logpdf(repeated, 0, (repeated**2).mean() ** 0.5)
+
+    def loss(free: np.ndarray) -> float:
+        return -float(stats.t.logpdf(repeated, 2.1 + np.exp(free[0]), 0, np.exp(free[1])).sum())
+
+    starts = ([start, np.log(np.median(np.abs(repeated)))] for start in (-2.0, 1.0, 3.0))
+    best = min(optimize.minimize(loss, start, method="Nelder-Mead").fun for start in starts)
+    assert found == pytest.approx(-best - normal.sum(), abs=1.5)
+
+
+@pytest.mark.parametrize("likelihood", ["t", None, "student"])
+def test_what_is_refused(likelihood: Any) -> None:
+    x, y = problem()
+    with refused(ntkl.UnsupportedError, '"auto", "gaussian" or "student-t"', repr(likelihood), "Choose one"):
+        ntkl.LaplaceRegressor(likelihood=likelihood, **QUICK).fit(x, y)
+
+
+def test_levels_that_are_refused(found: ntkl.LaplaceRegressor) -> None:
+    with refused(ntkl.DataError, "strictly between 0 and 1", "95", "0.9"):
+        found.predict_quantiles(problem()[0][:2], (5, 95))

@@ -1,0 +1,169 @@
+"""Distributions of single numbers: mixtures of normals, their quantiles, and Student's t as one of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.predictive import predictive
+from reference import relative_error
+from refusals import refused
+
+LEVELS = torch.tensor([1e-6, 0.01, 0.3, 0.7, 0.95, 0.9999], dtype=torch.float64)
+
+
+def numbers(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("df", [2.1001, 2.5, 4.0, 30.0, 400.0, 1e5])
+def test_students_t_is_a_mixture_of_normals(df: float) -> None:
+    """Quantiles, densities of outliers and variances, against scipy's."""
+    likelihood, zero = ntkl.StudentT(0.3, df), torch.zeros(1, dtype=torch.float64)
+    with torch.no_grad():
+        found = likelihood.univariate(zero, zero)
+        own = stats.t(float(likelihood.df), scale=float(likelihood.noise) ** 0.5)
+    np.testing.assert_allclose(found.icdf(LEVELS.unsqueeze(1))[:, 0], own.ppf(LEVELS), rtol=1e-9)
+    y = numbers(-5.0, 0.0, 0.3, 2.0, 30.0 if df < 1000 else 3.0)
+    np.testing.assert_allclose(found.log_prob(y.unsqueeze(1))[:, 0], own.logpdf(y), rtol=1e-10)
+    np.testing.assert_allclose(found.cdf(y.unsqueeze(1))[:, 0], own.cdf(y), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.variance, own.var(), rtol=1e-9)
+
+
+def test_students_t_of_uncertain_outputs() -> None:
+    """Density and distribution function against quadrature over f; one output and, in float32, a scalar one."""
+    likelihood, mean, variance = ntkl.StudentT(0.3, 3.0), numbers(0.4, -2.0).view(2, 1), numbers(0.8, 0.01).view(2, 1)
+    own = stats.t(float(likelihood.df.detach()), scale=float(likelihood.noise.detach()) ** 0.5)
+    y = numbers(1.7, 3.0).view(2, 1)
+    with torch.no_grad():
+        response = predictive(likelihood, mean, variance.unsqueeze(2))
+        single = predictive(likelihood, mean.float(), variance.unsqueeze(2).float(), scalar=True)
+        median = response.quantiles([0.5, 0.9])
+    for i, (m, v, at) in enumerate(zip(mean[:, 0], variance[:, 0], y[:, 0], strict=True)):
+        m, s, at = float(m), float(v) ** 0.5, float(at)
+
+        def expected(function, at, m=m, s=s):
+            area = integrate.quad(lambda z: stats.norm.pdf(z) * function(at - m - s * z), -9, 9, points=[(at - m) / s]
+                                  if abs(at - m) < 9 * s else None, epsabs=1e-13, epsrel=1e-11)
+            return area[0]
+
+        assert float(response.log_prob(y)[i]) == pytest.approx(np.log(expected(own.pdf, at)), abs=1e-9)
+        assert float(single.log_prob(y[:, 0])[i]) == pytest.approx(float(response.log_prob(y)[i]), abs=1e-5)
+        assert expected(own.cdf, float(median[1, i])) == pytest.approx(0.9, abs=1e-10)
+        assert float(median[0, i]) == pytest.approx(m, abs=1e-12)
+
+
+def test_densities_with_missing_targets_joined_parts_and_draws() -> None:
+    likelihood, mean = ntkl.StudentT(0.3, 5.0, missing="nan"), torch.linspace(-1, 1, 6).double().unsqueeze(1)
+    variance = torch.linspace(0.1, 2.0, 6).double().view(6, 1, 1)
+    y = torch.stack([mean + 0.3, mean - 2.0])
+    y[0, 2] = torch.nan
+    with torch.no_grad():
+        whole = predictive(likelihood, mean, variance)
+        parts = [predictive(likelihood, mean[rows], variance[rows]) for rows in (slice(0, 1), slice(1, 6))]
+        joined = type(whole).join(parts)
+    assert joined.log_prob(y).shape == (2, 6) and torch.equal(joined.log_prob(y), whole.log_prob(y))
+    assert whole.log_prob(y)[0, 2] == 0.0 and bool((whole.log_prob(y)[1] < 0).all())
+    assert torch.equal(joined.variance, whole.variance) and torch.equal(joined.mean, mean)
+    torch.manual_seed(0)
+    draws = whole.sample((20_000,))
+    assert draws.shape == (20_000, 6, 1)
+    levels = [0.05, 0.25, 0.9]
+    below = torch.stack([(draws < end).double().mean(0) for end in whole.quantiles(levels)])
+    torch.testing.assert_close(below, numbers(*levels).view(3, 1, 1).expand(3, 6, 1), rtol=0, atol=0.01)
+
+
+def test_the_density_follows_noise_and_degrees_of_freedom() -> None:
+    """Gradients against differences."""
+    likelihood, y = ntkl.StudentT(0.3, 4.0), numbers(0.2, 2.5).view(2, 1)
+    mean, variance = torch.zeros(2, 1).double(), torch.full((2, 1, 1), 0.2).double()
+
+    def density() -> Tensor:
+        return predictive(likelihood, mean, variance).log_prob(y).sum()
+
+    slopes = torch.autograd.grad(density(), list(likelihood.parameters()))
+    for parameter, slope in zip(likelihood.parameters(), slopes, strict=True):
+        values = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                parameter.add_(step)
+                values.append(float(density()))
+                parameter.sub_(step)
+        assert float(slope) == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-6)
+
+
+def test_quantiles_of_mixtures_with_several_modes() -> None:
+    """They invert the distribution function, also where a Newton step would leave the bounds."""
+    mixture = NormalMixture(numbers(0.5, 0.3, 0.2).log(), numbers(-40.0, 0.0, 1e3).expand(4, 3),
+                            numbers(1e-3, 5.0, 20.0))
+    levels = torch.linspace(0.001, 0.999, 97, dtype=torch.float64).unsqueeze(1)
+    found = mixture.icdf(levels)
+    torch.testing.assert_close(mixture.cdf(found), levels.expand(97, 4), rtol=0, atol=1e-10)
+    assert bool((found.diff(dim=0) > 0).all())
+    assert mixture.icdf(numbers(-0.1, 0.0, 1.0, 2.0)).isnan().all()
+    moved = mixture.affine(numbers(2.0), numbers(-7.0))
+    torch.testing.assert_close(moved.icdf(levels), 2.0 * found - 7.0, rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(moved[1:3].reshaped(2, 1).mean, 2.0 * mixture.mean[:2].unsqueeze(1) - 7.0)
+
+
+NETWORKS = {
+    "normal": (ntkl.Gaussian(torch.tensor([0.3, 0.02])), 2, "glm"),
+    "covariance": (ntkl.Gaussian(torch.tensor([[0.3, 0.1], [0.1, 0.2]]), "covariance"), 2, "glm"),
+    "two outputs of t": (ntkl.StudentT(torch.tensor([0.3, 0.02]), 4.0), 2, "glm"),
+    "t alone": (ntkl.StudentT(0.1, 4.0), 2, "map"),
+    "t of samples": (ntkl.StudentT(0.1, 4.0), 1, "nn"),
+    "heteroscedastic": (ntkl.HeteroscedasticGaussian(), 2, "glm"),
+    "everywhere": (ntkl.Everywhere(ntkl.StudentT(0.1, 5.0), (2,)), 2, "glm"),
+    "tempered": (ntkl.Tempered(ntkl.StudentT(0.1, 5.0), 2.0), 1, "glm"),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_quantiles_of_predictions(name: str) -> None:
+    """As many draws are below them as they say."""
+    likelihood, outputs, method = NETWORKS[name]
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, 30).double().unsqueeze(1)
+    network = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    y = torch.sin(x).expand(30, likelihood.num_responses(outputs)) + 0.1
+    y = y.unsqueeze(2) if name == "everywhere" else y
+    response = ntkl.laplace(network, (x, y), likelihood, ntkl.GaussianPrior(2.0)).predict(x[:5], method, 200)
+    levels = [0.1, 0.5, 0.975]
+    found = response.quantiles(levels)
+    assert found.shape == (3, *response.mean.shape)
+    below = (response.sample((4000,)).unsqueeze(1) < found).double().mean(0)
+    torch.testing.assert_close(below, numbers(*levels).view(3, *(1 for _ in response.mean.shape)).expand_as(found),
+                               rtol=0, atol=0.03)
+    sampled = name == "heteroscedastic"  # 200 points of f, beside moments in closed form
+    assert relative_error(response.univariate().mean, response.mean) < (0.02 if sampled else 1e-6)
+
+
+def test_what_has_no_quantiles() -> None:
+    mean, covariance = torch.zeros(2, 3).double(), torch.eye(3).double().expand(2, 3, 3)
+    for likelihood in (ntkl.Categorical(), ntkl.Bernoulli(), ntkl.Poisson()):
+        with refused(ntkl.UnsupportedError, "mixtures of normals", type(likelihood).__name__, "samples"):
+            predictive(likelihood, mean, covariance, samples=8).quantiles(0.5)
+    response = predictive(ntkl.Gaussian(0.1), mean, covariance)
+    assert response.quantiles(0.5).shape == (1, 2, 3)
+    for levels in (0.0, [0.5, 1.0], [], "many", [float("nan")]):
+        with refused(ntkl.DataError, "strictly between 0 and 1", "", "0.9"):
+            response.quantiles(levels)
+
+
+class Heavier(ntkl.StudentT):
+    """A class whose density is another."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return 2.0 * super().log_prob(f, y)
+
+
+def test_a_subclass_has_no_closed_form_of_another_density() -> None:
+    own = Heavier(0.3)
+    assert not own.integrates(1) and own.integrate(torch.zeros(1, 1), torch.ones(1, 1, 1)) is None
+    with refused(ntkl.UnsupportedError, "mixtures of normals", "Heavier", "samples"):
+        own.univariate(torch.zeros(1), torch.ones(1))
