@@ -74,7 +74,7 @@ def test_densities_with_scaled_noise_where_outputs_are_uncertain() -> None:
             for m, v, t in zip(mean, covariance[:, 0], y, strict=True)]
     weight = 18.0 / 20_000 / (2.0 * math.pi) ** 0.5
     expected = (torch.stack(each).detach() - 0.5 * z.square().T).logsumexp(1) + math.log(weight)
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:.*fitted predictive")

@@ -34,6 +34,7 @@ class NormalMixture(td.MixtureSameFamily):
     arg_constraints: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]  # of torch's base classes it is one
 
     def __init__(self, log_weights: Tensor, mean: Tensor, deviation: Tensor) -> None:
+        self._parts = mean, deviation  # not yet broadcast, as (..., K) may be large
         mean, deviation, _ = torch.broadcast_tensors(mean, deviation, log_weights)
         super().__init__(td.Categorical(logits=log_weights, validate_args=False),
                          td.Normal(mean, deviation, validate_args=False), validate_args=False)
@@ -48,12 +49,6 @@ class NormalMixture(td.MixtureSameFamily):
         """Of the normals, (K,)."""
         return self.mixture_distribution.logits
 
-    @property
-    def _parts(self) -> tuple[Tensor, Tensor]:
-        """Means and deviations, (..., K)."""
-        normals = self.component_distribution
-        return normals.loc, normals.scale
-
     def affine(self, scale: Tensor, shift: Tensor) -> NormalMixture:
         """Of ``scale * y + shift``, for a positive scale; both are broadcast to the batch shape."""
         scale, shift = scale.unsqueeze(-1), shift.unsqueeze(-1)
@@ -62,13 +57,14 @@ class NormalMixture(td.MixtureSameFamily):
 
     def reshaped(self, *shape: int) -> NormalMixture:
         """With another batch shape of as many numbers."""
-        mean, deviation = (part.reshape(*shape, -1) for part in self._parts)
+        mean, deviation = (part.expand(*self.batch_shape, -1).reshape(*shape, part.shape[-1]) for part in self._parts)
         return NormalMixture(self.log_weights, mean, deviation)
 
     def __getitem__(self, index: Any) -> NormalMixture:
         """Of some of the numbers, as a tensor of the batch shape would be indexed."""
         index = (*index, ...) if isinstance(index, tuple) else (index, ...)
-        return NormalMixture(self.log_weights, *(part[index] for part in self._parts))
+        mean, deviation = (part.expand(*self.batch_shape, -1)[index] for part in self._parts)
+        return NormalMixture(self.log_weights, mean, deviation)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> NormalMixture:
         """On another device, and of another type."""
@@ -76,7 +72,9 @@ class NormalMixture(td.MixtureSameFamily):
 
     def over_samples(self, samples: int) -> NormalMixture:
         """The equal mixture of the parts of the first dimension, which has those of each sample one after the other."""
-        mean, deviation = (part.unflatten(0, (samples, -1)).movedim(0, -2).flatten(-2) for part in self._parts)
+        normals = self.component_distribution
+        mean, deviation = (part.unflatten(0, (samples, -1)).movedim(0, -2).flatten(-2)
+                           for part in (normals.loc, normals.scale))
         return NormalMixture(self.log_weights.repeat(samples) - math.log(samples), mean, deviation)
 
     def icdf(self, value: Tensor) -> Tensor:
@@ -86,13 +84,13 @@ class NormalMixture(td.MixtureSameFamily):
         """
         q = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
         q = q.expand(torch.broadcast_shapes(q.shape, self.batch_shape))
-        mean, deviation = (part.expand(*q.shape, -1).flatten(0, -2).double() for part in self._parts)
+        mean, deviation = (part.expand(*q.shape, -1).reshape(q.numel(), -1) for part in self._parts)
         levels, weights = q.flatten().double(), self.log_weights.double().exp()
         if len(weights) == 1:
-            found = mean[:, 0] + deviation[:, 0] * torch.special.ndtri(levels)
+            found = mean[:, 0].double() + deviation[:, 0].double() * torch.special.ndtri(levels)
         else:
             found = torch.cat([q.new_zeros(0, dtype=torch.float64),
-                               *(_solved(weights, mean[here], deviation[here], levels[here])
+                               *(_solved(weights, mean[here].double(), deviation[here].double(), levels[here])
                                  for here in panels(len(levels), len(weights), tuning.AVERAGED_OUTPUTS))])
         return torch.where((levels > 0) & (levels < 1), found, torch.nan).reshape(q.shape).to(q.dtype)
 
@@ -110,22 +108,28 @@ def checked_levels(levels: float | Sequence[float]) -> Tensor:
 
 @torch.no_grad()
 def _solved(weights: Tensor, mean: Tensor, deviation: Tensor, level: Tensor) -> Tensor:
-    """Quantiles (n,) of mixtures (n, K), by Newton steps between bounds, first those of Cantelli's inequality."""
+    """Quantiles (n,) of mixtures (n, K), by Newton steps between bounds, first those of Cantelli's inequality.
+
+    The equation is log P(y) = log q, which is smooth in both tails; an upper quantile is a lower one of -y.
+    """
+    side = torch.where(level > 0.5, -1.0, 1.0).to(level)
+    mean, level = side.unsqueeze(-1) * mean, torch.minimum(level, 1.0 - level)
     center = (weights * mean).sum(-1)
     spread = (weights * (deviation.square() + (mean - center.unsqueeze(-1)).square())).sum(-1).sqrt()
     odds = (level / (1.0 - level)).sqrt()
     y, low, high = center, center - spread / odds, center + spread * odds
-    close = spread * (_ROUNDING / torch.minimum(level, 1.0 - level)).clamp_min(_CLOSE)
+    close = spread * (_ROUNDING / level).clamp_min(_CLOSE)
     few = weights > _LEAST
-    weights, mean, deviation = weights[few], mean[:, few], deviation[:, few]
+    mean, deviation = (part[:, few] if part.shape[1] > 1 else part for part in (mean, deviation))
+    weights = weights[few]
     for _ in range(_STEPS):
         z = (y.unsqueeze(-1) - mean) / deviation
-        excess = 0.5 * (torch.special.erfc(-z * 0.5**0.5) @ weights) - level
+        below = 0.5 * (torch.special.erfc(-z * 0.5**0.5) @ weights)
         density = (torch.exp(-0.5 * z.square()) / deviation) @ weights / (2.0 * torch.pi) ** 0.5
-        low, high = torch.where(excess < 0, y, low), torch.where(excess < 0, high, y)
-        tried = y - excess / density
-        tried = torch.where((tried > low) & (tried < high), tried, 0.5 * (low + high))
-        step, y = (tried - y).abs(), tried
-        if not bool((step > close).any()):
+        low, high = torch.where(below < level, y, low), torch.where(below < level, high, y)
+        tried = y - (below / level).log() * below / density
+        done = (tried - y).abs() <= close  # also where rounding errors put the step outside of the bounds
+        y = torch.where(done | ((tried > low) & (tried < high)), tried, 0.5 * (low + high))
+        if bool(done.all()):
             break
-    return y
+    return side * y

@@ -151,7 +151,7 @@ class NormalDensities:
 
 
 class SampledDensities:
-    """log E p(y given f/T), averaged over the points of f that `predict` uses.
+    """log E p(y given f/T), in closed form if there is one, or averaged over the points of f that `predict` uses.
 
     Noise that is √s times as large makes an error e as likely as e/√s is without it, times s^-½ for each output.
     """
@@ -161,6 +161,8 @@ class SampledDensities:
         n, c = points.mean.shape
         searched = min(_SAMPLES, max(_FEWEST_SAMPLES, tuning.SEARCHED_OUTPUTS // (n * c)))
         self.samples: tuple[int | None, ...] = _GRID_SAMPLES, *sorted({_FEWEST_SAMPLES, searched})
+        if likelihood.integrates(c):
+            self.samples = None, None
         z = normal_points(_SAMPLES, c).to(points.mean)
         self._outputs = NormalOutputs(points.mean, covariance_root(points.covariance), z)
         self.shares = points.weights / points.weights.sum()
@@ -189,7 +191,9 @@ class SampledDensities:
     def _log_prob(self, likelihood: Likelihood, outputs: NormalOutputs, y: Tensor, setting: Setting) -> Tensor:
         average = "average_temperature" in setting
         if not (average or self._soft):
-            return mixture(likelihood, outputs, self._points.scalar).log_prob(y)
+            closed = likelihood.integrate(outputs.mean, outputs.root @ outputs.root.mT, self._points.scalar)
+            response = mixture(likelihood, outputs, self._points.scalar) if closed is None else closed
+            return response.log_prob(y)
         response = likelihood.average(outputs.samples(), self._points.scalar)
         return (response.tempered(setting["average_temperature"]) if average else response).log_prob(y)
 

@@ -19,6 +19,7 @@ from ntk_laplace.model.likelihoods import Gaussian, Likelihood, StudentT
 from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture, checked_levels
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.linalg import symmetric_root
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.tools.estimators.base import LaplaceEstimator
 from ntk_laplace.tools.estimators.tables import Array, Standardized
 from ntk_laplace.tools.estimators.tails import with_tails
@@ -26,6 +27,7 @@ from ntk_laplace.tools.estimators.training import Trained
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
+_ROWS = 2048  # of which predictions are computed together: points of f of several targets may be many
 _LIKELIHOODS = ("auto", "gaussian", "student-t")
 _EVALUATIONS = 15  # evaluations of the evidence in a training
 _STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their size
@@ -267,9 +269,11 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
             return self._shaped(mean), own[..., 0] if self._single else own
         if not return_std:
             return self._shaped(self._targets.undone(self.posterior_.outputs(x).detach().cpu().double().numpy()))
-        response = self.posterior_.predict(x)
-        mean, variance = (value.detach().cpu().double().numpy().reshape(len(x), -1)
-                          for value in (response.mean, response.variance))
+        parts = []
+        for rows in panels(len(x), 1, _ROWS):
+            response = self.posterior_.predict(x[rows])
+            parts.append(torch.stack([response.mean, response.variance]).detach().cpu().double())
+        mean, variance = torch.cat(parts, 1).reshape(2, len(x), -1).numpy()
         return self._shaped(self._targets.undone(mean)), self._shaped(np.sqrt(variance) * self._targets.scale)
 
     def predict_distribution(self, X: Any, method: str = "glm") -> NormalMixture:
@@ -289,12 +293,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Distribution
         """
         require_choice(method, ("glm", "map"), 'method "glm" or "map"')
-        inputs, targets = self.network_inputs(X), self._targets
-        with torch.no_grad():
-            response = self.posterior_.predict(inputs, method, likelihood=self._calibrated if method == "map" else None)
-            each = response.univariate().to("cpu", torch.float64).reshaped(len(response.mean), len(targets.scale))
-            found = each.affine(to_tensor(targets.scale), to_tensor(targets.mean))
-        return found[:, 0] if self._single else found
+        return self._distribution(self.network_inputs(X), method)
 
     def predict_quantiles(self, X: Any, quantiles: Any = (0.025, 0.5, 0.975)) -> Array:
         """Quantiles of the predictive distribution of the targets, noise included.
@@ -309,9 +308,12 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         -------
         ndarray, (n, quantiles) or (n, targets, quantiles)
         """
-        levels = checked_levels(quantiles)
-        found = self.predict_distribution(X)
-        return torch.stack([found.icdf(level) for level in levels], -1).numpy()
+        levels, x = checked_levels(quantiles), self.network_inputs(X)
+        parts = []
+        for rows in panels(len(x), 1, _ROWS):
+            each = self._distribution(x[rows])
+            parts.append(torch.stack([each.icdf(level) for level in levels], -1))
+        return torch.cat(parts).numpy()
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Draws of targets from the joint predictive distribution over the inputs.
@@ -337,6 +339,15 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
             draws += deviation[:, None] * generator.standard_t(float(likelihood.df), (n, c, count))
         draws += mean[..., None]
         return draws[:, 0] if self._single else draws
+
+    def _distribution(self, x: Tensor, method: str = "glm") -> NormalMixture:
+        """`predict_distribution` at the network's inputs."""
+        targets = self._targets
+        with torch.no_grad():
+            response = self.posterior_.predict(x, method, likelihood=self._calibrated if method == "map" else None)
+            each = response.univariate().to("cpu", torch.float64).reshaped(len(response.mean), len(targets.scale))
+            found = each.affine(to_tensor(targets.scale), to_tensor(targets.mean))
+        return found[:, 0] if self._single else found
 
     def _joint(self, x: Tensor, noise: bool = True) -> tuple[Array, Array]:
         """Mean (n, C) and covariance (n, C, n, C) of targets in their own units, with or without noise."""
