@@ -162,7 +162,7 @@ class StudentT(PerOutput):
         return mean, covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0), self.response_variance(mean)
 
     def univariate(self, mean: Tensor, variance: Tensor) -> NormalMixture:
-        """Mixtures of N(mean, variance + σ²/λ) over λ ~ Gamma(ν/2, ν/2), by the trapezoidal rule in log λ."""
+        """Mixtures of N(mean, variance + σ²/λ) over λ ~ Γ(ν/2, ν/2), by the trapezoidal rule in log λ."""
         if type(self) is not StudentT:
             return super().univariate(mean, variance)  # a subclass may override the density
         log_weights, noise = self._noises(mean)
