@@ -44,7 +44,7 @@ def expectation_by_output(
 
 
 def gamma_points(df: Tensor) -> tuple[Tensor, Tensor]:
-    """Log weights and points (K,) of λ ~ Γ(ν/2, ν/2), shape and rate, the precision of Student's t as a mixture of normals.
+    """Log weights and points (K,) of λ ~ Γ(ν/2, ν/2), the precision of Student's t as a mixture of normals.
 
     The density of u = log λ is proportional to exp(a (u - e^u)) with a = ν/2. The error of the rule with step h is of
     order Γ(a + 2πi/h)/Γ(a). The range is that where the density is above e^-37 of its maximum; below it goes on to
