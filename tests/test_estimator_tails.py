@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import optimize, stats
+from torch import nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.errors import warn
 from ntk_laplace.tools.estimators import tails
 from ntk_laplace.tools.estimators.tails import Errors, tail_gain
+from ntk_laplace.tools.estimators.training import Trained
 from refusals import refused
 
 pytestmark = [
@@ -67,10 +71,59 @@ def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.Monk
     for fails in (
         lambda patch: patch.setattr(ntkl.StudentT, "residual", broken),
         lambda patch: patch.setattr(tails, "_SQUARED", 0.0),
+        lambda patch: patch.setattr(Errors, "biased", True),
         lambda patch: patch.setattr(tails, "rank_of", lambda one: (
             not isinstance(one.posterior.likelihood, ntkl.StudentT), score(one)[1])),
     ):
         assert np.array_equal(fit(fails).predict(x), normal.predict(x))
+
+
+def of_likelihood(likelihood: ntkl.Likelihood, structure: str = "full") -> Trained:
+    """A posterior at random weights, with a warning."""
+    torch.manual_seed(0)
+    x, y = (torch.as_tensor(part).reshape(120, 1) / 10 for part in problem())
+    network = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    warn(f"of {type(likelihood).__name__}")
+    posterior = ntkl.laplace(network, (x, y - 5.0), likelihood, structure=structure)
+    return Trained(network, posterior, None, None, np.zeros(0))
+
+
+def test_only_the_warnings_of_the_result_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"have_tails": True, "biased": False, "squared": np.zeros(1)}.items():
+        monkeypatch.setattr(Errors, name, value)
+    for noise, name in ((2.0, "StudentT"), (1e9, "Gaussian")):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = tails.with_tails(of_likelihood, ntkl.Gaussian(1.0), ntkl.StudentT(noise, 3.0))
+        assert type(found.posterior.likelihood).__name__ == name
+        assert [str(one.message) for one in told if one.category is ntkl.NTKLaplaceWarning] == [f"of {name}"]
+
+
+@pytest.mark.filterwarnings("ignore:of Gaussian", "ignore:leave-one-out is not to be trusted")
+def test_errors_of_the_training_points() -> None:
+    """Left out of an exact posterior, and plain of another; the evidence is one a point."""
+    exact, other = (of_likelihood(ntkl.Gaussian(0.5), name).posterior for name in ("full", "kfac"))
+    left_out = exact.leave_one_out()
+    found = Errors.of(exact)
+    np.testing.assert_allclose(found.error, left_out.targets - left_out.mean, rtol=1e-9)
+    np.testing.assert_allclose(found.deviation**2, left_out.covariance[:, :, 0] + 0.5, rtol=1e-9)
+    np.testing.assert_allclose(Errors.of(other).error, (other.targets - other.f).detach(), rtol=1e-9)
+    np.testing.assert_allclose(Errors.of(other).deviation, 0.5**0.5, rtol=1e-9)
+    ranked = tails.rank_of(of_likelihood(ntkl.Gaussian(0.5)))
+    assert ranked == (True, pytest.approx(float(exact.log_marginal_likelihood()) / 120, rel=1e-9))
+
+
+def test_tails_and_bias_of_errors() -> None:
+    """Errors as large as their predictions say have no tails; a mean error counts from three standard errors on."""
+    draws = np.random.default_rng(0)
+    error, weights = draws.standard_normal((400, 2)), np.ones(400)
+    spread = np.exp(2.0 * draws.standard_normal((400, 1)))
+    assert not Errors(spread * error, spread.repeat(2, 1), weights).have_tails
+    assert Errors(spread * error, np.ones((400, 2)), weights).have_tails
+    centered = error - error.mean(0)
+    for shift, few, many in ((0.1, False, False), (0.13, False, False), (0.16, True, True)):
+        moved = Errors(centered + np.array([0.0, shift]), np.ones((400, 2)), weights)
+        assert moved.biased == few and Errors(moved.error, moved.deviation, 100 * weights).biased == many
 
 
 @pytest.mark.parametrize("targets", [1, 2])

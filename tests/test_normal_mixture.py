@@ -141,6 +141,7 @@ def test_quantiles_of_predictions(name: str) -> None:
                                rtol=0, atol=0.03)
     sampled = name == "heteroscedastic"  # 200 points of f, beside moments in closed form
     assert relative_error(response.univariate().mean, response.mean) < (0.02 if sampled else 1e-6)
+    assert relative_error(response.univariate().variance, response.variance) < (0.02 if sampled else 1e-6)
 
 
 def test_what_has_no_quantiles() -> None:

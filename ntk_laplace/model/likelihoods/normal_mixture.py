@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ class NormalMixture(td.MixtureSameFamily):
     Parameters
     ----------
     log_weights : Tensor, (K,)
-        The weights sum to 1.
+        Up to a constant: the weights are divided by their sum.
     mean, deviation : Tensor, (..., K) or (..., 1)
         Of the normals; the batch shape is (...).
     """
@@ -75,7 +74,7 @@ class NormalMixture(td.MixtureSameFamily):
         normals = self.component_distribution
         mean, deviation = (part.unflatten(0, (samples, -1)).movedim(0, -2).flatten(-2)
                            for part in (normals.loc, normals.scale))
-        return NormalMixture(self.log_weights.repeat(samples) - math.log(samples), mean, deviation)
+        return NormalMixture(self.log_weights.repeat(samples), mean, deviation)
 
     def icdf(self, value: Tensor) -> Tensor:
         """Quantiles of the levels `value`, broadcast against the batch shape; NaN outside of (0, 1).
