@@ -124,6 +124,9 @@ def test_tails_and_bias_of_errors() -> None:
     for shift, few, many in ((0.1, False, False), (0.13, False, False), (0.16, True, True)):
         moved = Errors(centered + np.array([0.0, shift]), np.ones((400, 2)), weights)
         assert moved.biased == few and Errors(moved.error, moved.deviation, 100 * weights).biased == many
+    few = centered[:50] - centered[:50].mean(0) + 0.3  # two standard errors
+    assert not Errors(few, np.ones((50, 2)), np.ones(50)).biased
+    assert Errors(few, np.ones((50, 2)), np.full(50, 4.0)).biased
 
 
 @pytest.mark.parametrize("targets", [1, 2])
