@@ -58,6 +58,29 @@ def test_students_t_of_uncertain_outputs() -> None:
         assert float(median[0, i]) == pytest.approx(m, abs=1e-12)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0, 2.0])
+def test_a_response_whose_noise_is_uncertain(scale: float) -> None:
+    """Against quadrature over the log variance and the mean, with correlation; the moments are those in closed form."""
+    likelihood = ntkl.HeteroscedasticGaussian()
+    mean, y = numbers(0.4, -1.0, 2.0, -3.0).view(2, 2), numbers(1.5, 4.0).view(2, 1)
+    covariance = scale * torch.tensor([[[0.5, 0.3], [0.3, 0.7]], [[0.1, -0.2], [-0.2, 0.6]]], dtype=torch.float64)
+    response = predictive(likelihood, mean, covariance)
+    z = torch.linspace(-12.0, 12.0, 1601, dtype=torch.float64)
+    root = torch.linalg.cholesky(covariance + 1e-300 * torch.eye(2)) if scale else covariance
+    u = mean[:, :1, None] + root[:, :1, :1] * z.view(1, -1, 1)
+    s = mean[:, 1:, None] + root[:, 1:, :1] * z.view(1, -1, 1) + root[:, 1:, 1:] * z
+    log_weight = -0.5 * (z.unsqueeze(1).square() + z.square())
+    log_weight = log_weight - log_weight.flatten().logsumexp(0)
+    given, each = torch.distributions.Normal(u, (0.5 * s).exp()), response.univariate()
+    density = (given.log_prob(y.unsqueeze(2)) + log_weight).flatten(1).logsumexp(1)
+    torch.testing.assert_close(response.log_prob(y), density, rtol=0, atol=1e-8)
+    below = (given.cdf(y.unsqueeze(2)) * log_weight.exp()).sum((1, 2))
+    torch.testing.assert_close(each.cdf(y)[:, 0], below, rtol=0, atol=1e-9)
+    torch.testing.assert_close(each.variance, response.variance, rtol=1e-9, atol=0)
+    far = predictive(likelihood, mean, covariance).log_prob(y + 1e4)
+    assert far.isfinite().all()
+
+
 def test_densities_with_missing_targets_joined_parts_and_draws() -> None:
     likelihood, mean = ntkl.StudentT(0.3, 5.0, missing="nan"), torch.linspace(-1, 1, 6).double().unsqueeze(1)
     variance = torch.linspace(0.1, 2.0, 6).double().view(6, 1, 1)

@@ -11,12 +11,16 @@ from torch import distributions as td
 from torch.nn.functional import logsigmoid
 
 from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, require_choice
+from ntk_laplace.model.likelihoods.one_number import NumberResponse
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
 from ntk_laplace.model.likelihoods.targets import first_bad
 
 _PARAMETRIZATIONS = ("natural", "log variance")
+# of z: the density is singular at a distance of π/√(Var s) of the real line, so the rule is exact to 1e-13 for
+# deviations of s below 4. Outliers are explained by an s that is far above its mean
+_REACH, _STEP = 20.0, 0.125
 _FAR = -20.0  # below, log softplus(s) equals s - exp(s)/2 up to rounding in float64
 
 
@@ -62,8 +66,9 @@ class HeteroscedasticGaussian(PerOutput):
     ``steps=None``. They converge linearly, fast under ``"natural"``; with a weak prior they may end in a
     `NumericalError`, because the objective is not convex.
 
-    ``predict(method="glm")`` averages densities over quasi-Monte-Carlo points of f, half of them given the target, and
-    under ``"natural"`` mean and variance over points of f; under ``"log variance"`` these are in closed form.
+    ``predict(method="glm")`` has one response of ``"log variance"`` in closed form: given s it is normal. Densities of
+    others are averaged over quasi-Monte-Carlo points of f, half of them given the target, and so are mean and variance
+    under ``"natural"``.
 
     Examples
     --------
@@ -159,6 +164,19 @@ class HeteroscedasticGaussian(PerOutput):
         variance = log_variance.exp()
         return FactorizedResponse(self, base, torch.zeros_like(mean), variance, False, num_outputs=f.shape[-1])
 
+    def integrates(self, num_outputs: int) -> bool:
+        """Whether there is one response of "log variance", which is a mixture of normals."""
+        return num_outputs == 2 and type(self) is HeteroscedasticGaussian and self.parametrization == "log variance"
+
+    def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
+        """One response of "log variance" for f ~ N(mean, covariance): given s it is normal."""
+        moments = self.response_moments(mean, covariance)
+        if not self.integrates(mean.shape[-1]) or moments is None:
+            return None
+        z = torch.arange(-_REACH, _REACH + _STEP / 2, _STEP, dtype=mean.dtype, device=mean.device)
+        kept = mean[:, :1], mean[:, 1:], covariance[:, :1, 0], covariance[:, :1, 1], covariance[:, 1:, 1]
+        return HeteroscedasticResponse(self, moments, kept, -0.5 * z.square(), z, num_outputs=2)
+
     def response_moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """For "log variance", where the mean is u, and the noise variance exp(s) lognormal."""
         if type(self) is not HeteroscedasticGaussian or self.parametrization != "log variance":
@@ -201,6 +219,24 @@ class HeteroscedasticGaussian(PerOutput):
         _require_range(-log_precision)
         variance, slope = (-log_precision).exp(), (logsigmoid(s) - log_precision).exp()  # slope = λ'/λ
         return u * variance, -log_precision, (variance, -u * variance * slope, -slope)
+
+
+class HeteroscedasticResponse(NumberResponse):
+    """Response ``y = u + exp(s/2) ε`` for normal (u, s), of which it keeps means, variances and the covariance.
+
+    With ``s = E s + √(Var s) z`` the response is normal given z; points are those of z.
+    """
+
+    @staticmethod
+    def normals(points: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
+        """``N(E[u given s], Var[u given s] + exp s)``."""
+        u, s, variance_u, both, variance_s = kept
+        finite = torch.finfo(u.dtype)
+        deviation, most = (part.clamp_min(finite.tiny).sqrt() for part in (variance_s, variance_u))
+        slope = (both / deviation).clamp(-most, most)
+        # 20 deviations away an exponential may overflow; its weight is below 1e-86
+        noise = (s + deviation * points).clamp(math.log(finite.tiny), 0.5 * math.log(finite.max)).exp()
+        return u + slope * points, (variance_u - slope.square()).clamp_min(0.0) + noise
 
 
 def _log_softplus(s: Tensor) -> Tensor:

@@ -76,6 +76,16 @@ class NormalMixture(td.MixtureSameFamily):
                            for part in (normals.loc, normals.scale))
         return NormalMixture(self.log_weights.repeat(samples), mean, deviation)
 
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw numbers: a normal of each, and then the number. Memory does not grow with K times the draws."""
+        with torch.no_grad():
+            shape = self._extended_shape(torch.Size(sample_shape))
+            index = self.mixture_distribution.sample(shape).unsqueeze(-1)
+            normals = self.component_distribution
+            mean, deviation = (part.expand(*shape, -1).gather(-1, index).squeeze(-1)
+                               for part in (normals.loc, normals.scale))
+            return torch.normal(mean, deviation)
+
     def icdf(self, value: Tensor) -> Tensor:
         """Quantiles of the levels `value`, broadcast against the batch shape; NaN outside of (0, 1).
 

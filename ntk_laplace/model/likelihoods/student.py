@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch import distributions as td
-from typing_extensions import Self
 
 from ntk_laplace.errors import HyperparameterError, require_number
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.noise import numbers, positive
 from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.likelihoods.one_number import NumberResponse
 from ntk_laplace.model.likelihoods.per_output import PerOutput
-from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.quadrature import expectation_by_output, gamma_points
 from ntk_laplace.model.likelihoods.registry import register_likelihood
-from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response, ShapedResponse
-from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.panels import panels
+from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
 from ntk_laplace.runtime.scalars import scalar
 
 _LEAST_DF = 2.1  # where the variance of y is 21 σ²; at 2 it is infinite, and outliers draw df there
@@ -178,7 +174,8 @@ class StudentT(PerOutput):
             return None  # a subclass may override the density
         log_weights, noise = self._noises(mean)
         variance = covariance.reshape(mean.shape).clamp_min(0.0)
-        return StudentTResponse(self, mean, variance, self.response_variance(mean), log_weights, noise, scalar)
+        moments = mean, variance, self.response_variance(mean)
+        return StudentTResponse(self, moments, (mean, variance), log_weights, noise.flatten(), scalar=scalar)
 
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """E log p and E r by quadrature, output by output; Λ is constant."""
@@ -217,65 +214,11 @@ class StudentT(PerOutput):
         return self._known(self._log_information(self.log_noise.to(f)).exp().expand(f.shape), y)
 
 
-class StudentTResponse(ShapedResponse):
-    """Response ``y = f + σ t`` of one output for f ~ N(mean, epistemic): a mixture of K normals.
+class StudentTResponse(NumberResponse):
+    """Response ``y = f + σ t`` for f ~ N(mean, variance), of which it keeps both; points are variances of the noise."""
 
-    Parameters
-    ----------
-    likelihood : Likelihood
-    mean, epistemic, aleatoric : Tensor, (n, 1)
-        Mean and variance of f, and variance of the noise.
-    log_weights, noise : Tensor, (K,)
-        Of the mixture, and variances of its noise.
-    scalar : bool
-        The network's outputs have shape (N,): events are scalars.
-    """
-
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-
-    def __init__(
-        self, likelihood: ObservationModel, mean: Tensor, epistemic: Tensor, aleatoric: Tensor, log_weights: Tensor,
-        noise: Tensor, scalar: bool = False,
-    ) -> None:
-        self.scalar, self._mean = scalar, mean
-        self._log_weights, self._noise = log_weights, noise.reshape(-1)
-        self._own(likelihood, 1, *(self._drop(part) for part in (epistemic, aleatoric)))
-        super().__init__(mean.shape[:1], Size() if scalar else Size((1,)), validate_args=False)
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean of f."""
-        return self._drop(self._mean)
-
-    def univariate(self) -> NormalMixture:
-        """The mixture of normals."""
-        return self._mixture(slice(None))
-
-    def _mixture(self, rows: slice) -> NormalMixture:
-        variance = self.epistemic[rows].unsqueeze(-1) + self._noise
-        return NormalMixture(self._log_weights, self.mean[rows].unsqueeze(-1), variance.sqrt())
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log density of the observed targets; see `Response.log_prob`."""
-        y = self._read(value)
-        missing, axis = y.isnan(), y.dim() - self.mean.dim()
-        filled, each = torch.where(missing, self.mean, y).movedim(axis, 0), len(self._noise) * y[..., :1].numel()
-        parts = [self._mixture(rows).log_prob(filled[rows].movedim(0, axis))
-                 for rows in panels(len(self._mean), each, tuning.MIXTURE_OUTPUTS)]
-        scores = torch.cat(parts, axis).masked_fill(missing, 0.0)
-        return scores if self.scalar else scores.squeeze(-1)
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw responses: f, and the noise."""
-        with torch.no_grad():
-            shape = Size(sample_shape) + self.mean.shape
-            f = self.mean + self.epistemic.sqrt() * torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device)
-            given = self.likelihood.distribution(f.reshape(-1, 1), scalar=True)
-            return given.sample().reshape(shape)
-
-    @classmethod
-    def _join(cls, parts: Sequence[Self]) -> Self:
-        first = parts[0]
-        mean, epistemic, aleatoric = (torch.cat([getattr(part, name) for part in parts]).reshape(-1, 1)
-                                      for name in ("mean", "epistemic", "aleatoric"))
-        return cls(first.likelihood, mean, epistemic, aleatoric, first._log_weights, first._noise, first.scalar)
+    @staticmethod
+    def normals(points: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
+        """N(mean, variance + σ²/λ)."""
+        mean, variance = kept
+        return mean, variance + points

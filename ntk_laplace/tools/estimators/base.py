@@ -104,12 +104,12 @@ class LaplaceEstimator(_Fitted):
         spread = self._spread if isinstance(groups, str) and groups == "input" else 1.0
         prior = GaussianPrior(precision if starts is None else 1.0, groups=groups, spread=spread)
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            def new() -> nn.Module:
+            def new(outputs: int = outputs) -> nn.Module:
                 torch.manual_seed(seed)
                 made = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
                 return with_outputs(made, self._tensor(x, made), outputs, likelihood.classifies)
 
-            data: tuple[Tensor, ...] = self._tensor(x, new()), y
+            data: tuple[Tensor, ...] = self._tensor(x, new(self._num_outputs(likelihood, outputs))), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
             options = self._training_options() | {"settings": Settings(progress=bool(self.verbose))}
@@ -126,8 +126,10 @@ class LaplaceEstimator(_Fitted):
         self.log_marginal_likelihood_value_ = float(evidence.detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value
 
-    def _run(self, new: Callable[[], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood, prior: GaussianPrior,
-             starts: list[Any] | None, seed: int, options: dict[str, Any]) -> Trained:
+    def _run(
+        self, new: Callable[[int], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood, prior: GaussianPrior,
+        starts: list[Any] | None, seed: int, options: dict[str, Any],
+    ) -> Trained:
         """Take the network, or train one."""
         if self.prefit:
             return taken(new(), data, likelihood, prior, self.predictive, options)
