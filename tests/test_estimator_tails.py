@@ -69,11 +69,12 @@ def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.Monk
 
     score = tails.rank_of
     for fails in (
-        lambda patch: patch.setattr(ntkl.StudentT, "residual", broken),
-        lambda patch: patch.setattr(tails, "_SQUARED", 0.0),
+        lambda patch: [patch.setattr(one, "log_prob_and_residual", broken)
+                       for one in (ntkl.StudentT, ntkl.HeteroscedasticGaussian)],
+        lambda patch: patch.setattr(tails, "_LARGEST", 0.0),
         lambda patch: patch.setattr(Errors, "biased", True),
         lambda patch: patch.setattr(tails, "rank_of", lambda one: (
-            not isinstance(one.posterior.likelihood, ntkl.StudentT), score(one)[1])),
+            isinstance(one.posterior.likelihood, ntkl.Gaussian), score(one)[1])),
     ):
         assert np.array_equal(fit(fails).predict(x), normal.predict(x))
 
@@ -89,12 +90,12 @@ def of_likelihood(likelihood: ntkl.Likelihood, structure: str = "full") -> Train
 
 
 def test_only_the_warnings_of_the_result_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"have_tails": True, "biased": False, "squared": np.zeros(1)}.items():
+    for name, value in {"have_tails": True, "biased": False, "larger_than": lambda *_: False}.items():
         monkeypatch.setattr(Errors, name, value)
     for noise, name in ((2.0, "StudentT"), (1e9, "Gaussian")):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            found = tails.with_tails(of_likelihood, ntkl.Gaussian(1.0), ntkl.StudentT(noise, 3.0))
+            found = tails.with_tails(of_likelihood, ntkl.Gaussian(1.0), [ntkl.StudentT(noise, 3.0)])
         assert type(found.posterior.likelihood).__name__ == name
         assert [str(one.message) for one in told if one.category is ntkl.NTKLaplaceWarning] == [f"of {name}"]
 
@@ -209,7 +210,8 @@ def test_the_gain_of_heavy_tails(draw: Any, least: float, most: float) -> None:
 @pytest.mark.parametrize("likelihood", ["t", None, "student"])
 def test_what_is_refused(likelihood: Any) -> None:
     x, y = problem()
-    with refused(ntkl.UnsupportedError, '"auto", "gaussian" or "student-t"', repr(likelihood), "Choose one"):
+    with refused(ntkl.UnsupportedError, "auto, gaussian, student-t, heteroscedastic-gaussian", repr(likelihood),
+                 "Choose one"):
         ntkl.LaplaceRegressor(likelihood=likelihood, **QUICK).fit(x, y)
 
 

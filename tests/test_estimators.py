@@ -363,7 +363,7 @@ def test_each_of_several_targets_has_its_own_noise() -> None:
     draws = np.random.default_rng(0)
     x = draws.standard_normal((80, 2))
     y = np.stack([5 * (np.sin(x[:, 0]) + draws.standard_normal(80)), x[:, 1] + 0.01 * draws.standard_normal(80)], 1)
-    options = QUICK | {"epochs": 60, "precision": 1.0, "random_state": 1}
+    options = QUICK | {"epochs": 60, "precision": 1.0, "random_state": 1, "likelihood": "gaussian"}
     model, given = (ntkl.LaplaceRegressor(**options, noise=noise).fit(x, y) for noise in (1.0, np.ones(2)))
     assert model.noise_[0] > 10 and model.noise_[1] < 0.1
     assert np.array_equal(model.noise_, given.noise_) and np.array_equal(model.theta_, given.theta_)

@@ -28,7 +28,7 @@ from ntk_laplace.errors import (
     require_number,
     require_whole,
 )
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import HeteroscedasticGaussian, Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
@@ -91,7 +91,7 @@ class LaplaceEstimator(_Fitted):
     # --- training
 
     def _fit(
-        self, x: Array, y: Tensor, outputs: int, likelihood: Likelihood, weight: Array | None
+        self, x: Array, y: Tensor, responses: int, likelihood: Likelihood, weight: Array | None
     ) -> None:
         """Train a network, or take the given one, and keep its posterior."""
         self._require_parameters()
@@ -104,12 +104,13 @@ class LaplaceEstimator(_Fitted):
         spread = self._spread if isinstance(groups, str) and groups == "input" else 1.0
         prior = GaussianPrior(precision if starts is None else 1.0, groups=groups, spread=spread)
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            def new(outputs: int = outputs) -> nn.Module:
+            def new(likelihood: Likelihood) -> nn.Module:
                 torch.manual_seed(seed)
+                outputs = responses * _outputs_of_each(likelihood)
                 made = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
-                return with_outputs(made, self._tensor(x, made), outputs, likelihood.classifies)
+                return with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
 
-            data: tuple[Tensor, ...] = self._tensor(x, new(self._num_outputs(likelihood, outputs))), y
+            data: tuple[Tensor, ...] = self._tensor(x, new(likelihood)), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
             options = self._training_options() | {"settings": Settings(progress=bool(self.verbose))}
@@ -127,13 +128,13 @@ class LaplaceEstimator(_Fitted):
         self._theta = self.theta_  # of that value
 
     def _run(
-        self, new: Callable[[int], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood, prior: GaussianPrior,
-        starts: list[Any] | None, seed: int, options: dict[str, Any],
+        self, new: Callable[[Likelihood], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
+        prior: GaussianPrior, starts: list[Any] | None, seed: int, options: dict[str, Any],
     ) -> Trained:
         """Take the network, or train one."""
         if self.prefit:
-            return taken(new(), data, likelihood, prior, self.predictive, options)
-        return trained(new, data, likelihood, prior, starts, self.predictive, seed, options)
+            return taken(new(likelihood), data, likelihood, prior, self.predictive, options)
+        return trained(partial(new, likelihood), data, likelihood, prior, starts, self.predictive, seed, options)
 
     def _of_likelihoods(self, run: Callable[[Likelihood], Trained], likelihood: Likelihood) -> Trained:
         """The result for a likelihood."""
@@ -398,6 +399,11 @@ def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
         raise DataError("an estimator with its training data", "none", "Fit it again.")
     x, y = (torch.cat([to_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
     return x, y, *(() if source.weights is None else (source.weights,))
+
+
+def _outputs_of_each(likelihood: Likelihood) -> int:
+    """Outputs of a network for each class or target."""
+    return 2 if isinstance(likelihood, HeteroscedasticGaussian) else 1
 
 
 def _several(precision: Any) -> list[Any] | None:

@@ -122,8 +122,10 @@ def _of_skorch(net: Any) -> nn.Module:
     return module if link is None else nn.Sequential(module, link)
 
 
-def with_outputs(module: nn.Module, x: Tensor, outputs: int, classes: bool) -> nn.Module:
+def with_outputs(module: nn.Module, x: Tensor, outputs: int, responses: int, classes: bool) -> nn.Module:
     """The network with this many outputs, of which one logit makes two if they are those of classes.
+
+    The responses are its classes or targets.
 
     NetworkError or DataError, before it is trained, if it does not take the inputs, or has another number of outputs.
     """
@@ -141,6 +143,7 @@ def with_outputs(module: nn.Module, x: Tensor, outputs: int, classes: bool) -> n
         return nn.Sequential(module, _TwoLogits())
     own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
     if own is not None and own != outputs:
-        raise DataError(f"a network with {outputs} outputs, one for each class or target", f"{own}",
+        what = "one" if outputs == responses else "a mean and a log variance"
+        raise DataError(f"a network with {outputs} outputs, {what} for each class or target", f"{own}",
                         "Make its last layer as wide; a callable gets the number.")
     return module

@@ -15,12 +15,13 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_whole
-from ntk_laplace.model.likelihoods import Gaussian, Likelihood, StudentT
+from ntk_laplace.model.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
 from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture, checked_levels
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.tools.estimators.base import LaplaceEstimator
+from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
+from ntk_laplace.tools.estimators.networks import is_module
 from ntk_laplace.tools.estimators.tables import Array, Standardized
 from ntk_laplace.tools.estimators.tails import with_tails
 from ntk_laplace.tools.estimators.training import Trained
@@ -28,7 +29,7 @@ from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
 _ROWS = 2048  # of which predictions are computed together: points of f of several targets may be many
-_LIKELIHOODS = ("auto", "gaussian", "student-t")
+_LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian")
 _EVALUATIONS = 15  # evaluations of the evidence in a training
 _STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their size
 # where each target has its noise, a step takes two passes over the data; on six tables as good, in 0.4 of the time
@@ -58,14 +59,16 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 128 features and the structure supports it, else those of each layer. The spread
         of those of each input is 3; in a classification 1.
-    likelihood : {"auto", "gaussian", "student-t"}
+    likelihood : {"auto", "gaussian", "student-t", "heteroscedastic-gaussian"}
         "student-t": noise with heavy tails, for targets with outliers (`StudentT`), whose degrees of freedom are
-        learned too. The predictive is no normal distribution then: see `predict_quantiles`. "auto": "gaussian", and
-        where residuals have heavy tails also "student-t", in a training of its own; the evidence chooses
-        (`likelihood_`).
+        learned too. "heteroscedastic-gaussian": noise that depends on the inputs; the network has two outputs for each
+        target, the mean and the log variance of its noise. The predictive is no normal distribution with either: see
+        `predict_quantiles`. "auto": "gaussian", and where residuals have heavy tails also the other two, each in a
+        training of its own; the evidence chooses (`likelihood_`). A network of yours with one output for each target
+        is not trained with two.
     noise : float or array_like, (targets,)
         Noise variance at the start, in squared units of the targets (standardized ones by default); of "student-t" σ².
-        Each of several targets has its own noise.
+        Each of several targets has its own noise. "heteroscedastic-gaussian" has none.
     structure, curvature
         Of the evidence during the training, as in `train_with_evidence`; with `prefit` or without a predictive also of
         the posterior: "kfac" is an approximation.
@@ -111,10 +114,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
         Prior standard deviation of the first layer's weights of each feature, for ``groups="input"``.
-    likelihood_ : {"gaussian", "student-t"}
+    likelihood_ : {"gaussian", "student-t", "heteroscedastic-gaussian"}
         The noise that was chosen.
     noise_ : float or ndarray, (targets,)
-        Noise variance in squared units of the targets; of "student-t" that of t.
+        Noise variance in squared units of the targets; where it depends on the inputs, the mean over the training data.
     log_marginal_likelihood_value_ : float
         Evidence of the training data in their own units, in nats.
     theta_ : ndarray
@@ -171,19 +174,26 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         y = y.reshape(len(y), -1).astype(np.float64)
         names = ["y"] if self._single else [f"column {index} of y" for index in range(y.shape[1])]
         self._targets = Standardized.of(y, weight, self._standardized, names)
-        self._fit(x, to_tensor(self._targets(y)), y.shape[1], self._likelihood(y.shape[1]), weight)
+        likelihood = self._named_likelihood(self.likelihood, y.shape[1])
+        self._fit(x, to_tensor(self._targets(y)), y.shape[1], likelihood, weight)
         return self
 
     def _of_likelihoods(self, run: Callable[[Likelihood], Trained], likelihood: Likelihood) -> Trained:
-        noise = StudentT(self.noise).noise.detach()
+        if self.likelihood != "auto":
+            return run(likelihood)
         targets = len(self._targets.scale)
-        student = StudentT(noise.expand(targets) if targets > 1 and noise.dim() == 0 else noise)
-        if self.likelihood == "auto":
-            return with_tails(run, likelihood, student)
-        return run(student if self.likelihood == "student-t" else likelihood)
+        others = [self._named_likelihood("student-t", targets)]
+        if not is_module(self.network):  # of a module the number of outputs is what it is
+            others.append(self._named_likelihood("heteroscedastic-gaussian", targets))
+        return with_tails(run, likelihood, others)
 
-    def _likelihood(self, targets: int) -> Gaussian:
-        """A Gaussian with a noise for each of several targets."""
+    def _named_likelihood(self, name: str, targets: int) -> Likelihood:
+        """The likelihood of a name, with a noise for each of several targets; of "auto" the first that is tried."""
+        if name == "heteroscedastic-gaussian":
+            return HeteroscedasticGaussian()
+        if name == "student-t":
+            noise = StudentT(self.noise).noise.detach()
+            return StudentT(noise.expand(targets) if targets > 1 and noise.dim() == 0 else noise)
         given = Gaussian(self.noise)
         several = targets > 1 and given.kind == "scalar"
         return Gaussian(given.noise.detach().expand(targets), "output") if several else given
@@ -199,21 +209,33 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     @property
     def likelihood_(self) -> str:
-        """The noise that was chosen: "gaussian" or "student-t"."""
+        """The noise that was chosen: "gaussian", "student-t" or "heteroscedastic-gaussian"."""
         check_is_fitted(self, "posterior_")
-        return "student-t" if isinstance(self.posterior_.likelihood, StudentT) else "gaussian"
+        named = {StudentT: "student-t", HeteroscedasticGaussian: "heteroscedastic-gaussian"}
+        return named.get(type(self.posterior_.likelihood), "gaussian")
 
     @property
     def noise_(self) -> float | Array:
-        """Noise variance in squared units of the targets."""
+        """Noise variance in squared units of the targets; where it depends on the inputs, the mean over the data."""
         check_is_fitted(self, "posterior_")
-        noise = self._noise.numpy() * self._targets.scale**2
-        return float(noise[0]) if self._single else noise
+        posterior, noise = self.posterior_, self._noise
+        if noise is None:
+            counts = posterior.fitted.points.counts.double().cpu()
+            noise = (counts / counts.sum()) @ self._noise_at(training_data(posterior)[0])
+        found = noise.numpy() * self._targets.scale**2
+        return float(found[0]) if self._single else found
 
     @property
-    def _noise(self) -> Tensor:
-        """Noise variance of each standardized target, (C,), with the factor of the calibration."""
+    def _noise(self) -> Tensor | None:
+        """Noise variance of each standardized target, (C,), with the factor of the calibration; None if it varies."""
+        if self.likelihood_ == "heteroscedastic-gaussian":
+            return None
         return self._calibrated.response_variance(to_tensor(np.zeros((1, len(self._targets.scale)))))[0]
+
+    def _noise_at(self, x: Tensor) -> Tensor:
+        """Noise variance of the standardized targets at inputs, (n, C)."""
+        parts = [self.posterior_.predict(x[rows]).aleatoric for rows in panels(len(x), 1, _ROWS)]
+        return torch.cat(parts).detach().cpu().double().reshape(len(x), -1)
 
     @property
     def _calibrated(self) -> Likelihood:
@@ -262,13 +284,16 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         """
         if return_std and return_cov:
             raise UnsupportedError("return_std or return_cov", "both", "Take the diagonal of the covariance.")
-        x = self.network_inputs(X)
+        x, targets = self.network_inputs(X), len(self._targets.scale)
         if return_cov:
-            mean, covariance = self._joint(x)
-            own = np.einsum("icjc->ijc", covariance)
-            return self._shaped(mean), own[..., 0] if self._single else own
+            mean, covariance = self._latent(x)
+            own = np.einsum("icjc->ijc", covariance[:, :targets, :, :targets])
+            own *= self._targets.scale**2
+            np.einsum("iic->ic", own)[...] += self._noise_at(x).numpy() * self._targets.scale**2
+            return self._shaped(self._targets.undone(mean[:, :targets])), own[..., 0] if self._single else own
         if not return_std:
-            return self._shaped(self._targets.undone(self.posterior_.outputs(x).detach().cpu().double().numpy()))
+            f = self.posterior_.outputs(x).detach().cpu().double().numpy()
+            return self._shaped(self._targets.undone(f.reshape(len(x), -1)[:, :targets]))
         parts = []
         for rows in panels(len(x), 1, _ROWS):
             response = self.posterior_.predict(x[rows])
@@ -280,7 +305,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         """Distribution of the target of each input by itself, noise included, in the units of the targets.
 
         A distribution of torch with batch shape (n,) or (n, targets), in float64 on the CPU: it has `log_prob`, `cdf`,
-        `icdf`, `mean`, `stddev` and `sample`. It is normal, or for ``likelihood="student-t"`` a mixture of normals.
+        `icdf`, `mean`, `stddev` and `sample`. It is normal, or a mixture of normals.
 
         Parameters
         ----------
@@ -329,15 +354,21 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         ndarray, (n, n_samples) or (n, targets, n_samples)
         """
         count = require_whole("n_samples", n_samples, 1, "Leave it out for 1.")
-        generator, likelihood = check_random_state(random_state), self._calibrated
-        mean, covariance = self._joint(self.network_inputs(X), noise=not isinstance(likelihood, StudentT))
+        generator, likelihood, targets = check_random_state(random_state), self._calibrated, len(self._targets.scale)
+        mean, covariance = self._latent(self.network_inputs(X))
         n, c = mean.shape
         root = symmetric_root(to_tensor(covariance.reshape(n * c, n * c))).numpy()
-        draws = (root @ generator.standard_normal((n * c, count))).reshape(n, c, count)
+        f = mean[..., None] + (root @ generator.standard_normal((n * c, count))).reshape(n, c, count)
+        shape = n, targets, count
+        noise = generator.standard_normal(shape)
         if isinstance(likelihood, StudentT):
-            deviation = likelihood.noise.sqrt().expand(c).numpy() * self._targets.scale
-            draws += deviation[:, None] * generator.standard_t(float(likelihood.df), (n, c, count))
-        draws += mean[..., None]
+            noise = generator.standard_t(float(likelihood.df), shape) * likelihood.noise.sqrt().expand(targets).numpy()[
+                :, None]
+        elif isinstance(likelihood, HeteroscedasticGaussian):
+            noise *= np.exp(0.5 * f[:, targets:])
+        else:
+            noise *= likelihood.response_variance(to_tensor(mean)).sqrt().numpy()[..., None]
+        draws = np.moveaxis(self._targets.undone(np.moveaxis(f[:, :targets] + noise, 1, -1)), -1, 1)
         return draws[:, 0] if self._single else draws
 
     def _distribution(self, x: Tensor, method: str = "glm") -> NormalMixture:
@@ -349,28 +380,28 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
             found = each.affine(to_tensor(targets.scale), to_tensor(targets.mean))
         return found[:, 0] if self._single else found
 
-    def _joint(self, x: Tensor, noise: bool = True) -> tuple[Array, Array]:
-        """Mean (n, C) and covariance (n, C, n, C) of targets in their own units, with or without noise."""
+    def _latent(self, x: Tensor) -> tuple[Array, Array]:
+        """Mean (n, C) and covariance (n, C, n, C) of the network's outputs, with the scale of the calibration."""
         found, calibration = self.posterior_.latent(x), self.posterior_.predictive
-        mean = self._targets.undone(found.mean.detach().cpu().double().numpy())
-        n, c = mean.shape
-        factor = 1.0 if calibration is None else calibration.scale
+        mean = found.mean.detach().cpu().double().numpy().reshape(len(x), -1)
         covariance = found.covariance_matrix.detach().cpu().double()  # of `found` alone: changed in place, not copied
-        covariance.mul_(factor)
-        if noise:
-            covariance.diagonal().add_(self._noise.repeat(n))
-        units = np.tile(self._targets.scale, n)
-        joint = covariance.numpy()
-        joint *= units
-        joint *= units[:, None]
-        return mean, joint.reshape(n, c, n, c)
+        covariance.mul_(1.0 if calibration is None else calibration.scale)
+        return mean, covariance.numpy().reshape(mean.shape * 2)
 
     def _require_parameters(self) -> None:
         super()._require_parameters()
-        require_choice(self.likelihood, _LIKELIHOODS, 'likelihood "auto", "gaussian" or "student-t"')
+        require_choice(self.likelihood, _LIKELIHOODS, f"likelihood among {', '.join(_LIKELIHOODS)}")
 
     def _in_units(self, found: Explained) -> Explained:
-        return in_units(found, self._targets.scale, self._targets.mean)
+        return in_units(found, *self.output_units)
+
+    @property
+    def output_units(self) -> tuple[Array, Array]:
+        """Scale and mean of the network's outputs in units of the targets, (C,) each."""
+        scale, mean = self._targets.scale, self._targets.mean
+        if self.likelihood_ != "heteroscedastic-gaussian":
+            return scale, mean
+        return np.r_[scale, np.ones(len(scale))], np.r_[mean, 2.0 * np.log(scale)]  # log variances are shifted
 
     def _shaped(self, values: Array) -> Array:
         return values[:, 0] if self._single else values

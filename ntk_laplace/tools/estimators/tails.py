@@ -1,15 +1,15 @@
-"""Which noise fits the targets: a normal one, or one with heavy tails."""
+"""Which noise fits the targets: a normal one, one with heavy tails, or one that depends on the inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ntk_laplace.errors import NonFiniteError, NumericalError, told_later, untold, warn
+from ntk_laplace.errors import NTKLaplaceError, told_later, untold, warn
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.tools.estimators.tables import Array
@@ -20,26 +20,25 @@ _STEPS = 50  # of the scale, each a weighted mean
 # nats by which Student's t must fit the residuals better than a normal distribution, for another training: by chance
 # two parameters gain 5 in 1 of 150 data sets. The second is a point: less is not worth a training
 _GAIN, _GAIN_A_POINT = 5.0, 0.02
-_SQUARED = 1.05  # squared errors may be larger by so much
+_CHANCE, _LARGER, _LARGEST = 2.0, 1.05, 1.5  # standard errors of a change of squared errors, and ratios of these
 _BIAS, _BIAS_SHARE = 3.0, 0.02  # standard errors of a mean error, and its share of the squared errors
 
 
-def with_tails(run: Callable[[Likelihood], Trained], normal: Likelihood, student: Likelihood) -> Trained:
-    """Train under a normal likelihood, and if its residuals have heavy tails under Student's t; the evidence chooses.
+def with_tails(run: Callable[[Likelihood], Trained], normal: Likelihood, others: Sequence[Likelihood]) -> Trained:
+    """Train under a normal likelihood, and if its residuals have heavy tails under others; the evidence chooses.
 
-    Student's t is not taken if it has learned its targets by heart and the other has not, if its squared errors are
-    larger, or if its errors have a mean: of skewed targets its center is not the mean, which people ask for.
+    Another is not taken if it has learned its targets by heart and the normal one has not, if its squared errors are
+    larger, or if its errors have a mean: of skewed targets the center of Student's t is not the mean, which people ask
+    for.
     """
     with told_later() as told:
         found = run(normal)
     errors = Errors.of(found.posterior)
-    if errors.have_tails:
-        # the first training is a result
-        with suppress(NumericalError, NonFiniteError), untold(), told_later() as of_other:
-            other = run(student)
-            of_student = Errors.of(other.posterior)
-            worse = of_student.biased or bool((of_student.squared > _SQUARED * errors.squared).any())
-            if not worse and rank_of(other) > rank_of(found):
+    for likelihood in others if errors.have_tails else ():
+        with suppress(NTKLaplaceError), untold(), told_later() as of_other:  # the first training is a result
+            other = run(likelihood)
+            own = Errors.of(other.posterior)
+            if not (own.biased or own.larger_than(errors)) and rank_of(other) > rank_of(found):
                 found, told = other, of_other
     for message in dict.fromkeys(told):
         warn(message)
@@ -57,13 +56,14 @@ class Errors:
     @classmethod
     def of(cls, posterior: Posterior) -> Errors:
         """Of the posterior as it is, without a calibration."""
-        fitted = posterior.fitted
-        mean, variance = posterior.f, torch.zeros_like(posterior.f)
+        fitted, likelihood = posterior.fitted, posterior.likelihood
+        f, variance = posterior.f, torch.zeros_like(posterior.f)
         if fitted.exact:
             with untold():  # the fit of the predictive tells
                 left_out = posterior.leave_one_out()
-            mean, variance = left_out.mean, left_out.covariance.diagonal(dim1=-2, dim2=-1)
-        deviation = (variance + posterior.likelihood.response_variance(mean)).sqrt()
+            f, variance = left_out.mean, left_out.covariance.diagonal(dim1=-2, dim2=-1)
+        mean = likelihood.mean(f)  # outputs themselves; those of log variances come after
+        deviation = (variance[:, : mean.shape[1]] + likelihood.response_variance(f)).sqrt()
         parts = posterior.targets.reshape(mean.shape) - mean, deviation, fitted.points.counts
         return cls(*(part.detach().cpu().double().numpy() for part in parts))
 
@@ -71,6 +71,16 @@ class Errors:
     def squared(self) -> Array:
         """Weighted mean of squared errors of each target, (C,)."""
         return np.asarray(np.average(self.error**2, 0, self.weights))
+
+    def larger_than(self, other: Errors) -> bool:
+        """Whether mean squared errors of a target are larger, and not by chance; or much larger."""
+        own, reference = self.squared, other.squared
+        beyond = np.full(own.shape, len(self.error) != len(other.error))
+        if not beyond.any():
+            change, share = self.error**2 - other.error**2, self.weights / self.weights.sum()
+            mean = share @ change
+            beyond = mean > _CHANCE * np.sqrt(share @ (change - mean) ** 2 / self.weights.sum())
+        return bool(((own > _LARGEST * reference) | (beyond & (own > _LARGER * reference))).any())
 
     @property
     def biased(self) -> bool:
