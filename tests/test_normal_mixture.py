@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -132,6 +134,54 @@ def test_quantiles_of_mixtures_with_several_modes() -> None:
     moved = mixture.affine(numbers(2.0), numbers(-7.0))
     torch.testing.assert_close(moved.icdf(levels), 2.0 * found - 7.0, rtol=1e-12, atol=1e-9)
     torch.testing.assert_close(moved[1:3].reshaped(2, 1).mean, 2.0 * mixture.mean[:2].unsqueeze(1) - 7.0)
+
+
+def test_newton_steps_that_go_to_and_fro_are_halved() -> None:
+    """Between narrow and wide normals they may stay within the bounds without an end."""
+    draws = np.random.default_rng(2)
+    weights, deviation = draws.uniform(size=5) ** 3, np.exp(2.0 * draws.standard_normal(5))
+    mixture = NormalMixture(*(torch.as_tensor(part) for part in (
+        np.log(weights), draws.standard_normal((20_000, 5)), deviation)))
+    levels = torch.as_tensor(draws.uniform(size=20_000))
+    torch.testing.assert_close(mixture.cdf(mixture.icdf(levels)), levels, rtol=0, atol=1e-10)
+
+
+def test_draws_parts_and_more_copies_of_mixtures() -> None:
+    """As torch's distributions have them: draws with as many below each quantile, indices and `expand`."""
+    mixture = NormalMixture(numbers(0.2, 0.8).log(), numbers(-3.0, 1.0).expand(2, 3, 2), numbers(0.5, 2.0))
+    levels = numbers(0.1, 0.25, 0.9).view(3, 1, 1)
+    torch.manual_seed(0)
+    draws = mixture.sample((20_000,))
+    assert draws.shape == (20_000, 2, 3) and mixture.sample().shape == (2, 3)
+    below = (draws.unsqueeze(1) < mixture.icdf(levels)).double().mean(0)
+    torch.testing.assert_close(below, levels.expand(3, 2, 3), rtol=0, atol=0.012)
+    assert abs(np.corrcoef(draws[:, 0, 0], draws[:, 1, 2])[0, 1]) < 0.03
+    assert mixture[..., 0].batch_shape == (2,) and mixture[0, ..., 1:].batch_shape == (2,)
+    assert torch.equal(mixture[0, 0].icdf(levels[:, 0, 0]), mixture.icdf(levels)[:, 0, 0])
+    copies = mixture.expand((5, 2, 3))
+    assert copies.sample().shape == (5, 2, 3) and torch.equal(copies.mean[4], mixture.mean)
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (2, 3), (2, 3)), ((3,), (2,), (3,)), ((3,), (4, 3), ()), ((), (2,), (2,))])
+def test_parts_of_other_shapes_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
+    with refused(ntkl.DataError, "log weights", re.escape(", ".join(map(str, shapes))), "same weights"):
+        NormalMixture(*(torch.ones(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.5)])
+def test_levels_near_1_of_float32_numbers(weights: tuple[float, ...]) -> None:
+    """In float32 such a level is 1."""
+    mixture = NormalMixture(numbers(*weights).float().log(), torch.zeros(1), torch.ones(1))
+    ends = mixture.icdf(numbers(1e-10, 1.0 - 1e-10))
+    torch.testing.assert_close(ends, torch.tensor([-6.3613409, 6.3613409]), rtol=1e-6, atol=0)
+
+
+def test_densities_of_many_points_are_computed_in_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    response = predictive(ntkl.StudentT(0.3, 3.0), torch.zeros(1000, 1).double(), torch.ones(1000, 1, 1).double())
+    parts, log_prob = [], NormalMixture.log_prob
+    monkeypatch.setattr(NormalMixture, "log_prob", lambda own, y: (parts.append(len(y)), log_prob(own, y))[1])
+    response.log_prob(torch.zeros(1000, 1).double())
+    assert parts == [1000]
 
 
 NETWORKS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +13,9 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 
-_STEPS = 100  # of which few are taken: a step that is not Newton's halves the bounds
+_STEPS = 200  # of which few are taken: each is half of the one before the last at most, or halves the bounds
 _LEAST = 1e-20  # weight: less does not change a distribution function
-_CLOSE, _ROUNDING = 1e-12, 1e-15  # the last step in deviations, and the error of a distribution function
+_CLOSE, _ROUNDING = 1e-12, 1e-15  # the last step in deviations, and relative to a quantile far out
 
 
 class NormalMixture(td.MixtureSameFamily):
@@ -26,7 +26,12 @@ class NormalMixture(td.MixtureSameFamily):
     log_weights : Tensor, (K,)
         Up to a constant: the weights are divided by their sum.
     mean, deviation : Tensor, (..., K) or (..., 1)
-        Of the normals; the batch shape is (...).
+        Of the normals; the batch shape is (...). Deviations are positive.
+
+    Raises
+    ------
+    DataError
+        If the shapes are others.
     """
 
     component_distribution: td.Normal
@@ -34,6 +39,10 @@ class NormalMixture(td.MixtureSameFamily):
 
     def __init__(self, log_weights: Tensor, mean: Tensor, deviation: Tensor) -> None:
         self._parts = mean, deviation  # not yet broadcast, as (..., K) may be large
+        shapes = [tuple(part.shape) for part in (log_weights, mean, deviation)]
+        if len(shapes[0]) != 1 or any(shape[-1:] not in ((1,), shapes[0]) for shape in shapes[1:]):
+            raise DataError("log weights (K,), and means and deviations (..., K) or (..., 1)",
+                            "shapes " + ", ".join(map(str, shapes)), "Pass the same weights for all numbers.")
         mean, deviation, _ = torch.broadcast_tensors(mean, deviation, log_weights)
         super().__init__(td.Categorical(logits=log_weights, validate_args=False),
                          td.Normal(mean, deviation, validate_args=False), validate_args=False)
@@ -56,14 +65,21 @@ class NormalMixture(td.MixtureSameFamily):
 
     def reshaped(self, *shape: int) -> NormalMixture:
         """With another batch shape of as many numbers."""
-        mean, deviation = (part.expand(*self.batch_shape, -1).reshape(*shape, part.shape[-1]) for part in self._parts)
-        return NormalMixture(self.log_weights, mean, deviation)
+        return self._of_parts(lambda part: part.reshape(*shape, part.shape[-1]))
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> NormalMixture:
+        """With a larger batch shape, as torch's distributions do it."""
+        return self._of_parts(lambda part: part.expand(*batch_shape, -1))
 
     def __getitem__(self, index: Any) -> NormalMixture:
         """Of some of the numbers, as a tensor of the batch shape would be indexed."""
-        index = (*index, ...) if isinstance(index, tuple) else (index, ...)
-        mean, deviation = (part.expand(*self.batch_shape, -1)[index] for part in self._parts)
-        return NormalMixture(self.log_weights, mean, deviation)
+        index = index if isinstance(index, tuple) else (index,)
+        last = slice(None) if any(one is ... for one in index) else ...
+        return self._of_parts(lambda part: part[(*index, last)])
+
+    def _of_parts(self, change: Callable[[Tensor], Tensor]) -> NormalMixture:
+        """With changed parts, from those of the whole batch shape."""
+        return NormalMixture(self.log_weights, *(change(part.expand(*self.batch_shape, -1)) for part in self._parts))
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> NormalMixture:
         """On another device, and of another type."""
@@ -77,31 +93,30 @@ class NormalMixture(td.MixtureSameFamily):
         return NormalMixture(self.log_weights.repeat(samples), mean, deviation)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw numbers: a normal of each, and then the number. Memory does not grow with K times the draws."""
+        """Draws, of shape ``sample_shape + batch_shape``: each number is of a normal of its own choice."""
         with torch.no_grad():
-            shape = self._extended_shape(torch.Size(sample_shape))
-            index = self.mixture_distribution.sample(shape).unsqueeze(-1)
-            normals = self.component_distribution
-            mean, deviation = (part.expand(*shape, -1).gather(-1, index).squeeze(-1)
-                               for part in (normals.loc, normals.scale))
-            return torch.normal(mean, deviation)
+            shape, normals = self._extended_shape(torch.Size(sample_shape)), self.component_distribution
+            which = self.mixture_distribution.sample(shape).unsqueeze(-1)
+            return torch.normal(*(part.expand(*shape, -1).gather(-1, which).squeeze(-1)
+                                  for part in (normals.loc, normals.scale)))
 
     def icdf(self, value: Tensor) -> Tensor:
         """Quantiles of the levels `value`, broadcast against the batch shape; NaN outside of (0, 1).
 
         Those of several normals have no gradient.
         """
-        q = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
-        q = q.expand(torch.broadcast_shapes(q.shape, self.batch_shape))
-        mean, deviation = (part.expand(*q.shape, -1).reshape(q.numel(), -1) for part in self._parts)
-        levels, weights = q.flatten().double(), self.log_weights.double().exp()
-        if len(weights) == 1:
-            found = mean[:, 0].double() + deviation[:, 0].double() * torch.special.ndtri(levels)
-        else:
-            found = torch.cat([q.new_zeros(0, dtype=torch.float64),
-                               *(_solved(weights, mean[here].double(), deviation[here].double(), levels[here])
-                                 for here in panels(len(levels), len(weights), tuning.AVERAGED_OUTPUTS))])
-        return torch.where((levels > 0) & (levels < 1), found, torch.nan).reshape(q.shape).to(q.dtype)
+        like, weights = self.mean, self.log_weights.double().exp()
+        q = torch.as_tensor(value, dtype=torch.float64, device=like.device)  # in float32 a level near 1 would be 1
+        q = q.expand(torch.broadcast_shapes(q.shape, like.shape))
+        levels, number = q.flatten(), torch.arange(like.numel(), device=like.device).view(like.shape).expand_as(q)
+        parts, number = [part.expand(*like.shape, -1).reshape(-1, part.shape[-1])
+                         for part in self._parts], number.flatten()
+        found = [q.new_zeros(0)]
+        for here in panels(len(levels), len(weights), tuning.AVERAGED_OUTPUTS):
+            mean, deviation = (part[number[here]].double() for part in parts)
+            found.append(mean[:, 0] + deviation[:, 0] * torch.special.ndtri(levels[here]) if len(weights) == 1
+                         else _solved(weights, mean, deviation, levels[here]))
+        return torch.where((levels > 0) & (levels < 1), torch.cat(found), torch.nan).reshape(q.shape).to(like.dtype)
 
 
 def checked_levels(levels: float | Sequence[float]) -> Tensor:
@@ -127,18 +142,22 @@ def _solved(weights: Tensor, mean: Tensor, deviation: Tensor, level: Tensor) -> 
     spread = (weights * (deviation.square() + (mean - center.unsqueeze(-1)).square())).sum(-1).sqrt()
     odds = (level / (1.0 - level)).sqrt()
     y, low, high = center, center - spread / odds, center + spread * odds
-    close = spread * (_ROUNDING / level).clamp_min(_CLOSE)
+    close = spread * (_ROUNDING / odds).clamp_min(_CLOSE)
     few = weights > _LEAST
-    mean, deviation = (part[:, few] if part.shape[1] > 1 else part for part in (mean, deviation))
+    mean, deviation = mean if mean.shape[1] == 1 else mean[:, few], deviation.expand(-1, len(few))[:, few]
     weights = weights[few]
+    last = before = high - low
     for _ in range(_STEPS):
         z = (y.unsqueeze(-1) - mean) / deviation
         below = 0.5 * (torch.special.erfc(-z * 0.5**0.5) @ weights)
         density = (torch.exp(-0.5 * z.square()) / deviation) @ weights / (2.0 * torch.pi) ** 0.5
         low, high = torch.where(below < level, y, low), torch.where(below < level, high, y)
         tried = y - (below / level).log() * below / density
-        done = (tried - y).abs() <= close  # also where rounding errors put the step outside of the bounds
-        y = torch.where(done | ((tried > low) & (tried < high)), tried, 0.5 * (low + high))
-        if bool(done.all()):
+        step = (tried - y).abs()
+        done = step <= close  # also where rounding errors put the step outside of the bounds
+        newton = (tried > low) & (tried < high) & (step <= 0.5 * before)
+        found = torch.where(done | newton, tried, 0.5 * (low + high))
+        before, last, y = last, (found - y).abs(), found
+        if bool((done | (high - low <= close)).all()):  # between modes no step is Newton's
             break
     return side * y

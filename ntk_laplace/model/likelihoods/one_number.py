@@ -70,7 +70,7 @@ class NumberResponse(ShapedResponse):
         y = self._read(value)
         y = y if self.scalar else y.squeeze(-1)
         missing, mean = y.isnan(), self._moments[0][:, 0]
-        filled, each = torch.where(missing, mean, y), len(self._points) * max(1, y[..., :1].numel())
+        filled, each = torch.where(missing, mean, y), len(self._points) * max(1, y.numel() // max(1, len(mean)))
         parts = [self._mixture(rows).log_prob(filled[..., rows])
                  for rows in panels(len(mean), each, tuning.MIXTURE_OUTPUTS)]
         return torch.cat([filled[..., :0], *parts], -1).masked_fill(missing, 0.0)

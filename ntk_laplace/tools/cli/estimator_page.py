@@ -33,6 +33,8 @@ def estimator_page(
     classes = [str(name) for name in getattr(model, "classes_", ())]
     target = ", ".join(targets)
     names = classes or (list(targets) if len(targets) > 1 else None)
+    if getattr(model, "likelihood_", "") == "heteroscedastic-gaussian":
+        names = [*targets, *(f"log noise variance of {name}" for name in targets)]
     truths = _truths(model, new)
     values = None
     if estimator.shape is None:
@@ -49,16 +51,11 @@ def estimator_page(
 
 
 def _units(model: Model) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """Scale and mean of each target, of which the posterior has ``(target - mean) / scale``; None if it has targets."""
+    """Scale and mean of each output, of which the posterior has ``(output - mean) / scale``; None if it has these."""
     if isinstance(model, ntkl.LaplaceClassifier):
         return None
-    standardized = model.network_targets(model.y_train_).numpy()
-    own = np.reshape(model.y_train_, standardized.shape).astype(np.float64)
-    if np.array_equal(standardized, own):
-        return None
-    spread = np.ptp(standardized, 0)
-    scale = np.where(spread > 0, np.ptp(own, 0), 1.0) / np.where(spread > 0, spread, 1.0)
-    return scale, own[0] - scale * standardized[0]
+    scale, mean = (np.asarray(part, dtype=np.float64) for part in model.output_units)
+    return None if (scale == 1.0).all() and not mean.any() else (scale, mean)
 
 
 def _truths(model: Model, new: Examples) -> Tensor | None:

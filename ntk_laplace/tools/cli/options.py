@@ -13,6 +13,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.structures import structure_names
 from ntk_laplace.tools.cli.likelihood import likelihood_choices
 from ntk_laplace.tools.cli.tables import TABLES
+from ntk_laplace.tools.estimators.regressor import LIKELIHOODS
 
 _FACTORY = "make_network"
 
@@ -285,9 +286,10 @@ def _add_fit(commands: Any) -> None:
     fit.add_argument("--hidden", type=_widths, metavar="A,B,...",
                      help="units of the hidden layers (default: 32,32, or 32 for classes), or channels of the "
                      "convolutions (default: 8,16)")
-    fit.add_argument("--likelihood", choices=("auto", "gaussian", "student-t"),
-                     help="the noise of numbers: normal, or with heavy tails, for targets with outliers; auto tries "
-                     "the second where the first leaves outliers, and the evidence chooses (default: auto)")
+    fit.add_argument("--likelihood", choices=LIKELIHOODS,
+                     help="the noise of numbers: normal; with heavy tails, for targets with outliers; or normal with a "
+                     "variance that depends on the inputs; auto tries the others where the first leaves outliers, and "
+                     "the evidence chooses (default: auto)")
     _add_shared(fit, "--level")
     fit.add_argument("--epochs", type=_count, metavar="N", help="of the training (default: 300, or 100 for classes)")
     fit.add_argument("--predictive", choices=("loo", "folds"), default="loo",

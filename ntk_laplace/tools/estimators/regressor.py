@@ -29,7 +29,7 @@ from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
 _ROWS = 2048  # of which predictions are computed together: points of f of several targets may be many
-_LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian")
+LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian")
 _EVALUATIONS = 15  # evaluations of the evidence in a training
 _STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their size
 # where each target has its noise, a step takes two passes over the data; on six tables as good, in 0.4 of the time
@@ -390,7 +390,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def _require_parameters(self) -> None:
         super()._require_parameters()
-        require_choice(self.likelihood, _LIKELIHOODS, f"likelihood among {', '.join(_LIKELIHOODS)}")
+        require_choice(self.likelihood, LIKELIHOODS, f"likelihood among {', '.join(LIKELIHOODS)}")
 
     def _in_units(self, found: Explained) -> Explained:
         return in_units(found, *self.output_units)

@@ -21,6 +21,7 @@ _STEPS = 50  # of the scale, each a weighted mean
 # two parameters gain 5 in 1 of 150 data sets. The second is a point: less is not worth a training
 _GAIN, _GAIN_A_POINT = 5.0, 0.02
 _CHANCE, _LARGER, _LARGEST = 2.0, 1.05, 1.5  # standard errors of a change of squared errors, and ratios of these
+_TIED = 0.5  # of the targets, that may be equal
 _BIAS, _BIAS_SHARE = 3.0, 0.02  # standard errors of a mean error, and its share of the squared errors
 
 
@@ -29,7 +30,8 @@ def with_tails(run: Callable[[Likelihood], Trained], normal: Likelihood, others:
 
     Another is not taken if it has learned its targets by heart and the normal one has not, if its squared errors are
     larger, or if its errors have a mean: of skewed targets the center of Student's t is not the mean, which people ask
-    for.
+    for. None is tried where many targets are equal: a density has no bound there as its noise falls to 0, that of ν
+    degrees of freedom if more than ν/(ν + 1) of them are.
     """
     with told_later() as told:
         found = run(normal)
@@ -52,6 +54,7 @@ class Errors:
     error: Array  # (N, C)
     deviation: Array  # what the prediction says of its size, (N, C)
     weights: Array  # (N,)
+    tied: float = 0.0  # the largest share of a target that has one value
 
     @classmethod
     def of(cls, posterior: Posterior) -> Errors:
@@ -63,9 +66,11 @@ class Errors:
                 left_out = posterior.leave_one_out()
             f, variance = left_out.mean, left_out.covariance.diagonal(dim1=-2, dim2=-1)
         mean = likelihood.mean(f)  # outputs themselves; those of log variances come after
-        deviation = (variance[:, : mean.shape[1]] + likelihood.response_variance(f)).sqrt()
-        parts = posterior.targets.reshape(mean.shape) - mean, deviation, fitted.points.counts
-        return cls(*(part.detach().cpu().double().numpy() for part in parts))
+        targets = posterior.targets.reshape(mean.shape)
+        variance = variance[:, : mean.shape[1]] + likelihood.response_variance(f)
+        parts = targets - mean, variance.sqrt(), fitted.points.counts, targets
+        error, deviation, weights, values = (part.detach().cpu().double().numpy() for part in parts)
+        return cls(error, deviation, weights, max(_largest_share(column, weights) for column in values.T))
 
     @property
     def squared(self) -> Array:
@@ -90,9 +95,17 @@ class Errors:
 
     @property
     def have_tails(self) -> bool:
-        """Whether Student's t fits them better than a normal distribution."""
+        """Whether Student's t fits them better than a normal distribution, and has a best scale."""
+        if self.tied > _TIED:
+            return False
         gain = sum(tail_gain(column, self.weights) for column in (self.error / self.deviation).T)
         return gain > max(_GAIN, _GAIN_A_POINT * self.weights.sum())
+
+
+def _largest_share(values: Array, weights: Array) -> float:
+    """Of the weight, that of the most frequent value."""
+    _, which = np.unique(values, return_inverse=True)
+    return float(np.bincount(which, weights).max() / weights.sum())
 
 
 def tail_gain(residual: Array, weights: Array) -> float:

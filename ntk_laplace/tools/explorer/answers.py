@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import as_tensor
+from ntk_laplace.model.likelihoods import HeteroscedasticGaussian
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import LeaveOneOut
 from ntk_laplace.runtime.conversion import to_tensor
@@ -44,8 +45,11 @@ class Answers:
         self.origins = None if self._mean is None else rounded_each(self._mean, self.outputs)
 
     def shown(self, values: Tensor) -> Tensor:
-        """Outputs, means or targets, (..., C), in the units of the page."""
-        return values if self._mean is None else self.units * values.to(self.units) + self._mean
+        """Outputs, (..., C), or means or targets, (..., D), in the units of the page; those of D are the first."""
+        if self._mean is None:
+            return values
+        count = values.shape[-1] if values.ndim else 1
+        return self.units[:count] * values.to(self.units) + self._mean[:count]
 
     def output_spread(self, number: int) -> float:
         """The range of one output; 0 for classes."""
@@ -78,8 +82,9 @@ class Answers:
         said = self._answer(prediction.mean[i])
         parts = {"deviation": prediction.variance} | {
             name: getattr(prediction, name) for name in ("epistemic", "aleatoric") if hasattr(prediction, name)}
-        units = self.units if self._mean is not None else 1.0  # a response may have several outputs
-        return said | {name: rounded(units * part[i].sqrt().reshape(-1)) for name, part in parts.items()}
+        found = {name: part[i].sqrt().reshape(-1) for name, part in parts.items()}
+        return said | {name: rounded(self.units[: len(part)] * part if self._mean is not None else part)
+                       for name, part in found.items()}  # a response may have several outputs
 
     def at(self, f: Tensor, sign: Tensor) -> dict[str, Any]:
         """The network's prediction of one input at changed outputs f (C,)."""
@@ -112,14 +117,14 @@ class Answers:
         found = y if self.kind == "values" else (y > 0.5).long() if self.kind == "binary" else y.long()
         if self.kind == "values" and y.ndim == 2:
             found = found.masked_fill(~there, torch.nan)
-        found = self.shown(found) if self.kind == "values" else found
+        found = self.shown(found.reshape(n, -1)).reshape(found.shape) if self.kind == "values" else found
         return [rounded_each(truth, self.responses) if known else None
                 for truth, known in zip(found.tolist(), there.any(1).tolist(), strict=True)]
 
     def training_set(self, left_out: LeaveOneOut) -> dict[str, list[Any]]:
         """Columns of the table of training points."""
         mean, targets = left_out.mean, self.posterior.targets
-        without = self.shown(mean).squeeze(-1)
+        without = self.shown(mean)[..., : max(1, len(self.responses))].squeeze(-1)
         if self.kind != "values":
             without = (mean[:, 0] >= 0).long() if self.kind == "binary" else mean.argmax(1)
         observed = self.posterior.likelihood.observed(targets)
@@ -146,7 +151,9 @@ def _scale_and_mean(units: Units, posterior: Posterior) -> Tensor:
         found = np.zeros(0)
     fits = found.shape == (2, posterior.num_outputs) and np.isfinite(found).all() and (found[0] > 0).all()
     likelihood = posterior.likelihood
-    if not fits or not (likelihood.scales_noise or likelihood.additive_noise(posterior.f.detach()) is not None):
+    scaled = likelihood.scales_noise or (isinstance(likelihood, HeteroscedasticGaussian)
+                                         and likelihood.parametrization == "log variance")
+    if not fits or not (scaled or likelihood.additive_noise(posterior.f.detach()) is not None):
         raise DataError(f"a positive scale and a mean of each of {posterior.num_outputs} numbers, as units",
                         f"{units!r} under {type(likelihood).__name__}"[:80],
                         "Pass Naming(units=(scale, mean)), or leave units out.")
