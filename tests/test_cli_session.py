@@ -75,10 +75,16 @@ def content(path: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")
-@pytest.mark.parametrize("targets", [["price"], ["price", "rent"], ["kind"], ["count"]])
-def test_a_session_in_the_shell(targets: list[str], folder: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(("targets", "more"), [
+    (["price"], []), (["price", "rent"], []), (["kind"], []), (["count"], []),
+    (["price"], ["--likelihood", "student-t"]), (["price"], ["--likelihood", "heteroscedastic-gaussian"]),
+    (["price", "rent"], ["--likelihood", "heteroscedastic-gaussian"]),
+])
+def test_a_session_in_the_shell(
+    targets: list[str], more: list[str], folder: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Predictions, scores, explanations and evidence of the model's file are those that `fit` showed."""
-    expected = fit(targets, "--level", "0.5")
+    expected = fit(targets, "--level", "0.5", *more)
     told = capsys.readouterr().out
     held_out = frame(*targets).iloc[expected["row"]]
     found = predict(held_out[[*targets, "width", "height"]], "--level", "0.5")  # in another order
