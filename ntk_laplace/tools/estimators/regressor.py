@@ -22,8 +22,8 @@ from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
 from ntk_laplace.tools.estimators.networks import is_module
+from ntk_laplace.tools.estimators.noise import chosen_noise
 from ntk_laplace.tools.estimators.tables import Array, Standardized
-from ntk_laplace.tools.estimators.tails import with_tails
 from ntk_laplace.tools.estimators.training import Trained
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
@@ -185,7 +185,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         others = [self._named_likelihood("student-t", targets)]
         if not is_module(self.network):  # of a module the number of outputs is what it is
             others.append(self._named_likelihood("heteroscedastic-gaussian", targets))
-        return with_tails(run, likelihood, others)
+        return chosen_noise(run, likelihood, others)
 
     def _named_likelihood(self, name: str, targets: int) -> Likelihood:
         """The likelihood of a name, with a noise for each of several targets; of "auto" the first that is tried."""

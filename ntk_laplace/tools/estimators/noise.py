@@ -25,7 +25,7 @@ _TIED = 0.5  # of the targets, that may be equal
 _BIAS, _BIAS_SHARE = 3.0, 0.02  # standard errors of a mean error, and its share of the squared errors
 
 
-def with_tails(run: Callable[[Likelihood], Trained], normal: Likelihood, others: Sequence[Likelihood]) -> Trained:
+def chosen_noise(run: Callable[[Likelihood], Trained], normal: Likelihood, others: Sequence[Likelihood]) -> Trained:
     """Train under a normal likelihood, and if its residuals have heavy tails under others; the evidence chooses.
 
     Another is not taken if it has learned its targets by heart and the normal one has not, if its squared errors are

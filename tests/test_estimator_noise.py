@@ -1,4 +1,4 @@
-"""Noise with heavy tails in `LaplaceRegressor`: when it is tried, what it predicts, and in which units."""
+"""Noise in `LaplaceRegressor`, also with heavy tails or one that depends on the inputs: which is tried, and units."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import warn
-from ntk_laplace.tools.estimators import tails
-from ntk_laplace.tools.estimators.tails import Errors, tail_gain
+from ntk_laplace.tools.estimators import noise as choice
+from ntk_laplace.tools.estimators.noise import Errors, tail_gain
 from ntk_laplace.tools.estimators.training import Trained
 from refusals import refused
 
@@ -68,13 +68,13 @@ def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.Monk
     def broken(*_: Any) -> None:
         raise ntkl.NumericalError("a factor", "none", "Nothing.")
 
-    score = tails.rank_of
+    score = choice.rank_of
     for fails in (
         lambda patch: [patch.setattr(one, "residual", broken)
                        for one in (ntkl.StudentT, ntkl.HeteroscedasticGaussian)],
-        lambda patch: patch.setattr(tails, "_LARGEST", 0.0),
+        lambda patch: patch.setattr(choice, "_LARGEST", 0.0),
         lambda patch: patch.setattr(Errors, "biased", True),
-        lambda patch: patch.setattr(tails, "rank_of", lambda one: (
+        lambda patch: patch.setattr(choice, "rank_of", lambda one: (
             isinstance(one.posterior.likelihood, ntkl.Gaussian), score(one)[1])),
     ):
         assert np.array_equal(fit(fails).predict(x), normal.predict(x))
@@ -96,7 +96,7 @@ def test_only_the_warnings_of_the_result_are_told(monkeypatch: pytest.MonkeyPatc
     for noise, name in ((2.0, "StudentT"), (1e9, "Gaussian")):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            found = tails.with_tails(of_likelihood, ntkl.Gaussian(1.0), [ntkl.StudentT(noise, 3.0)])
+            found = choice.chosen_noise(of_likelihood, ntkl.Gaussian(1.0), [ntkl.StudentT(noise, 3.0)])
         assert type(found.posterior.likelihood).__name__ == name
         assert [str(one.message) for one in told if one.category is ntkl.NTKLaplaceWarning] == [f"of {name}"]
 
@@ -111,7 +111,7 @@ def test_errors_of_the_training_points() -> None:
     np.testing.assert_allclose(found.deviation**2, left_out.covariance[:, :, 0] + 0.5, rtol=1e-9)
     np.testing.assert_allclose(Errors.of(other).error, (other.targets - other.f).detach(), rtol=1e-9)
     np.testing.assert_allclose(Errors.of(other).deviation, 0.5**0.5, rtol=1e-9)
-    ranked = tails.rank_of(of_likelihood(ntkl.Gaussian(0.5)))
+    ranked = choice.rank_of(of_likelihood(ntkl.Gaussian(0.5)))
     assert ranked == (True, pytest.approx(float(exact.log_marginal_likelihood()) / 120, rel=1e-9))
 
 
