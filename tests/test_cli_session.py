@@ -127,6 +127,9 @@ def _page_in_units_of_the_targets(page: dict[str, Any], table: pandas.DataFrame,
             assert known[number] == pytest.approx(table[f"target{end}"][row], rel=1e-3)
     model = joblib.load("out/model.joblib")
     assert np.allclose(np.reshape(page["training"]["target"], model.y_train_.shape), model.y_train_, rtol=1e-3)
+    scale, mean = model.output_units
+    without = (model.posterior_.leave_one_out().mean.numpy() * scale + mean)[:, : len(targets)]
+    assert np.allclose(np.reshape(page["training"]["without"], without.shape), without, rtol=1e-2)
     explained = model.explain(pandas.read_csv("new.csv")[["height", "width"]], k=6)
     for row, point in enumerate(page["points"]):
         near = {"rel": 2e-3, "abs": 1e-3 * page["spreads"]["outputs"][0]}

@@ -131,6 +131,25 @@ def test_tails_and_bias_of_errors() -> None:
     assert Errors(few, np.ones((50, 2)), np.full(50, 4.0)).biased
 
 
+def test_squared_errors_are_larger_by_more_than_chance() -> None:
+    draws = np.random.default_rng(0)
+    error, one = draws.standard_normal((400, 1)), np.ones((400, 1))
+    plain = Errors(error, one, one[:, 0])
+    assert Errors(1.04 * error, one, one[:, 0]).larger_than(plain) and not plain.larger_than(plain)
+    few = error + np.where(np.arange(400)[:, None] % 200 == 0, 5.0, 0.0)  # two points, whose change is by chance
+    assert not Errors(few, one, one[:, 0]).larger_than(plain)
+    assert Errors(few, one, 100 * one[:, 0]).larger_than(plain) and Errors(1.3 * few, one, one[:, 0]).larger_than(plain)
+    assert not Errors(1.02 * error, one, one[:, 0]).larger_than(plain)
+    assert Errors(few[:200], one[:200], one[:200, 0]).larger_than(Errors(error, one, one[:, 0]))
+
+
+def test_the_share_of_equal_targets_counts_weights() -> None:
+    x, y, weights = torch.randn(10, 1).double(), torch.arange(10.0).double().view(10, 1), torch.ones(10).double()
+    y[:4], weights[:4] = 3.0, 3.0
+    posterior = ntkl.laplace(nn.Linear(1, 1).double(), (x, y, weights), ntkl.Gaussian(1.0), structure="kfac")
+    assert Errors.of(posterior).tied == pytest.approx((4 * 3 + 0) / 18)
+
+
 def test_equal_targets_are_no_normal_noise_with_outliers() -> None:
     """The density of Student's t at them has no bound: its intervals would hold these targets alone."""
     draws = np.random.default_rng(0)
@@ -194,6 +213,10 @@ def test_noise_that_depends_on_the_inputs() -> None:
     y = 50 + 20 * x[:, 0] + deviation * draws.standard_normal(200)
     model = ntkl.LaplaceRegressor(**QUICK | {"epochs": 60}).fit(x, y)
     assert model.likelihood_ == "heteroscedastic-gaussian" and model.posterior_.num_outputs == 2
+    weights = np.where(x[:, 0] > 0, 3.0, 1.0)
+    weighted = ntkl.LaplaceRegressor(likelihood=model.likelihood_, **QUICK).fit(x, y, weights)
+    noise = weighted.posterior_.predict(weighted.network_inputs(x)).aleatoric[:, 0].numpy()
+    assert weighted.noise_ == pytest.approx(weighted.output_units[0][0] ** 2 * np.average(noise, weights=weights))
     std = model.predict(np.array([[-1.0], [1.8]]), return_std=True)[1]
     assert std[0] < 3.0 and 6.0 < std[1] < 15.0
     alone = model.predict_distribution(x[:5], "map")

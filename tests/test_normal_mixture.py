@@ -81,6 +81,8 @@ def test_a_response_whose_noise_is_uncertain(scale: float) -> None:
     torch.testing.assert_close(each.variance, response.variance, rtol=1e-9, atol=0)
     far = predictive(likelihood, mean, covariance).log_prob(y + 1e4)
     assert far.isfinite().all()
+    unknown = predictive(likelihood, mean, 1e4 * (covariance + torch.eye(2, dtype=torch.float64)))
+    assert unknown.log_prob(y).isfinite().all() and unknown.quantiles([0.1, 0.9]).isfinite().all()
 
 
 def test_densities_with_missing_targets_joined_parts_and_draws() -> None:
@@ -92,6 +94,9 @@ def test_densities_with_missing_targets_joined_parts_and_draws() -> None:
         whole = predictive(likelihood, mean, variance)
         parts = [predictive(likelihood, mean[rows], variance[rows]) for rows in (slice(0, 1), slice(1, 6))]
         joined = type(whole).join(parts)
+    scalars = [predictive(likelihood, mean[rows], variance[rows], scalar=True) for rows in (slice(0, 1), slice(1, 6))]
+    assert torch.equal(scalars[0].log_prob(y[:, :1, 0]), whole.log_prob(y)[:, :1])
+    assert torch.equal(type(whole).join(scalars).log_prob(y[..., 0]), whole.log_prob(y))
     assert joined.log_prob(y).shape == (2, 6) and torch.equal(joined.log_prob(y), whole.log_prob(y))
     assert whole.log_prob(y)[0, 2] == 0.0 and bool((whole.log_prob(y)[1] < 0).all())
     assert torch.equal(joined.variance, whole.variance) and torch.equal(joined.mean, mean)
@@ -191,6 +196,7 @@ NETWORKS = {
     "t alone": (ntkl.StudentT(0.1, 4.0), 2, "map"),
     "t of samples": (ntkl.StudentT(0.1, 4.0), 1, "nn"),
     "heteroscedastic": (ntkl.HeteroscedasticGaussian(), 2, "glm"),
+    "several heteroscedastic": (ntkl.HeteroscedasticGaussian(), 4, "glm"),
     "everywhere": (ntkl.Everywhere(ntkl.StudentT(0.1, 5.0), (2,)), 2, "glm"),
     "tempered": (ntkl.Tempered(ntkl.StudentT(0.1, 5.0), 2.0), 1, "glm"),
 }
@@ -212,7 +218,7 @@ def test_quantiles_of_predictions(name: str) -> None:
     below = (response.sample((4000,)).unsqueeze(1) < found).double().mean(0)
     torch.testing.assert_close(below, numbers(*levels).view(3, *(1 for _ in response.mean.shape)).expand_as(found),
                                rtol=0, atol=0.03)
-    sampled = name == "heteroscedastic"  # 200 points of f, beside moments in closed form
+    sampled = name == "several heteroscedastic"  # 200 points of f, beside moments in closed form
     assert relative_error(response.univariate().mean, response.mean) < (0.02 if sampled else 1e-6)
     assert relative_error(response.univariate().variance, response.variance) < (0.02 if sampled else 1e-6)
 
