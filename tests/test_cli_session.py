@@ -130,7 +130,15 @@ def _page_in_units_of_the_targets(page: dict[str, Any], table: pandas.DataFrame,
     scale, mean = model.output_units
     without = (model.posterior_.leave_one_out().mean.numpy() * scale + mean)[:, : len(targets)]
     assert np.allclose(np.reshape(page["training"]["without"], without.shape), without, rtol=1e-2)
-    explained = model.explain(pandas.read_csv("new.csv")[["height", "width"]], k=6)
+    inputs = pandas.read_csv("new.csv")[["height", "width"]]
+    told = [point["prediction"].get("interval", []) for point in page["points"]]
+    if model.likelihood_ == "gaussian":
+        assert not any(told)
+    else:
+        quantiles = model.predict_quantiles(inputs, (0.05, 0.95)).reshape(len(told), len(targets), 2)
+        near = {"rtol": 1e-3, "atol": 1e-3 * max(page["spreads"]["responses"])}
+        np.testing.assert_allclose(np.moveaxis(told, 1, 2), quantiles, **near)
+    explained = model.explain(inputs, k=6)
     for row, point in enumerate(page["points"]):
         near = {"rel": 2e-3, "abs": 1e-3 * page["spreads"]["outputs"][0]}
         for name, values in {"f": explained.f, "offset": explained.offset, "gap": explained.gap}.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.data import as_tensor
 from ntk_laplace.model.likelihoods import HeteroscedasticGaussian
 from ntk_laplace.posterior import Posterior
@@ -16,6 +17,8 @@ from ntk_laplace.posterior.explain import LeaveOneOut
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.explorer.display import rounded, rounded_each, spread_of
 from ntk_laplace.tools.explorer.naming import Units
+
+_ENDS = 0.05, 0.95  # of the intervals
 
 
 class Answers:
@@ -75,11 +78,25 @@ class Answers:
         turned = (f[:, 0] < 0) & (self.kind == "binary")
         return torch.where(turned, -1.0, 1.0).to(f)
 
-    def said(self, prediction: Any, i: int) -> dict[str, Any]:
-        """A prediction of input i: class probabilities, or mean and standard deviations."""
+    def intervals(self, prediction: Any) -> list[list[list[float]]]:
+        """Both ends (D,) of intervals of 90 % for each input, of numbers that are not normal; else an empty list."""
+        if self.kind != "values" or not hasattr(prediction, "univariate"):
+            return []
+        try:
+            each = prediction.univariate()
+        except UnsupportedError:
+            return []
+        if len(each.log_weights) == 1:
+            return []  # mean and standard deviation say all
+        ends = [each.icdf(to_tensor(level, dtype=torch.float64)) for level in _ENDS]
+        return [[rounded_each(self.shown(end[i].reshape(-1)), self.responses) for end in ends]
+                for i in range(len(prediction.mean))]
+
+    def said(self, prediction: Any, i: int, intervals: Sequence[list[list[float]]] = ()) -> dict[str, Any]:
+        """A prediction of input i: class probabilities, or mean and standard deviations, and the interval if any."""
         if self.kind != "values":
             return self._answer(prediction.probs[i])
-        said = self._answer(prediction.mean[i])
+        said = self._answer(prediction.mean[i]) | ({"interval": intervals[i]} if intervals else {})
         parts = {"deviation": prediction.variance} | {
             name: getattr(prediction, name) for name in ("epistemic", "aleatoric") if hasattr(prediction, name)}
         found = {name: part[i].sqrt().reshape(-1) for name, part in parts.items()}

@@ -169,7 +169,9 @@ function prediction(point) {
   } else {
     const { epistemic, aleatoric } = point.prediction;
     const parts = epistemic ? ` (of the model ${sizes(epistemic)}; of the data ${sizes(aleatoric)})` : "";
-    words.append(make("p", `${target}${uncertain(point.prediction)}${parts}.${truth}`));
+    const interval = point.prediction.interval;
+    const inside = interval ? `; 90 % interval ${responses(interval[0], (low, i) => `${response(low, i)} to ${response(interval[1][i], i)}`)}` : "";
+    words.append(make("p", `${target}${uncertain(point.prediction)}${parts}${inside}.${truth}`));
   }
   if (data.rows) words.append(make("p", features(data.rows.points[selected]), { class: "soft" }));
   head.append(words);

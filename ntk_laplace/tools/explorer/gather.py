@@ -242,7 +242,7 @@ class _Asked:
         """The part of each input's record that all structures support."""
         answers, found = self.answers, self.found
         glm, plain = answers.posterior.predict(x, "glm"), answers.posterior.predict(x, "map")
-        records = []
+        records, intervals = [], answers.intervals(glm)
         for i, sign in enumerate(self.signs.tolist()):
             output = int(found.output[i])
             records.append({
@@ -250,7 +250,7 @@ class _Asked:
                 "f": rounded_each(answers.shown(found.f[i]) * sign, answers.outputs),
                 "offset": rounded(answers.shown(found.offset[i])[output] * sign, answers.output_spread(output)),
                 "gap": rounded(answers.units[output] * found.gap[i, output] * sign),
-                "prediction": answers.said(glm, i),
+                "prediction": answers.said(glm, i, intervals),
                 "network": answers.said(plain, i), "without": {},
             })
         return records
