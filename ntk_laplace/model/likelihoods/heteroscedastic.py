@@ -18,9 +18,9 @@ from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
 from ntk_laplace.model.likelihoods.targets import first_bad
 
 _PARAMETRIZATIONS = ("natural", "log variance")
-# of z: the density is singular at a distance of π/√(Var s) of the real line, so the rule is exact to 1e-13 for
-# deviations of s below 4. Outliers are explained by an s that is far above its mean
-_REACH, _STEP = 20.0, 0.125
+# of z: the density is singular at a distance of π/√(Var s) of the real line, so a step of 1/8 is exact to 1e-13 for
+# deviations of s below 4; above, steps are smaller. Outliers are explained by an s that is far above its mean
+_REACH, _STEP, _LEAST_STEP = 20.0, 0.125, 0.005
 _FAR = -20.0  # below, log softplus(s) equals s - exp(s)/2 up to rounding in float64
 
 
@@ -173,8 +173,10 @@ class HeteroscedasticGaussian(PerOutput):
         moments = self.response_moments(mean, covariance)
         if not self.integrates(mean.shape[-1]) or moments is None:
             return None
-        z = torch.arange(-_REACH, _REACH + _STEP / 2, _STEP, dtype=mean.dtype, device=mean.device)
         kept = mean[:, :1], mean[:, 1:], covariance[:, :1, 0], covariance[:, :1, 1], covariance[:, 1:, 1]
+        deviation = float(kept[-1].detach().clamp_min(0.0).max().sqrt()) if len(mean) else 0.0
+        step = max(_LEAST_STEP, min(_STEP, 4.0 * _STEP / max(deviation, 4.0)))
+        z = torch.arange(-_REACH, _REACH + step / 2, step, dtype=mean.dtype, device=mean.device)
         return HeteroscedasticResponse(self, moments, kept, -0.5 * z.square(), z, num_outputs=2)
 
     def response_moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -235,7 +237,7 @@ class HeteroscedasticResponse(NumberResponse):
         deviation, most = (part.clamp_min(finite.tiny).sqrt() for part in (variance_s, variance_u))
         slope = (both / deviation).clamp(-most, most)
         # 20 deviations away an exponential may overflow; its weight is below 1e-86
-        noise = (s + deviation * points).clamp(math.log(finite.tiny), 0.5 * math.log(finite.max)).exp()
+        noise = (s + deviation * points).clamp(math.log(finite.tiny), math.log(finite.max) - 1.0).exp()
         return u + slope * points, (variance_u - slope.square()).clamp_min(0.0) + noise
 
 

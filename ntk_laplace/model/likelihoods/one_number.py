@@ -83,7 +83,7 @@ class NumberResponse(ShapedResponse):
 
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
-        first = parts[0]
+        first = max(parts, key=lambda part: len(part._points))  # the finest rule is right for all
         moments, kept = ([torch.cat(each) for each in zip(*(getattr(part, name) for part in parts), strict=True)]
                          for name in ("_moments", "_kept"))
         return cls(first.likelihood, moments, kept, first._log_weights, first._points, first.num_outputs, first.scalar)
