@@ -305,7 +305,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         """Distribution of the target of each input by itself, noise included, in the units of the targets.
 
         A distribution of torch with batch shape (n,) or (n, targets), in float64 on the CPU: it has `log_prob`, `cdf`,
-        `icdf`, `mean`, `stddev` and `sample`. It is normal, or a mixture of normals.
+        `icdf`, `mean`, `stddev` and `sample`. It is normal, or a mixture of some hundred normals, which it keeps.
 
         Parameters
         ----------
@@ -360,14 +360,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         root = symmetric_root(to_tensor(covariance.reshape(n * c, n * c))).numpy()
         f = mean[..., None] + (root @ generator.standard_normal((n * c, count))).reshape(n, c, count)
         shape = n, targets, count
-        noise = generator.standard_normal(shape)
         if isinstance(likelihood, StudentT):
-            noise = generator.standard_t(float(likelihood.df), shape) * likelihood.noise.sqrt().expand(targets).numpy()[
-                :, None]
+            deviation = likelihood.noise.sqrt().expand(targets).numpy()[:, None]
+            noise = deviation * generator.standard_t(float(likelihood.df), shape)
         elif isinstance(likelihood, HeteroscedasticGaussian):
-            noise *= np.exp(0.5 * f[:, targets:])
+            noise = np.exp(0.5 * f[:, targets:]) * generator.standard_normal(shape)
         else:
-            noise *= likelihood.response_variance(to_tensor(mean)).sqrt().numpy()[..., None]
+            deviation = likelihood.response_variance(to_tensor(mean)).sqrt().numpy()[..., None]
+            noise = deviation * generator.standard_normal(shape)
         draws = np.moveaxis(self._targets.undone(np.moveaxis(f[:, :targets] + noise, 1, -1)), -1, 1)
         return draws[:, 0] if self._single else draws
 
