@@ -81,10 +81,12 @@ def test_a_response_whose_noise_is_uncertain(scale: float) -> None:
     torch.testing.assert_close(each.variance, response.variance, rtol=1e-9, atol=0)
     far = predictive(likelihood, mean, covariance).log_prob(y + 1e4)
     assert far.isfinite().all()
-    wide = predictive(likelihood, mean, covariance + 40.0 * torch.eye(2, dtype=torch.float64))
+    wide = predictive(likelihood, mean, covariance + 1600.0 * torch.eye(2, dtype=torch.float64))
     both = [one.log_prob(y) for one in (response, wide)]
     torch.testing.assert_close(type(wide).join([response, wide]).log_prob(torch.cat([y, y])), torch.cat(both))
     unknown = predictive(likelihood, mean, 1e4 * (covariance + torch.eye(2, dtype=torch.float64)))
+    certain = predictive(likelihood, mean, torch.diag(numbers(0.0, 1e4)).expand(2, 2, 2))
+    assert certain.log_prob(mean[:, :1]).isfinite().all()
     assert unknown.log_prob(y).isfinite().all() and unknown.quantiles([0.1, 0.9]).isfinite().all()
 
 
