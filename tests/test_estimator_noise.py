@@ -225,8 +225,14 @@ def test_noise_that_depends_on_the_inputs() -> None:
     assert ntkl.LaplaceRegressor(single, standardize=True, **QUICK).fit(x, y).posterior_.num_outputs == 1
     with refused(ntkl.DataError, "2 outputs, a mean and a log variance for each", "1", "last layer"):
         ntkl.LaplaceRegressor(single, likelihood="heteroscedastic-gaussian", **QUICK).fit(x, y)
-    fixed = ntkl.LaplaceRegressor(lambda features, _: copy.deepcopy(single), **QUICK).fit(x, y)  # takes no outputs
-    assert fixed.posterior_.num_outputs == 1
+
+    def refuses(features: int, outputs: int) -> nn.Module:
+        assert outputs == 1, "one output"
+        return copy.deepcopy(single)
+
+    for network in (refuses, lambda features, _: copy.deepcopy(single)):  # takes no outputs
+        fixed = ntkl.LaplaceRegressor(network, **QUICK | {"epochs": 5}).fit(x, y)
+        assert fixed.posterior_.num_outputs == 1
 
 
 def test_quantiles_of_normal_noise() -> None:
@@ -280,6 +286,12 @@ def test_what_is_refused(likelihood: Any) -> None:
     with refused(ntkl.UnsupportedError, "auto, gaussian, student-t, heteroscedastic-gaussian", repr(likelihood),
                  "Choose one"):
         ntkl.LaplaceRegressor(likelihood=likelihood, **QUICK).fit(x, y)
+
+
+@pytest.mark.parametrize("likelihood", ["auto", "gaussian", "student-t", "heteroscedastic-gaussian"])
+def test_a_noise_that_is_refused(likelihood: str) -> None:
+    with refused(ntkl.HyperparameterError, "positive and finite", "-1", "above 0"):
+        ntkl.LaplaceRegressor(likelihood=likelihood, noise=-1.0, **QUICK).fit(*problem())
 
 
 def test_levels_that_are_refused(found: ntkl.LaplaceRegressor) -> None:

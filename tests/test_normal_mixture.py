@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, stats
+from scipy import integrate, special, stats
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
@@ -88,6 +88,21 @@ def test_a_response_whose_noise_is_uncertain(scale: float) -> None:
     certain = predictive(likelihood, mean, torch.diag(numbers(0.0, 1e4)).expand(2, 2, 2))
     assert certain.log_prob(mean[:, :1]).isfinite().all()
     assert unknown.log_prob(y).isfinite().all() and unknown.quantiles([0.1, 0.9]).isfinite().all()
+
+
+@pytest.mark.parametrize(("deviation", "correlation", "y"), [
+    (1e-8, -1.0, 0.0), (0.1, -1.0, 1.0), (1.0, -1.0, 1.0), (0.1, 0.9, 30.0), (0.1, 0.0, 100.0),
+])
+def test_a_mean_that_tells_the_noise(deviation: float, correlation: float, y: float) -> None:
+    """Of a variance far above the noise: no gaps between the normals, and outliers; against a fine rule."""
+    spread = 10.0 if correlation else 1e-3
+    both, at = correlation * deviation * spread, y * max(1.0, spread)
+    covariance = torch.tensor([[[spread**2, both], [both, deviation**2]]], dtype=torch.float64)
+    found = predictive(ntkl.HeteroscedasticGaussian(), torch.zeros(1, 2).double(), covariance).log_prob(numbers(at))
+    z = np.linspace(-45.0, 45.0, 300_001)
+    noise = spread**2 * (1 - correlation**2) + np.exp(deviation * z)
+    each = stats.norm.logpdf(z) + stats.norm.logpdf(at, correlation * spread * z, noise**0.5)
+    assert float(found) == pytest.approx(special.logsumexp(each) + np.log(z[1] - z[0]), rel=1e-6)
 
 
 def test_densities_with_missing_targets_joined_parts_and_draws() -> None:

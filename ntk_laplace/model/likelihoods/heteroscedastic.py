@@ -18,9 +18,10 @@ from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
 from ntk_laplace.model.likelihoods.targets import first_bad
 
 _PARAMETRIZATIONS = ("natural", "log variance")
-# of z: the density is singular at a distance of π/√(Var s) of the real line, so a step of 1/8 is exact to 1e-13 for
-# deviations of s below 4; above, steps are smaller. Outliers are explained by an s that is far above its mean
-_REACH, _STEP, _LEAST_STEP = 20.0, 0.125, 0.005
+# of t, where z = sinh(t/10)/0.1 goes to 40 deviations: outliers are explained by a z that is far from 0. The density
+# is singular at a distance of π/√(Var s) of the real line, so a step of 1/8 is exact to 1e-13 for deviations of s below
+# 4; above, steps are smaller, as they are where means are far apart beside the deviations of normals, at z = -4 too
+_REACH, _STEP, _LEAST_STEP, _WIDER, _NARROW = 21.0, 0.125, 0.02, 0.1, -4.0
 _FAR = -20.0  # below, log softplus(s) equals s - exp(s)/2 up to rounding in float64
 
 
@@ -174,10 +175,10 @@ class HeteroscedasticGaussian(PerOutput):
         if not self.integrates(mean.shape[-1]) or moments is None:
             return None
         kept = mean[:, :1], mean[:, 1:], covariance[:, :1, 0], covariance[:, :1, 1], covariance[:, 1:, 1]
-        deviation = float(kept[-1].detach().clamp_min(0.0).max().sqrt()) if len(mean) else 0.0
-        step = max(_LEAST_STEP, min(_STEP, 4.0 * _STEP / max(deviation, 4.0)))
-        z = torch.arange(-_REACH, _REACH + step / 2, step, dtype=mean.dtype, device=mean.device)
-        return HeteroscedasticResponse(self, moments, kept, -0.5 * z.square(), z, num_outputs=2)
+        step = HeteroscedasticResponse.step(*(part.detach() for part in kept))
+        t = _WIDER * torch.arange(-_REACH, _REACH + step / 2, step, dtype=mean.dtype, device=mean.device)
+        z = t.sinh() / _WIDER
+        return HeteroscedasticResponse(self, moments, kept, t.cosh().log() - 0.5 * z.square(), z, num_outputs=2)
 
     def response_moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """For "log variance", where the mean is u, and the noise variance exp(s) lognormal."""
@@ -234,11 +235,24 @@ class HeteroscedasticResponse(NumberResponse):
         """``N(E[u given s], Var[u given s] + exp s)``."""
         u, s, variance_u, both, variance_s = kept
         finite = torch.finfo(u.dtype)
-        deviation, most = (part.clamp_min(finite.tiny).sqrt() for part in (variance_s, variance_u))
-        slope = (both / deviation).clamp(-most, most)
-        # 20 deviations away an exponential may overflow; its weight is below 1e-86
+        deviation, slope = _deviation_and_slope(variance_u, both, variance_s)
+        # far away an exponential may overflow; its weight vanishes
         noise = (s + deviation * points).clamp(math.log(finite.tiny), math.log(finite.max) - 1.0).exp()
         return u + slope * points, (variance_u - slope.square()).clamp_min(0.0) + noise
+
+    @classmethod
+    def step(cls, *kept: Tensor) -> float:
+        """Step of the quadrature that is small enough for all inputs."""
+        deviation, slope = _deviation_and_slope(*kept[2:])
+        _, narrow = cls.normals(deviation.new_full((1,), _NARROW), *kept)
+        most = torch.minimum(4.0 * _STEP / deviation, 0.8 * narrow.sqrt() / slope.abs())
+        return max(_LEAST_STEP, min(_STEP, float(most.min()))) if len(most) else _STEP
+
+
+def _deviation_and_slope(variance_u: Tensor, both: Tensor, variance_s: Tensor) -> tuple[Tensor, Tensor]:
+    """√(Var s), and the slope of E[u given s] in z, (n, 1) each."""
+    deviation, most = (part.clamp_min(torch.finfo(part.dtype).tiny).sqrt() for part in (variance_s, variance_u))
+    return deviation, (both / deviation).clamp(-most, most)
 
 
 def _log_softplus(s: Tensor) -> Tensor:

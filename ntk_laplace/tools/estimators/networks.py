@@ -56,7 +56,8 @@ def network_of(
 ) -> nn.Module:
     """A new network for data of this many features and outputs: "mlp" in double precision, or a copy of the caller's.
 
-    UnsupportedError or HyperparameterError if it is no "mlp", callable, module or skorch net, or makes no module.
+    UnsupportedError or HyperparameterError if it is no "mlp", callable, module or skorch net, or makes no module;
+    NetworkError if the callable raises an error.
     """
     if isinstance(network, str) and network == "mlp":
         return _mlp(inputs, outputs, hidden_layer_sizes, activation)
@@ -68,7 +69,14 @@ def network_of(
         raise UnsupportedError('network="mlp", a callable (features, outputs) -> Module, an nn.Module or a skorch net',
                                repr(network)[:80], 'Pass one of them, or leave it out for "mlp".')
     _require_two_arguments(network)
-    made = network(inputs, outputs)
+    try:
+        made = network(inputs, outputs)
+    except NTKLaplaceError:
+        raise
+    except Exception as cause:  # of the caller's, which may raise anything
+        raise NetworkError(f"an nn.Module from network({inputs}, {outputs})",
+                           f"{type(cause).__name__}: {first_line(cause)}",
+                           "Take any numbers of features and outputs.") from cause
     if not isinstance(made, nn.Module):
         raise UnsupportedError("an nn.Module from network(features, outputs)", f"a {type(made).__name__}",
                                "Return the module.")
@@ -144,6 +152,6 @@ def with_outputs(module: nn.Module, x: Tensor, outputs: int, responses: int, cla
     own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
     if own is not None and own != outputs:
         what = "one" if outputs == responses else "a mean and a log variance"
-        raise DataError(f"a network with {outputs} outputs, {what} for each class or target", f"{own}",
-                        "Make its last layer as wide; a callable gets the number.")
+        expected = f"a network with {outputs} output{'s' * (outputs > 1)}, {what} for each class or target"
+        raise DataError(expected, f"{own}", "Make its last layer as wide; a callable gets the number.")
     return module

@@ -189,12 +189,12 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def _named_likelihood(self, name: str, targets: int) -> Likelihood:
         """The likelihood of a name, with a noise for each of several targets; of "auto" the first that is tried."""
+        given = Gaussian(self.noise)  # which checks it
         if name == "heteroscedastic-gaussian":
             return HeteroscedasticGaussian()
         if name == "student-t":
             noise = StudentT(self.noise).noise.detach()
             return StudentT(noise.expand(targets) if targets > 1 and noise.dim() == 0 else noise)
-        given = Gaussian(self.noise)
         several = targets > 1 and given.kind == "scalar"
         return Gaussian(given.noise.detach().expand(targets), "output") if several else given
 
