@@ -183,8 +183,7 @@ def test_predictions_are_in_units_of_the_targets(targets: int, likelihood: str) 
     quantiles, each = model.predict_quantiles(x[:6], levels), model.predict_distribution(x[:6])
     inner = np.moveaxis(response.quantiles(levels).numpy(), 0, -1).reshape(*mean.shape, 3)
     np.testing.assert_allclose(quantiles, inner * np.expand_dims(scale, -1) + np.expand_dims(center, -1), rtol=1e-12)
-    sampled = targets == 2 and likelihood != "student-t"  # over 1,000 points of f
-    np.testing.assert_allclose(each.mean, mean, rtol=5e-3 if sampled else 1e-9)
+    np.testing.assert_allclose(each.mean, mean, rtol=1e-9)
     np.testing.assert_allclose(each.cdf(torch.as_tensor(quantiles[..., 2])), 0.9, atol=1e-9)
     if targets == 1:
         standard = torch.as_tensor((y[:6] - center) / scale)[:, None]

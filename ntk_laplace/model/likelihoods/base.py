@@ -326,6 +326,10 @@ class Likelihood(nn.Module):
         raise self._unsupported("numbers that are normal, or mixtures of normals, given f",
                                 "Take quantiles of samples of the response, sample((1000,)).")
 
+    def univariate_of(self, mean: Tensor, covariance: Tensor) -> NormalMixture | None:
+        """`univariate` for f ~ N(mean (n, C), covariance (n, C, C)); None if it has to be sampled."""
+        return self.univariate(mean, covariance.diagonal(dim1=-2, dim2=-1)) if self.scales_noise else None
+
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """E log p (n,), E r (n, C) and E Λ (n, C, C) for f ~ N(mean, covariance); None if they have to be sampled.
 

@@ -11,6 +11,7 @@ from torch import distributions as td
 from torch.nn.functional import logsigmoid
 
 from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, require_choice
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.model.likelihoods.one_number import NumberResponse
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
@@ -179,6 +180,16 @@ class HeteroscedasticGaussian(PerOutput):
         t = _WIDER * torch.arange(-_REACH, _REACH + step / 2, step, dtype=mean.dtype, device=mean.device)
         z = t.sinh() / _WIDER
         return HeteroscedasticResponse(self, moments, kept, t.cosh().log() - 0.5 * z.square(), z, num_outputs=2)
+
+    def univariate_of(self, mean: Tensor, covariance: Tensor) -> NormalMixture | None:
+        """Under "log variance", of each response from its two outputs."""
+        if type(self) is not HeteroscedasticGaussian or self.parametrization != "log variance":
+            return None
+        responses = self.num_responses(mean.shape[-1])
+        pair = torch.stack([torch.arange(responses, device=mean.device) + part for part in (0, responses)], 1)  # (D, 2)
+        blocks = covariance[:, pair.unsqueeze(2), pair.unsqueeze(1)]  # (n, D, 2, 2)
+        each = self.integrate(mean[:, pair].flatten(0, 1), blocks.flatten(0, 1))
+        return None if each is None else each.univariate().reshaped(len(mean), responses)
 
     def response_moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """For "log variance", where the mean is u, and the noise variance exp(s) lognormal."""

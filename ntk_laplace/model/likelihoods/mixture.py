@@ -89,10 +89,11 @@ class MixtureResponse(ShapedResponse):
         return self._at_samples(lambda likelihood, f: likelihood.response_variance(f)).mean(0)
 
     def univariate(self) -> NormalMixture:
-        """Those of a normal f where ``y = f + noise``; else those given f, mixed over its samples."""
-        if self._normal is not None and self.likelihood.scales_noise:
-            variance = self._normal.root.square().sum(-1)
-            return self.likelihood.univariate(self._drop(self._normal.mean), self._drop(variance))
+        """Those of a normal f where they are known; else those given f, mixed over its samples."""
+        if self._normal is not None:
+            found = self.likelihood.univariate_of(self._normal.mean, self._normal.root @ self._normal.root.mT)
+            if found is not None:
+                return found.reshaped(*self.mean.shape)
         samples, n, _ = self.f.shape
         index = torch.arange(n, device=self.f.device).repeat(samples)
         given = plug_in(self.likelihood.at(index), self.f.flatten(0, 1), self.scalar)

@@ -46,5 +46,8 @@ class ObservationModel(Protocol):
     def univariate(self, mean: Tensor, variance: Tensor) -> NormalMixture:
         """Distribution of each number for a normal f."""
 
+    def univariate_of(self, mean: Tensor, covariance: Tensor) -> NormalMixture | None:
+        """`univariate` for correlated outputs, (n, C)."""
+
     def distribution(self, f: Tensor, scalar: bool = False) -> td.Distribution:
         """The response given f."""

@@ -151,6 +151,7 @@ class Tempered(Likelihood):
     integrates = _forwarded("integrates")
     integrate = _forwarded("integrate")
     univariate = _forwarded("univariate")
+    univariate_of = _forwarded("univariate_of")
     linearize = _forwarded("linearize")
     probit = _forwarded("probit")
     probit_by_variance = _forwarded("probit_by_variance")
