@@ -15,9 +15,11 @@ from ntk_laplace.runtime.panels import panels
 # The rule converges exponentially for functions that are analytic in a strip: with the first singularity at a distance
 # d of the real line, in deviations, the error is of order exp(-2πd/h). That of log σ(m + s z) is at d = π/s: below
 # 1e-15 for the largest step h up to a deviation s of 4.
+_STEP, _LEAST_STEP, _REACH = 0.125, 0.005, 10.0
+# of the points of a gamma distribution: nats below the maximum of its density where it ends, at the outermost; and
+# log λ of an outlier at 10,000 deviations
 _LOST, _FURTHEST, _OUTLIERS = 37.0, 5000.0, -2.0 * math.log(1e4)
 _RARE, _MISSING = 1e-17, 1e-9  # a weight that changes no distribution function; a part of a variance that counts
-_STEP, _LEAST_STEP, _REACH = 0.125, 0.005, 10.0
 
 
 def expectation_by_output(

@@ -53,18 +53,12 @@ def describe(
 def _numbers(
     model: ntkl.LaplaceRegressor, x: pandas.DataFrame, y: NDArray[Any] | None, targets: Sequence[str], level: float
 ) -> Described:
-    responses = {NETWORK: model.predict_distribution(x, "map"), _POSTERIOR: model.predict_distribution(x)}
-    versions = {name: one.reshaped(len(x), len(targets)) for name, one in responses.items()}
     mean, sd = (_columns(values) for values in model.predict(x, return_std=True))
     known = {} if y is None or pandas.isna(y).all() else {"target": _columns(y)}
-    training, weights = _columns(model.y_train_), _counts(model)
-    center = np.average(training, 0, weights)
-    if (spread := np.average((training - center) ** 2, 0, weights)).all():
-        without = (to_tensor(part).expand(mean.shape) for part in (center, spread))
-        versions = {_WITHOUT: NormalMixture.normal(*without), **versions}
     tail = to_tensor(0.5 - level / 2, dtype=torch.float64)
+    lower, upper = np.moveaxis(model.predict_quantiles(x, (tail, 1 - tail)).reshape(*mean.shape, 2), -1, 0)
+    versions = _versions(model, x, mean.shape) if known else {}
     ends = {name: (one.icdf(tail).numpy(), one.icdf(1 - tail).numpy()) for name, one in versions.items()}
-    lower, upper = ends[_POSTERIOR]
     parts = {"mean": mean, "sd": sd, "lower": lower, "upper": upper} | known
     scores, columns = {}, dict[str, Any]()
     for index, target in enumerate(targets):
@@ -77,6 +71,17 @@ def _numbers(
             scores[name + of] = scores_of(version[to_tensor(there), index], to_tensor(truth))
             scores[name + of][f"coverage of {100 * level:g}%"] = float(((low <= truth) & (truth <= high)).mean())
     return Described(columns, scores)
+
+
+def _versions(model: ntkl.LaplaceRegressor, x: pandas.DataFrame, shape: tuple[int, ...]) -> dict[str, NormalMixture]:
+    """Distributions of each target of each input, (n, targets), that are scored."""
+    training, weights, found = _columns(model.y_train_), _counts(model), {}
+    center = np.average(training, 0, weights)
+    if (spread := np.average((training - center) ** 2, 0, weights)).all():
+        found[_WITHOUT] = NormalMixture.normal(*(to_tensor(part).expand(shape) for part in (center, spread)))
+    for name, method in {NETWORK: "map", _POSTERIOR: "glm"}.items():
+        found[name] = model.predict_distribution(x, method).reshaped(*shape)
+    return found
 
 
 def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any] | None, level: float) -> Described:

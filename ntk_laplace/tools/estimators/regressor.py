@@ -218,19 +218,13 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     def noise_(self) -> float | Array:
         """Noise variance in squared units of the targets; where it depends on the inputs, the mean over the data."""
         check_is_fitted(self, "posterior_")
-        posterior, noise = self.posterior_, self._noise
-        if noise is None:
-            counts = posterior.fitted.points.counts.double().cpu()
-            noise = (counts / counts.sum()) @ self._noise_at(training_data(posterior)[0])
+        if self.likelihood_ == "heteroscedastic-gaussian":
+            counts = self.posterior_.fitted.points.counts.double().cpu()
+            noise = (counts / counts.sum()) @ self._noise_at(training_data(self.posterior_)[0])
+        else:
+            noise = self._calibrated.response_variance(to_tensor(self._targets.scale[None]))[0]  # the same at all f
         found = noise.numpy() * self._targets.scale**2
         return float(found[0]) if self._single else found
-
-    @property
-    def _noise(self) -> Tensor | None:
-        """Noise variance of each standardized target, (C,), with the factor of the calibration; None if it varies."""
-        if self.likelihood_ == "heteroscedastic-gaussian":
-            return None
-        return self._calibrated.response_variance(to_tensor(np.zeros((1, len(self._targets.scale)))))[0]
 
     def _noise_at(self, x: Tensor) -> Tensor:
         """Noise variance of the standardized targets at inputs, (n, C)."""
