@@ -324,7 +324,7 @@ class Likelihood(nn.Module):
             If it is no mixture of normals.
         """
         raise self._unsupported("numbers that are normal, or mixtures of normals, given f",
-                                "Use the probabilities of classes; of others the quantiles of samples, sample((1000,)).")
+                                "Use the probabilities of classes; else the quantiles of samples, sample((1000,)).")
 
     def univariate_of(self, mean: Tensor, covariance: Tensor) -> NormalMixture | None:
         """`univariate` for f ~ N(mean (n, C), covariance (n, C, C)); None if it has to be sampled."""
