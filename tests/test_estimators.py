@@ -32,6 +32,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.tools.estimators import training as estimator_training
 from ntk_laplace.tools.estimators.tables import Standardized
 from ntk_laplace.tools.estimators.units import in_units
+from ntk_laplace.training import starts as training_starts
 from reference import relative_error
 from refusals import refused
 
@@ -61,13 +62,13 @@ def sine(n: int = 40, outputs: int = 1) -> tuple[np.ndarray, np.ndarray]:
 def test_a_regressor_is_the_training_by_hand() -> None:
     """In units of the targets: moments, joint covariance, noise and evidence."""
     x, y = sine()
-    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    model = ntkl.LaplaceRegressor(**QUICK | {"precision": (1.0, 0.01)}).fit(x, y)
     xs, ys = (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
     torch.manual_seed(int(np.random.RandomState(0).randint(2**31 - 1)))
     network = nn.Sequential(nn.Linear(2, 5), nn.SiLU(), nn.Linear(5, 1)).double()
     found = ntkl.train_from_starts(
         network, (torch.as_tensor(xs), torch.as_tensor(ys)[:, None]), ntkl.Gaussian(noise=1.0),
-        ntkl.GaussianPrior(groups="input", spread=3.0), starts=(1.0, 0.1),
+        ntkl.GaussianPrior(groups="input", spread=3.0), starts=(1.0, 0.01),
         optimizer=lambda p: torch.optim.Adam(p, lr=0.03),
         scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
         schedule=ntkl.EvidenceSchedule(1, 20), epochs=10, settings=ntkl.Settings(progress=False),
@@ -202,6 +203,7 @@ def test_examples_are_kept_apart_where_no_posterior_is_exact(classes: bool, monk
     cls = ntkl.LaplaceClassifier if classes else ntkl.LaplaceRegressor
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the network misses")
         model = cls(epochs=3, hidden_layer_sizes=(3,), random_state=0).fit(x, y, weight)
     held, kept, fit = model.held_out_index_, model.training_index_, model.predictive_fit_
     # two of those drawn are alone in their class
@@ -308,18 +310,28 @@ def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("examples", "starts"), [(10_000, 2), (10_001, 1)])
-def test_many_examples_have_one_start(examples: int, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates, plain = [], torch.optim.Adam
-
-    def made(parameters: Any, lr: float, **options: Any) -> torch.optim.Adam:
-        rates.append(lr)
-        return plain(parameters, lr=lr, **options)
-
-    monkeypatch.setattr(torch.optim, "Adam", made)
-    x = np.linspace(-1.0, 1.0, examples)
-    ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(2,), predictive=None, learning_rate=0.07).fit(x[:, None], x)
-    assert rates.count(0.07) == starts
+@pytest.mark.parametrize(("function", "starts"), [
+    (lambda x: x[:, 0], [1.0]), (lambda x: np.sin(9 * x[:, 0]), [1.0, 0.01, 1e-4, 1e-6]),
+], ids=["linear", "with many waves"])
+def test_starts_are_tried_where_residuals_of_neighbors_are_alike(
+    function: Any, starts: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of weaker priors for three times as many epochs."""
+    tried, lengths, scaled = [], [], ntkl.GaussianPrior.scaled
+    train = training_starts.train_with_evidence
+    monkeypatch.setattr(ntkl.GaussianPrior, "scaled", lambda prior, by: tried.append(by) or scaled(prior, by))
+    monkeypatch.setattr(training_starts, "train_with_evidence",
+                        lambda *given, **options: lengths.append(options["epochs"]) or train(*given, **options))
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (60, 1))
+    y = function(x) + 0.1 * rng.normal(size=60)
+    model = ntkl.LaplaceRegressor(epochs=15, hidden_layer_sizes=(8,), likelihood="gaussian", random_state=0)
+    found = model.fit(x, y).posterior_.lack_of_fit()
+    assert tried == starts and lengths == [15, 15, 45, 45][:len(starts)]
+    assert found.clear == (len(starts) == 4)
+    tried.clear()
+    model.set_params(predictive=None).fit(x, y)  # the evidence chooses
+    assert tried == [1.0, 0.01]
 
 
 def test_several_precisions_are_several_starts() -> None:
@@ -327,17 +339,18 @@ def test_several_precisions_are_several_starts() -> None:
     options = QUICK | {"groups": "layer"}
     model = ntkl.LaplaceRegressor(**options | {"precision": (1.0, 1e-3)}).fit(x, y)
     single = [ntkl.LaplaceRegressor(**options | {"precision": one}).fit(x, y) for one in (1.0, 1e-3)]
+    assert single[0].posterior_.lack_of_fit().above(0.05)
     best = max(single, key=lambda one: one.predictive_fit_.after)
     assert single[0].predictive_fit_.after != single[1].predictive_fit_.after
     assert np.allclose(model.predict(x), best.predict(x), rtol=1e-12)
     torch.manual_seed(1)
     own = nn.Sequential(nn.Linear(2, 5), nn.SiLU(), nn.Linear(5, 1)).double()
     options |= {"predictive": None, "standardize": True, "epochs": 20, "random_state": 4}  # the evidence chooses
-    for network, meant in ((own, 1.0), ("mlp", (1.0, 0.1))):
+    for network in (own, "mlp"):
         auto, one, two = (ntkl.LaplaceRegressor(network, **options | {"precision": precision}).fit(x, y)
-                          for precision in ("auto", 1.0, (1.0, 0.1)))
-        assert np.array_equal(auto.predict(x), (one if meant == 1.0 else two).predict(x))
-        assert not np.array_equal(one.predict(x), two.predict(x)) and auto.predictive_fit_ is None
+                          for precision in ("auto", 1.0, (1.0, 0.01)))
+        assert np.array_equal(auto.predict(x), two.predict(x)) and auto.predictive_fit_ is None
+        assert not np.array_equal(one.predict(x), two.predict(x))
     for wrong in ("x", (1.0, -1.0), [], -1.0, None, float("nan"), np.array(1.0)):
         with refused(ntkl.HyperparameterError, "a positive precision", re.escape(repr(wrong)), "precision=1.0"):
             ntkl.LaplaceRegressor(precision=wrong, **QUICK).fit(x, y)

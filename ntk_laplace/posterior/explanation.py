@@ -27,6 +27,7 @@ from ntk_laplace.posterior.explain import (
 )
 from ntk_laplace.posterior.explain.quantity import Output
 from ntk_laplace.posterior.fitted import Fitted
+from ntk_laplace.posterior.lack_of_fit import LackOfFit, lack_of_fit
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.what_if import Indices, drawn
 
@@ -155,6 +156,38 @@ class ExplanationVerbs(Fitted):
             )
         self._warn_of(found)
         return found
+
+    def lack_of_fit(self, x: InputData | None = None, *, neighbors: int = 3) -> LackOfFit:
+        """How alike residuals of training points with similar inputs are: what the network has left unexplained.
+
+        Where the network follows the function that made the targets, residuals of neighbors are as different as those
+        of any points, or more: a positive correlation says that it is too smooth there, because training ended at a
+        poor optimum, the network is too small, or an input is missing. The evidence alone takes it for noise.
+        Residuals are ``∂ log p/∂f``, y less the prediction over the noise variance for normal noise and y - p for
+        classes; an exact posterior predicts each point from all others (`leave_one_out`).
+
+        Parameters
+        ----------
+        x : Tensor, optional
+            Inputs of the training points, in the order of the fit, for a posterior without its data. They are one array
+            of real numbers. Distances are Euclidean, those of a table in standard deviations of its columns.
+        neighbors : int
+            Nearest points of each. Of more than 5,000 points as many are drawn.
+
+        Returns
+        -------
+        LackOfFit
+            Moran's I of the residuals, and its distance from that of random pairs in standard deviations: above 3 there
+            is something to find.
+
+        Raises
+        ------
+        DataError
+            If there are too few points, or `x` is needed or is not that of the fit.
+        UnsupportedError
+            If the inputs are something else, or several processes share the data.
+        """
+        return lack_of_fit(self._fitted, x, neighbors)
 
     # --- inside
 

@@ -78,6 +78,7 @@ CHUNK_BYTES = 16 * MIB  # rows of a chunk of predictions with all that follows; 
 FEWEST_CHUNK_EXAMPLES = 16  # examples in the first chunk, at least; they show the size of a row
 SAMPLED_OUTPUTS = 2**23  # outputs at weight samples at a time
 AVERAGED_OUTPUTS = 2**19  # entries of f at a time while a predictive is averaged: 4 MiB in float64, which caches take
+NEIGHBOR_POINTS = 5_000  # training points whose neighbors are looked for: the distances of all pairs are computed
 SEARCHED_OUTPUTS = 2**17  # entries of f in one evaluation of a calibration's search
 POSITION_OUTPUTS = 2**8  # outputs at all positions above which a predictive draws f, and writes no rows of J
 POSITION_BLOCK = 64  # outputs of neighboring positions whose covariance is computed together

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from ntk_laplace.errors import NTKLaplaceError, warn
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
+from ntk_laplace.posterior.lack_of_fit import LackOfFit
 from ntk_laplace.training.history import EvidenceHistory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+MISSES = "the network misses a part of what its inputs determine"
 
 
 @dataclass
@@ -89,6 +95,24 @@ class EvidenceTraining:
     def best_epoch(self) -> int:
         """The epoch of the best evidence, counted from 1."""
         return self.history.epochs[self.history.best]
+
+    @cached_property
+    def lack_of_fit(self) -> LackOfFit | None:
+        """How alike residuals of similar inputs are (`Posterior.lack_of_fit`); None where nothing says so.
+
+        It is unknown of classes, of few points, and where inputs are not one array of real numbers.
+        """
+        try:
+            return self.posterior.lack_of_fit()
+        except NTKLaplaceError:
+            return None
+
+    def tell_misfit(self) -> None:
+        """Warn where these residuals are clearly alike."""
+        found = self.lack_of_fit
+        if found is not None and found.clear:
+            warn(f"{MISSES}: {found}; train it longer, or from a weaker prior (in Python, train_from_starts), take a "
+                 "wider network, or add the inputs that are missing")
 
     def plot(self) -> Figure:
         """Evidence, log joint and hyperparameters over the epochs."""

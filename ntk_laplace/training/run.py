@@ -185,7 +185,9 @@ class Run:
         else:
             warn("no predictive is fitted, because leave-one-out needs an exact posterior; call "
                  f"posterior.calibrate(held_out_data). The posterior is {reason}")
-        return EvidenceTraining(posterior, self.history, self.stopped, found)
+        training = EvidenceTraining(posterior, self.history, self.stopped, found)
+        training.tell_misfit()
+        return training
 
     def words(self) -> str:
         """Text of the progress bar."""

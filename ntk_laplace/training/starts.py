@@ -9,23 +9,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_number
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_number, untold
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import private_copy, require_module
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures import Settings
-from ntk_laplace.training.result import EvidenceTraining
+from ntk_laplace.training.result import MISSES, EvidenceTraining
 from ntk_laplace.training.train import train_with_evidence
+
+_MISFIT = 0.05  # correlation of residuals of neighbors
 
 
 def train_from_starts(
     network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior | None = None, *,
-    starts: Sequence[float] = (1.0, 0.01), **options: Any,
+    starts: Sequence[float] = (1.0, 0.01), misfit: float | None = _MISFIT, **options: Any,
 ) -> list[EvidenceTraining]:
     """Train copies of a network with evidence, each from other prior precisions, and sort the results.
 
     The evidence of a network has several maxima. From a strong prior the training can end at a function that is too
-    smooth, with noise that is too large; from a weak one, at a function that follows its labels.
+    smooth, with noise that is too large; from a weak one, at a function that follows its labels. Residuals of similar
+    inputs are alike where the function is too smooth (`Posterior.lack_of_fit`), so a start is tried only where those of
+    the best so far are.
 
     Parameters
     ----------
@@ -36,6 +40,10 @@ def train_from_starts(
         As in `train_with_evidence`.
     starts : sequence of float
         Factors of the prior's precisions at the start of each training.
+    misfit : float, optional
+        A further start is tried where the correlation of neighbors' residuals is above this, and more than a standard
+        deviation above that of random pairs. None: all are tried; so they are with classes, and where inputs are not
+        one array of real numbers.
     options
         Of `train_with_evidence`, by default with ``predictive="loo"``. `optimizer` and `scheduler` are callables that
         make one.
@@ -43,15 +51,15 @@ def train_from_starts(
     Returns
     -------
     list of EvidenceTraining
-        One for each start, that with the largest mean leave-one-out log density (``predictive.after``) first, and
-        those that have learned their targets last (`Reliability.learned_targets`), before those whose leave-one-out
-        fails. If all are without it, under ``predictive=None`` or where no exact posterior fits in memory, that with
-        the largest evidence of the training's structure is first.
+        One for each start that was tried, that with the largest mean leave-one-out log density (``predictive.after``)
+        first, and those that have learned their targets last (`Reliability.learned_targets`), before those whose
+        leave-one-out fails. If all are without it, under ``predictive=None`` or where no exact posterior fits in
+        memory, that with the largest evidence of the training's structure is first.
 
     Raises
     ------
     HyperparameterError
-        If a factor is not positive and finite.
+        If a factor is not positive and finite, or `misfit` is not finite.
     UnsupportedError
         For a checkpoint, or an optimizer of the caller's network.
     """
@@ -59,15 +67,22 @@ def train_from_starts(
         raise HyperparameterError("factors of the prior's precisions", repr(starts), "Pass starts=(1.0, 0.01).")
     for factor in starts:
         require_number("positive finite starts", factor, "Pass starts=(1.0, 0.01).", above=0)
+    if misfit is not None:
+        require_number("a finite misfit, or None", misfit, f"Leave it out for {_MISFIT:g}.")
     _require_repeatable(options)
     prior, module = GaussianPrior.of(prior, groups="layer"), require_module(network)
     found: list[tuple[EvidenceTraining, nn.Module]] = []
     for factor in map(float, starts):
         copy = private_copy(module)
-        training = train_with_evidence(copy, data, likelihood, prior.scaled(factor), **{"predictive": "loo"} | options)
+        with untold(pattern=MISSES):
+            training = train_with_evidence(copy, data, likelihood, prior.scaled(factor),
+                                           **{"predictive": "loo"} | options)
         found.append((training, copy))
-    left_out = any(training.predictive is not None for training, _ in found)
-    found.sort(key=lambda pair: rank(pair[0], left_out), reverse=True)
+        left_out = any(training.predictive is not None for training, _ in found)
+        found.sort(key=lambda pair: rank(pair[0], left_out), reverse=True)
+        if misfit is not None and (lack := found[0][0].lack_of_fit) is not None and not lack.above(misfit):
+            break
+    found[0][0].tell_misfit()
     best = found[0][1]
     with torch.no_grad():  # not by name: a wrapper of torch.compile adds to the names
         for own, other in zip((*network.parameters(), *network.buffers()), (*best.parameters(), *best.buffers()),

@@ -40,13 +40,12 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
-from ntk_laplace.tools.estimators.training import Trained, taken, trained
+from ntk_laplace.tools.estimators.training import Starts, Trained, taken, trained
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
 
-# prior precisions that the training of an "mlp" starts from; of more examples the second start changes next to nothing
-_PRECISIONS, _FEW = (1.0, 0.1), 10_000
+_STARTS = Starts((1.0, 0.01), (1e-4, 1e-6))  # of precision="auto"
 
 
 class _Fitted(BaseEstimator):
@@ -99,10 +98,10 @@ class LaplaceEstimator(_Fitted):
         self._inputs = Standardized.of(x, weight, self._standardized, [f"column {name!r} of X" for name in columns])
         self._constant = np.ptp(x, axis=0) <= 4 * np.finfo(x.dtype).eps * np.abs(x).max(0)  # up to rounding
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        precision, groups = self._precision(len(x)), self._prior_groups(x.shape[1])
-        starts = _several(precision)
+        groups, starts = self._prior_groups(x.shape[1]), self._starts
         spread = self._spread if isinstance(groups, str) and groups == "input" else 1.0
-        prior = GaussianPrior(precision if starts is None else 1.0, groups=groups, spread=spread)
+        given = 1.0 if starts.first is not None or self._automatic else self.precision
+        prior = GaussianPrior(given, groups=groups, spread=spread)
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             def new(likelihood: Likelihood) -> nn.Module:
                 torch.manual_seed(seed)
@@ -113,8 +112,7 @@ class LaplaceEstimator(_Fitted):
             data: tuple[Tensor, ...] = self._tensor(x, new(likelihood)), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
-            options = self._training_options() | {"settings": Settings(progress=bool(self.verbose))}
-            fit = partial(self._run, new, data, prior=prior, starts=starts, seed=seed, options=options)
+            fit = partial(self._run, new, data, prior=prior, starts=starts, seed=seed)
             found = self._of_likelihoods(fit, likelihood)
         self.history_, self.predictive_fit_ = found.history, found.predictive
         if found.history is not None:
@@ -129,21 +127,23 @@ class LaplaceEstimator(_Fitted):
 
     def _run(
         self, new: Callable[[Likelihood], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
-        prior: GaussianPrior, starts: list[Any] | None, seed: int, options: dict[str, Any],
+        prior: GaussianPrior, starts: Starts, seed: int,
     ) -> Trained:
         """Take the network, or train one."""
         if self.prefit:
-            return taken(new(likelihood), data, likelihood, prior, self.predictive, options)
-        return trained(partial(new, likelihood), data, likelihood, prior, starts, self.predictive, seed, options)
+            return taken(new(likelihood), data, likelihood, prior, self.predictive, self._training_options(1))
+        return trained(partial(new, likelihood), data, likelihood, prior, starts, self.predictive, seed,
+                       self._training_options)
 
     def _of_likelihoods(self, run: Callable[[Likelihood], Trained], likelihood: Likelihood) -> Trained:
         """The result for a likelihood."""
         return run(likelihood)
 
-    def _training_options(self) -> dict[str, Any]:
-        """Of `train_with_evidence`."""
-        return {"structure": self.structure, "curvature": self.curvature, "epochs": self.epochs,
-                "optimizer": partial(adam, rate=self.learning_rate), "batch_size": self.batch_size}
+    def _training_options(self, times: int) -> dict[str, Any]:
+        """Of `train_with_evidence`, for `times` as many epochs."""
+        return {"structure": self.structure, "curvature": self.curvature, "epochs": times * self.epochs,
+                "optimizer": partial(adam, rate=self.learning_rate), "batch_size": self.batch_size,
+                "settings": Settings(progress=bool(self.verbose))}
 
     def _keep_apart(self, held: NDArray[np.intp]) -> None:
         """Take these training points out of the attributes that number them."""
@@ -154,11 +154,15 @@ class LaplaceEstimator(_Fitted):
         self.held_out_index_ = self.training_index_[held]
         self.training_index_, self.y_train_ = self.training_index_[kept], self.y_train_[kept]
 
-    def _precision(self, examples: int = 1) -> Any:
-        """`precision`; of "auto" two for a perceptron and not too many examples, else 1."""
-        if not (isinstance(self.precision, str) and self.precision == "auto"):
-            return self.precision
-        return _PRECISIONS if isinstance(self.network, str) and examples <= _FEW else 1.0
+    @property
+    def _automatic(self) -> bool:
+        """Whether `precision` is "auto"."""
+        return isinstance(self.precision, str) and self.precision == "auto"
+
+    @property
+    def _starts(self) -> Starts:
+        """Those of `precision`."""
+        return Starts(_several(self.precision)) if not self._automatic else Starts(None) if self.prefit else _STARTS
 
     def _prior_groups(self, features: int) -> Any:
         """`groups`; of "auto" those of a perceptron's inputs, if there are not too many, else those of the layers."""
@@ -195,13 +199,12 @@ class LaplaceEstimator(_Fitted):
         """Refuse what no later check names by the parameter of the estimator."""
         require_whole("epochs", self.epochs, 1, "Pass epochs=100, for instance.")
         require_number("a positive learning_rate", self.learning_rate, "Pass learning_rate=0.02.", above=0)
-        precision = self._precision()
-        several = _several(precision)
-        each = [precision] if several is None else several
-        named = isinstance(precision, (Mapping, Tensor))  # the prior checks these
+        several = _several(self.precision)
+        each = [self.precision] if several is None else several
+        named = self._automatic or isinstance(self.precision, (Mapping, Tensor))  # the prior checks these
         if not each or not (named or all(is_number(one, above=0) for one in each)):
             raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
-                                      "Pass precision=1.0 or (1.0, 0.1).")
+                                      "Pass precision=1.0 or (1.0, 0.01).")
         require_flags(prefit=self.prefit)
         require_choice(self.predictive, (None, "loo", "folds"), 'predictive "loo", "folds" or None')
         if self.prefit and self.predictive == "folds":

@@ -53,8 +53,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
     precision : float, sequence of float, or "auto"
-        Prior precision at the start. Of several, the network is trained from each, and leave-one-out chooses
-        (`train_from_starts`). "auto": 1 and 0.1 if the network is "mlp" and there are at most 10,000 examples, else 1.
+        Prior precision at the start. Of several, each after the first is tried where residuals of similar inputs are
+        alike, and leave-one-out chooses (`train_from_starts`). "auto": 1 and 0.01. Where residuals are still alike
+        then, clearly so and among at most 10,000 examples, the network is trained for three times as many epochs from
+        1e-4, and then from 1e-6.
     groups : {"auto", "input", "layer", "all", "tensor"} or mapping
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 128 features and the structure supports it, else those of each layer. The spread
@@ -146,12 +148,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     _spread = 3.0  # with 1, irrelevant inputs stay in the function
 
-    def _training_options(self) -> dict[str, Any]:
+    def _training_options(self, times: int) -> dict[str, Any]:
         """A rate that falls to 0, and more evaluations: precisions and noise must arrive before the epochs end."""
         steps, rate = _STEPS if len(self._targets.scale) == 1 else _STEPS_OF_SEVERAL
-        return super()._training_options() | {
-            "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs),
-            "schedule": EvidenceSchedule(max(1, self.epochs // _EVALUATIONS), steps=steps, learning_rate=rate),
+        options = super()._training_options(times)
+        epochs: int = options["epochs"]
+        return options | {
+            "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs),
+            "schedule": EvidenceSchedule(max(1, epochs // _EVALUATIONS), steps=steps, learning_rate=rate),
         }
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:

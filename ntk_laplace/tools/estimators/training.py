@@ -37,6 +37,15 @@ _FOLDS = 5  # of predictive="folds"
 _FEWEST = 1_000  # of more examples some may be kept apart
 _FEWEST_LEARNED = 300  # of so many too, without an exact posterior or where the targets were learned by heart
 _OFTEN = 3  # times as many evaluations of the evidence where it is below that of one prediction for all inputs
+_TIMES, _FEW = 3, 10_000  # times as many epochs where residuals are clearly alike, of so many examples at most
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Prior precisions that trainings start from, each where residuals of those before are alike."""
+
+    first: Sequence[float] | None  # None: that of the prior
+    longer: Sequence[float] = ()  # with more epochs, where residuals are clearly alike
 
 
 @dataclass(frozen=True)
@@ -67,21 +76,23 @@ def taken(
 
 def trained(
     new: Callable[[], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
-    prior: GaussianPrior, starts: Sequence[float] | None, predictive: str | None, seed: int, options: Mapping[str, Any],
+    prior: GaussianPrior, starts: Starts, predictive: str | None, seed: int,
+    options_of: Callable[[int], Mapping[str, Any]],
 ) -> Trained:
-    """Train a network that `new` makes with evidence, or from each of several precisions.
+    """Train a network that `new` makes with evidence, or from several precisions.
 
-    `predictive` is that of `LaplaceRegressor`; the options are those of `train_with_evidence`.
+    `predictive` is that of `LaplaceRegressor`; `options_of` has the options of `train_with_evidence` for so many times
+    as many epochs.
     """
     module = new()
     many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
-    options = {**options, "predictive": predictive and "loo"}
+    options = {**options_of(1), "predictive": predictive and "loo"}
 
     def run(own: nn.Module, **other: Any) -> EvidenceTraining:
         with _untrusted_untold(later=many or folds):
-            if starts is None:
+            if starts.first is None:
                 return train_with_evidence(own, data, likelihood, prior, **options | other)
-            return train_from_starts(own, data, likelihood, prior, starts=starts, **options | other)[0]
+            return train_from_starts(own, data, likelihood, prior, **{"starts": starts.first} | options | other)[0]
 
     curvature = CurvatureType.of(options["curvature"])
     sized = Model(module, likelihood, prior, data, options["structure"], curvature, None, options["settings"])
@@ -92,10 +103,16 @@ def trained(
         doubts = None if found.predictive is None else found.predictive.reliability
         schedule = options.get("schedule") or short_schedule(options["epochs"])
         often = replace(schedule, frequency=max(1, schedule.frequency // _OFTEN))
-        if doubts is not None and doubts.below_one_prediction and often != schedule:
-            other = new()  # noise was learned between evaluations
+        more: dict[str, Any] = {}
+        lack = found.lack_of_fit if doubts is not None and starts.longer and len(data[1]) <= _FEW else None
+        if lack is not None and lack.clear:
+            more = {**options_of(_TIMES), "starts": starts.longer}
+        elif doubts is not None and doubts.below_one_prediction and often != schedule:
+            more = {"schedule": often}  # noise was learned between evaluations
+        if more:
+            other = new()
             with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
-                again, of_again = _recorded(run, other, schedule=often)
+                again, of_again = _recorded(run, other, **more)
                 if rank(again, left_out=True) > rank(found, left_out=True):
                     found, told, module = again, of_again, other
         posterior, fit = found.posterior, found.predictive

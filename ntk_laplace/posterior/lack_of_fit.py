@@ -1,0 +1,150 @@
+"""Lack of fit: whether residuals of training points with similar inputs are alike, and the network misses something."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, UnsupportedError, require_whole
+from ntk_laplace.model.data import InputData
+from ntk_laplace.posterior.explain.leave_one_out import leave_one_out
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
+from ntk_laplace.structures import FittedModel
+from ntk_laplace.structures.training_inputs import training_inputs
+
+_CLEAR = 0.2, 3.0  # a correlation, and standard deviations above that of random pairs
+
+
+@dataclass(frozen=True)
+class LackOfFit:
+    """Moran's I of residuals: how alike those of neighbors are, beside those of random pairs (Moran 1950).
+
+    Attributes
+    ----------
+    correlation : float
+        Mean product of residuals of neighbors over the mean square of all: 1 if neighbors have equal residuals,
+        -1/(n - 1) in the mean of all orders of the residuals. A network that follows its targets closely has negative
+        ones.
+    deviations : float
+        The correlation less that mean, in standard deviations over all orders of the residuals (Mantel 1967).
+    neighbors : int
+        Nearest points of each.
+    num_points : int
+        Points that were looked at, n.
+    left_out : bool
+        Whether each residual is that of a prediction from all other points.
+    """
+
+    correlation: float
+    deviations: float
+    neighbors: int
+    num_points: int
+    left_out: bool
+
+    def above(self, correlation: float, deviations: float = 1.0) -> bool:
+        """Whether both numbers are larger than these."""
+        return self.correlation > correlation and self.deviations > deviations
+
+    @property
+    def clear(self) -> bool:
+        """Whether the correlation is above 0.2, and more than 3 standard deviations above that of random pairs."""
+        return self.above(*_CLEAR)
+
+    def __str__(self) -> str:
+        beside = "above" if self.deviations >= 0 else "below"
+        return (f"residuals of {self.num_points:,} points and their {self.neighbors} nearest neighbors correlate by "
+                f"{self.correlation:.3g}, {abs(self.deviations):.2g} standard deviations {beside} that of random pairs")
+
+
+def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> LackOfFit:
+    """As `Posterior.lack_of_fit`."""
+    require_whole("neighbors", neighbors, 1, "Leave it out for 3.")
+    fitted.settings.reducer.require_one("lack_of_fit", "Fit in one process.")
+    points, likelihood = fitted.points, fitted.likelihood
+    if likelihood.classifies:
+        raise UnsupportedError("responses that are numbers, for a lack of fit", "classes, whose residuals are alike "
+                               "among neighbors where predictions are cautious", "Compare starts by leave_one_out.")
+    chosen = (points.observed_counts(likelihood) > 0).nonzero().squeeze(1).cpu()
+    if len(chosen) > tuning.NEIGHBOR_POINTS:
+        order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0), device="cpu")
+        chosen = chosen[order[:tuning.NEIGHBOR_POINTS]].sort().values
+    if len(chosen) < neighbors + 4:
+        raise DataError(f"at least {neighbors + 4} training points, for {neighbors} neighbors of each",
+                        f"{len(chosen)}", "Ask for fewer neighbors.")
+    metrics = _metrics(fitted, _inputs(fitted, x, chosen))
+    left_out = fitted.exact and not fitted.precision.reads_data
+    with torch.no_grad():
+        f = leave_one_out(fitted).mean if left_out else points.f
+        index = chosen.to(f.device)
+        residual = likelihood.at(index).residual(f[index], points.targets[index])
+        found = [moran(residual.double(), _nearest(inputs.to(f.device), neighbors)) for inputs in metrics]
+    correlation, deviations = max(found, key=itemgetter(1))
+    return LackOfFit(correlation, deviations, neighbors, len(chosen), left_out)
+
+
+def moran(residual: Tensor, nearest: Tensor) -> tuple[float, float]:
+    """Moran's I of residuals (n, C) and the numbers (n, k) of each point's neighbors, and its standard score.
+
+    Each output counts alike. I is the mean of r_iᵀr_j over neighbors j of i, over that of r_iᵀr_i. The score is over
+    all n! orders of the residuals: mean and second moment of Γ = Σ_ij A_ij S_ij, with A_ij = 1 for neighbors and
+    S_ij = r_iᵀr_j for i ≠ j, are those of Mantel (1967), from A_0 = Σ A_ij, A_1 = ½ Σ (A_ij + A_ji)² and
+    A_2 = Σ_i (Σ_j A_ij + A_ji)², and from the same sums of S. 0 where there are no residuals.
+    """
+    residual = residual - residual.mean(0)
+    size = residual.square().mean(0).sqrt()
+    residual = residual / torch.where(size > 0, size, torch.inf)
+    (n, k), square = nearest.shape, residual.square().sum(1)
+    number = torch.arange(n, device=nearest.device).unsqueeze(1)
+    both = torch.isin(number * n + nearest, nearest * n + number).sum()  # pairs whose reverse is one too
+    degree = k + torch.bincount(nearest.flatten(), minlength=n)
+    a = [n * k, n * k + int(both), int(degree.square().sum())]
+    fourth = float(square.square().sum())
+    s = [-float(square.sum()), 2.0 * (float((residual.mT @ residual).square().sum()) - fourth), 4.0 * fourth]
+    if not s[0]:
+        return 0.0, 0.0
+    found = float(torch.einsum("nc,nkc->", residual, residual[nearest]))
+    mean = a[0] * s[0] / (n * (n - 1))
+    second = (a[1] * s[1] / (2 * n * (n - 1)) + (a[2] - 2 * a[1]) * (s[2] - 2 * s[1]) / (4 * n * (n - 1) * (n - 2))
+              + (a[0] ** 2 + a[1] - a[2]) * (s[0] ** 2 + s[1] - s[2]) / (n * (n - 1) * (n - 2) * (n - 3)))
+    variance = max(second - mean**2, 0.0)
+    return -found / (k * s[0]), (found - mean) / variance**0.5 if variance else 0.0
+
+
+def _inputs(fitted: FittedModel, x: InputData | None, chosen: Tensor) -> Tensor:
+    """Inputs of these training points, (n, d), each column of a table divided by its standard deviation."""
+    source = training_inputs(fitted.model, fitted.structure, x, "lack_of_fit(x)")
+    wanted = torch.zeros(fitted.num_examples, dtype=torch.bool, device="cpu")
+    wanted[chosen], start, found, table = True, 0, [], True
+    for inputs, y in source:
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            raise UnsupportedError("inputs that are one array of real numbers, among which there are nearest ones",
+                                   f"a {type(inputs).__name__}" if not isinstance(inputs, Tensor) else
+                                   f"an array of {inputs.dtype}", "Look at the residuals of leave_one_out.")
+        found.append(inputs.detach().flatten(1)[wanted[start:start + len(y)].to(inputs.device)])
+        start, table = start + len(y), inputs.ndim == 2
+    columns = torch.cat(found)
+    if not table:  # pixels have one scale
+        return columns
+    deviation = columns.std(0)
+    return columns / torch.where(deviation > 0, deviation, torch.inf)
+
+
+def _metrics(fitted: FittedModel, inputs: Tensor) -> list[Tensor]:
+    """The inputs, and those times the prior deviation of their weights if each has a precision of its own."""
+    prior = fitted.prior
+    own = prior.precision.detach()[prior.inputs] if prior.groups == "input" else inputs[0, :0]
+    return [inputs, inputs * own.rsqrt().to(inputs)] if len(own) == inputs.shape[1] > 1 else [inputs]
+
+
+def _nearest(x: Tensor, neighbors: int) -> Tensor:
+    """Numbers of the nearest rows of each, (n, k)."""
+    numbers, found = torch.arange(len(x), device=x.device), []
+    for rows in panels(len(x), len(x), tuning.AVERAGED_OUTPUTS):
+        distance = torch.cdist(x[rows], x)
+        distance.masked_fill_(numbers[rows].unsqueeze(1) == numbers, torch.inf)
+        found.append(distance.topk(neighbors, largest=False).indices)
+    return torch.cat(found)

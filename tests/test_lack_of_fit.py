@@ -1,0 +1,169 @@
+"""Lack of fit: Moran's I of residuals of neighbors beside all orders and beside networks trained without each point."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.posterior.lack_of_fit import moran
+from ntk_laplace.runtime import tuning
+from refusals import refused
+
+QUIET = ntkl.Settings(progress=False)
+
+
+def nearest(x: np.ndarray, k: int) -> np.ndarray:
+    distance = ((x[:, None] - x[None]) ** 2).sum(-1)
+    np.fill_diagonal(distance, np.inf)
+    return np.argsort(distance, 1)[:, :k]
+
+
+@pytest.mark.parametrize(("n", "k", "outputs"), [(6, 2, 1), (6, 3, 2), (6, 1, 3)])
+def test_the_score_is_that_among_all_orders(n: int, k: int, outputs: int) -> None:
+    rng = np.random.default_rng(n + k)
+    r, near = rng.normal(size=(n, outputs)) * 10.0 ** np.arange(outputs), nearest(rng.normal(size=(n, 2)), k)
+    r = r + 5.0
+    scaled = (r - r.mean(0)) / r.std(0)
+    sums = np.array([sum(scaled[order[i]] @ scaled[order[j]] for i in range(n) for j in near[i])
+                     for order in itertools.permutations(range(n))])
+    correlation, deviations = moran(torch.as_tensor(r), torch.as_tensor(near))
+    assert correlation == pytest.approx(sums[0] / (n * k * outputs), rel=1e-12)
+    assert deviations == pytest.approx((sums[0] - sums.mean()) / sums.std(), rel=1e-10)
+    assert sums.mean() / (n * k * outputs) == pytest.approx(-1 / (n - 1))
+
+
+def test_residuals_that_are_equal_say_nothing() -> None:
+    near = torch.as_tensor(nearest(np.random.default_rng(0).normal(size=(8, 2)), 2))
+    assert moran(torch.ones(8, 2).double(), near) == (0.0, 0.0)
+    r = torch.randn(8, 1, generator=torch.Generator().manual_seed(0)).double()
+    one, two = moran(r, near), moran(torch.cat([r, torch.ones_like(r)], 1), near)
+    assert one == pytest.approx(two, rel=1e-12)
+
+
+def linear(n: int = 30) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(1)
+    x = torch.as_tensor(rng.uniform(-1, 1, (n, 2)) * [1, 7])
+    return x, torch.sin(3 * x[:, :1]) + 0.1 * torch.as_tensor(rng.normal(size=(n, 1)))
+
+
+def ridge(x: Tensor, y: Tensor, noise: float) -> nn.Module:
+    """The optimum of a linear network under prior precision 1."""
+    design = torch.cat([x, torch.ones(len(x), 1).double()], 1)
+    weights = torch.linalg.solve(design.mT @ design / noise + torch.eye(3).double(), design.mT @ y / noise)
+    network = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        network.weight.copy_(weights[:2].mT)
+        network.bias.copy_(weights[2])
+    return network
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "diag"])
+def test_residuals_are_those_of_points_that_were_left_out(structure: str) -> None:
+    (x, y), noise = linear(), 0.1
+    posterior = ntkl.laplace(ridge(x, y, noise), (x, y), ntkl.Gaussian(noise), ntkl.GaussianPrior(1.0), structure)
+    found = posterior.lack_of_fit(neighbors=4)
+    with torch.no_grad():
+        if structure == "diag":  # no exact posterior
+            residual = y - posterior.network.module(x)
+        else:
+            kept = [torch.arange(len(x)) != n for n in range(len(x))]
+            residual = torch.stack([y[n] - ridge(x[keep], y[keep], noise)(x[n]) for n, keep in enumerate(kept)])
+    near = nearest((x / x.std(0)).numpy(), 4)
+    correlation, deviations = moran(residual, torch.as_tensor(near))
+    assert found.correlation == pytest.approx(correlation, rel=1e-9)
+    assert found.deviations == pytest.approx(deviations, rel=1e-9)
+    assert (found.num_points, found.neighbors, found.left_out) == (30, 4, structure != "diag")
+    assert f"correlate by {correlation:.3g}, {deviations:.2g} standard deviations above" in str(found)
+
+
+def test_points_without_a_target_or_a_weight_are_left_out() -> None:
+    x, y = linear()
+    weight, missing = torch.ones(30).double(), y.clone()
+    weight[3], missing[5] = 0.0, torch.nan
+    network, likelihood = ridge(x, y, 0.1), ntkl.Gaussian(0.1, missing="nan")
+    posterior = ntkl.laplace(network, (x, missing, weight), likelihood, ntkl.GaussianPrior(1.0))
+    there = [n for n in range(30) if n not in (3, 5)]
+    fewer = ntkl.laplace(network, (x[there], y[there]), ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0))
+    found, expected = posterior.lack_of_fit(), fewer.lack_of_fit()
+    assert found.num_points == 28
+    assert found.correlation == pytest.approx(expected.correlation, rel=1e-9)
+
+
+def test_neighbors_are_those_among_the_inputs_that_matter_too() -> None:
+    """With a precision of its own for each input: the larger correlation of the two."""
+    rng = np.random.default_rng(2)
+    x = torch.as_tensor(np.concatenate([rng.uniform(-1, 1, (60, 1)), rng.normal(size=(60, 6))], 1))
+    y = torch.sin(4 * x[:, :1])
+    network, likelihood = nn.Linear(7, 1).double(), ntkl.Gaussian(0.1)
+    plain = ntkl.laplace(network, (x, y), likelihood, ntkl.GaussianPrior(1.0, groups="layer"))
+    precision = torch.tensor([1.0, *[1e6] * 6, 1.0]).double()  # the last of the bias
+    prior = ntkl.GaussianPrior(1.0, groups="input").bind({"weight": torch.Size((1, 7)), "bias": torch.Size((1,))})
+    with torch.no_grad():
+        prior.log_precision.copy_(precision.log())
+    relevant = ntkl.laplace(network, (x, y), likelihood, prior)
+    assert relevant.lack_of_fit().correlation > 0.6 > 0.5 > plain.lack_of_fit().correlation
+
+
+def test_of_many_points_some_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = linear()
+    posterior = ntkl.laplace(ridge(x, y, 0.1), (x, y), ntkl.Gaussian(0.1))
+    whole = posterior.lack_of_fit()
+    monkeypatch.setattr(tuning, "NEIGHBOR_POINTS", 20)
+    part = posterior.lack_of_fit()
+    assert part.num_points == 20 and part.correlation != whole.correlation and part == posterior.lack_of_fit()
+
+
+def test_pixels_keep_their_scale_and_a_loaded_posterior_takes_the_inputs(tmp_path: object) -> None:
+    x, y = linear()
+    images = torch.stack([x, 5.0 * x.flip(1)], 1).reshape(30, 1, 2, 2)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(4, 1)).double()
+    posterior = ntkl.laplace(network, (images, y), ntkl.Gaussian(0.1), structure="full")
+    found = posterior.lack_of_fit()
+    with torch.no_grad():
+        hat = posterior.fitted.precision.covariance_blocks(posterior.jacobian(images))[:, 0, 0] / 0.1
+        residual = (y - network(images))[:, 0] / (1 - hat)
+    near = torch.as_tensor(nearest(images.flatten(1).numpy(), 3))
+    assert (found.correlation, found.deviations) == pytest.approx(moran(residual[:, None], near), rel=1e-9)
+    posterior.save(f"{tmp_path}/posterior.pt", include_data=True)
+    loaded = ntkl.load(f"{tmp_path}/posterior.pt", network)
+    with refused(ntkl.DataError, "the training inputs x", "none", "pass lack_of_fit"):
+        loaded.lack_of_fit()
+
+
+def test_what_lack_of_fit_refuses() -> None:
+    x, y = linear()
+    posterior = ntkl.laplace(nn.Linear(2, 1).double(), (x, y), ntkl.Gaussian(0.1))
+    with refused(ntkl.HyperparameterError, "neighbors as a whole number", "0", "Leave it out for 3"):
+        posterior.lack_of_fit(neighbors=0)
+    with refused(ntkl.DataError, "at least 34 training points", "30", "fewer neighbors"):
+        posterior.lack_of_fit(neighbors=30)
+    with refused(ntkl.DataError, "inputs of the 30 training points", "29", "order of the fit"):
+        posterior.lack_of_fit(x[1:])
+    classes = ntkl.laplace(nn.Linear(2, 3).double(), (x, torch.arange(30) % 3), ntkl.Categorical())
+    with refused(ntkl.UnsupportedError, "responses that are numbers", "classes", "leave_one_out"):
+        classes.lack_of_fit()
+    words = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(4, 1)).double()
+    tokens = torch.randint(5, (30, 2), generator=torch.Generator().manual_seed(0))
+    with refused(ntkl.UnsupportedError, "one array of real numbers", "an array of torch.int64", "leave_one_out"):
+        ntkl.laplace(words, (tokens, y), ntkl.Gaussian(0.1)).lack_of_fit()
+
+
+@pytest.mark.filterwarnings("always:the network misses", "ignore:noise is not at the optimum")
+def test_a_training_that_misses_a_part_tells_it() -> None:
+    x, y = linear(60)
+    options = {"epochs": 20, "batch_size": None, "settings": QUIET}
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="misses a part .* correlate by 0.[0-9]+, .* weaker prior"):
+        training = ntkl.train_with_evidence(nn.Linear(2, 1).double(), (x, y), ntkl.Gaussian(), predictive="loo",
+                                            **options)
+    assert training.lack_of_fit.clear and training.lack_of_fit == training.posterior.lack_of_fit()
+    with pytest.warns(ntkl.NTKLaplaceWarning) as told:
+        trainings = ntkl.train_from_starts(nn.Linear(2, 1).double(), (x, y), ntkl.Gaussian(), **options)
+    assert len(trainings) == 2 and sum("misses a part" in str(one.message) for one in told) == 1
+    classes = ntkl.train_with_evidence(nn.Linear(2, 2).double(), (x, (y[:, 0] > 0).long()), ntkl.Categorical(),
+                                       **options)
+    assert classes.lack_of_fit is None
