@@ -50,6 +50,7 @@ from ntk_laplace.posterior.estimates import AnnealedEvidence, ApproximationError
 from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability, Reranking, SourceEffects
 from ntk_laplace.posterior.fit import gaussian_posterior, laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
+from ntk_laplace.posterior.lack_of_fit import LackOfFit
 from ntk_laplace.posterior.scores import LearningCurve
 from ntk_laplace.posterior.what_ifs import CrossValidation, WhatIfs
 from ntk_laplace.runtime.distributed import process_group
@@ -155,6 +156,7 @@ __all__ = [
     "Jacobian",
     "LaplaceClassifier",
     "LaplaceRegressor",
+    "LackOfFit",
     "LearningCurve",
     "LeaveOneOut",
     "Likelihood",
