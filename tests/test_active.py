@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace import active
+from ntk_laplace.runtime import tuning
 from reference import relative_error
 from refusals import refused
 
@@ -169,6 +170,49 @@ def test_bald_of_correlated_labels() -> None:
         active.score(many, x, "bald")
 
 
+def test_labels_with_another_noise() -> None:
+    """Noise per point belongs to the training points: that of new labels is given, and lowers V for the next choice."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(12, 3, dtype=torch.float64)
+    posterior = ntkl.laplace(network, (x, x[:, :1]), ntkl.Gaussian(0.1 + x[:, :1] ** 2, "point"))
+    with refused(ntkl.UnsupportedError, "12 points that the noise", "new points", "likelihood="):
+        active.score(posterior, x)
+    with refused(ntkl.UnsupportedError, "a likelihood object", "0.3", "Gaussian"):
+        active.select(posterior, x, 1, likelihood=0.3)  # type: ignore[arg-type]
+    for noise in (torch.ones(12, 1), torch.ones(12)):  # a chunk of as many inputs would take them for its own
+        with refused(ntkl.UnsupportedError, "one noise for all inputs", "Gaussian with another", "on their own"):
+            active.score(posterior, torch.cat([x, x]), likelihood=ntkl.Gaussian(noise), batch_size=12)
+    likelihood, pool = ntkl.Gaussian(0.3), 2 * torch.randn(5, 3, dtype=torch.float64)
+    covariance = posterior.posterior_precision.covariance(posterior.jacobian(pool)) / 0.3
+    found = active.score(posterior, pool, likelihood=likelihood)
+    assert torch.allclose(found, 0.5 * covariance.diagonal().log1p(), rtol=1e-10)
+    whole = 0.5 * torch.logdet(torch.eye(5).double() + covariance)
+    for method in ("information", "bald"):
+        chosen = active.select(posterior, pool, 5, method, likelihood=likelihood)
+        assert torch.allclose(chosen.gains.sum(), whole, rtol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["epig", "bald"])
+def test_large_pools_are_scored_in_parts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, x = fitted("categorical")
+    targets = x[5:] if method == "epig" else None
+    whole = active.select(posterior, x, 3, method, targets=targets)
+    monkeypatch.setattr(tuning, "AVERAGED_OUTPUTS", 1)
+    parts = active.select(posterior, x, 3, method, targets=targets)
+    assert torch.equal(whole.indices, parts.indices) and torch.allclose(whole.gains, parts.gains, rtol=1e-10)
+
+
+def test_what_does_not_fit_in_memory_is_refused() -> None:
+    likelihood, x = ntkl.Categorical(), torch.randn(300, 3, dtype=torch.float64)
+    posterior = ntkl.laplace(nn.Linear(3, 3).double(), (x[:12], torch.arange(12) % 3), likelihood,
+                             settings=ntkl.Settings(memory_budget=10**6))
+    with refused(ntkl.MemoryBudgetError, "300 inputs and 300 targets", ".", "fewer targets"):
+        active.select(posterior, x, 2, "epig", targets=x)
+    with refused(ntkl.MemoryBudgetError, "300 inputs and 200 of them", ".", "fewer, or pass a part"):
+        active.select(posterior, x, 200)
+
+
 def test_variance_prefers_what_tells_nothing() -> None:
     """Far away f varies most, and the label is certain: the pitfall that the docs tell."""
     posterior, _ = fitted("bernoulli")
@@ -199,6 +243,11 @@ def test_refusals() -> None:
             ask()
     with refused(ntkl.UnsupportedError, "Posterior", "Linear", "laplace"):
         active.score(nn.Linear(1, 1), x)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1)).double()
+    exact = ntkl.laplace(wide, (x, x[:, :1]), ntkl.Gaussian(1e-9), ntkl.GaussianPrior(0.1)).to(dtype=torch.float32)
+    with pytest.warns(match="few correct digits"), refused(ntkl.NumericalError, "the noise", "float32", "float64"):
+        active.select(exact, torch.cat([x, x, -x]), 9)
     counts = ntkl.laplace(nn.Linear(3, 1).double(), (x, torch.ones(9, 1)), ntkl.Poisson())
     with refused(ntkl.UnsupportedError, "Categorical", "Poisson", "information"):
         active.score(counts, x, "bald")

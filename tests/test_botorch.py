@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.posterior.differentiable import DifferentiableModel
+from ntk_laplace.runtime import tuning
 from refusals import refused
 from scripts import run_script
 
@@ -34,11 +36,12 @@ with warnings.catch_warnings():  # what they say of other packages when they are
     from botorch.acquisition.analytic import LogExpectedImprovement, PosteriorMean
     from botorch.acquisition.knowledge_gradient import qKnowledgeGradient
     from botorch.acquisition.logei import qLogExpectedImprovement, qLogNoisyExpectedImprovement
-    from botorch.acquisition.max_value_entropy_search import qMaxValueEntropy
+    from botorch.acquisition.max_value_entropy_search import qLowerBoundMaxValueEntropy, qMaxValueEntropy
     from botorch.acquisition.multi_objective.logei import qLogNoisyExpectedHypervolumeImprovement
     from botorch.acquisition.multi_objective.monte_carlo import qNoisyExpectedHypervolumeImprovement
     from botorch.acquisition.multi_step_lookahead import qMultiStepLookahead
     from botorch.acquisition.objective import ScalarizedPosteriorTransform
+    from botorch.cross_validation import efficient_loo_cv
     from botorch.models.transforms import Log, Normalize, Standardize
     from botorch.optim import optimize_acqf
     from botorch.posteriors.transformed import TransformedPosterior
@@ -313,6 +316,90 @@ def test_the_model_is_its_own() -> None:
     assert torch.allclose(single.posterior(x.float()).variance, before.float(), rtol=1e-2)
 
 
+@pytest.mark.parametrize("change", ["precision", "dtype", "dtype of the first"])
+def test_observations_at_another_precision_or_dtype(change: str) -> None:
+    """Whatever was computed of the observations before."""
+    model, x = copy.deepcopy(fitted(3, False)), draws(4, D, seed=1)
+    given = draws(2, D, seed=5), draws(2, 3, seed=6), draws(2, 3, seed=7)
+    more, tolerance = model.condition_on_observations(*given), 1e-10
+    wanted = more.posterior(x)
+    if change == "precision":
+        model.prior.precision = 0.05
+        wanted = model.condition_on_observations(*given).posterior(x)
+    else:
+        (model if change.endswith("first") else more).float()
+        assert more.train_targets.dtype == (torch.float64 if change.endswith("first") else torch.float32)
+        x, tolerance = x.float(), 1e-4
+    found = more.posterior(x)
+    assert torch.allclose(found.mean, wanted.mean.to(x), rtol=tolerance, atol=tolerance)
+    assert torch.allclose(found.variance, wanted.variance.to(x), rtol=100 * tolerance)
+    assert model.posterior(x).mean.dtype == x.dtype
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_after_a_call_without_them(mode: Any) -> None:
+    """In the inputs that were observed, which qKnowledgeGradient optimizes, and in those to predict."""
+    slopes = []
+    for before in (False, True):
+        observed, x = draws(2, D, seed=5).requires_grad_(), draws(3, D, seed=1).requires_grad_()
+        model = fitted(1, True).condition_on_observations(observed, draws(2, 1, seed=6))
+        if before:
+            with mode():
+                model.posterior(x).variance  # noqa: B018
+        found = model.posterior(x)
+        slopes.append(torch.autograd.grad(found.mean.sum() + found.variance.sum(), (observed, x)))
+    for plain, after in zip(*slopes, strict=True):
+        assert torch.allclose(plain, after, rtol=1e-12)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_many_batches_are_predicted_in_parts(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = fitted(3, True), draws(4, 2, D, seed=1)
+    model = model.condition_on_observations(draws(2, D, seed=5), draws(2, 3, seed=6)) if given else model
+    whole, seen, plain = model.posterior(x), [], DifferentiableModel.rows
+    monkeypatch.setattr(tuning, "COVARIANCE_BYTES", 1)
+    monkeypatch.setattr(DifferentiableModel, "rows", lambda self, x: (seen.append(len(x)), plain(self, x))[1])
+    parts = model.posterior(x)
+    assert seen == [2] * 4
+    assert torch.allclose(parts.mean, whole.mean, rtol=1e-12)
+    assert torch.allclose(joint(parts), joint(whole), rtol=1e-8)
+
+
+def test_a_fit_in_inference_mode_has_gradients() -> None:
+    x, y = data(1)
+    options: dict[str, Any] = {"noise": 0.1, "steps": 5, "rounds": 1}
+    plain = ntkl.botorch.LaplaceModel.fit(network(1), x, y, outcome_transform=Standardize(1), **options)
+    with torch.inference_mode():
+        model = ntkl.botorch.LaplaceModel.fit(
+            network(1), x.clone(), y.clone(), outcome_transform=Standardize(1), **options)
+    point = draws(3, 1, D, seed=1).requires_grad_()
+    found, wanted = (torch.autograd.grad(one.posterior(point).variance.sum(), point)[0] for one in (model, plain))
+    assert torch.allclose(found, wanted, rtol=1e-10)
+
+
+def test_each_observation_is_solved_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many were added before it, one after another; the posterior is that of all together."""
+    model, x, y = fitted(1, True), draws(5, D, seed=5), draws(5, 1, seed=6)
+    kind, solved = type(model.laplace.posterior_precision), []
+    plain = kind.solve
+    monkeypatch.setattr(kind, "solve", lambda self, v: (solved.append(v.shape[:-1].numel()), plain(self, v))[1])
+    one = model
+    for at in range(5):
+        one = one.condition_on_observations(x[at : at + 1], y[at : at + 1])
+        one.posterior(x[:1])
+    assert sum(solved) == 10  # one for the observation, and one for the point to predict
+    assert torch.allclose(joint(one.posterior(x)), joint(model.condition_on_observations(x, y).posterior(x)), rtol=1e-8)
+
+
+def test_fantasies_of_no_points() -> None:
+    """The same posterior for each fantasy, as of BoTorch's models."""
+    model, x = fitted(3, True), draws(4, D, seed=1)
+    found = model.fantasize(draws(2, 0, D), SobolQMCNormalSampler(torch.Size([5])))
+    assert found.batch_shape == (5, 2)
+    assert torch.allclose(found.posterior(x).mean, model.posterior(x).mean.expand(5, 2, 4, 3), rtol=1e-12)
+    assert torch.allclose(joint(found.posterior(x)), joint(model.posterior(x)).expand(5, 2, 12, 12), rtol=1e-12)
+
+
 def test_a_transform_without_a_gaussian_result() -> None:
     x, y = data(1)
     model = ntkl.botorch.LaplaceModel.fit("mlp", x, y, noise=0.01, outcome_transform=Log(), steps=20)
@@ -493,6 +580,20 @@ def test_clients(name: str) -> None:
     assert float(value) > float(before.max())
 
 
+def test_gibbon_knows_points_that_are_pending() -> None:
+    """It lowers their value by log(1 - aᵀB⁻¹a/v)/2, with the covariances of y at the point and those pending."""
+    model, pending, x = fitted(1, True), draws(2, D, seed=9), draws(4, 1, D, seed=11)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        acquisition = qLowerBoundMaxValueEntropy(model, draws(20, D, seed=1))
+        alone = acquisition(x)
+        acquisition.set_X_pending(pending)
+        found = acquisition(x)
+        every = joint(model.posterior(torch.cat([x, pending.expand(4, 2, D)], 1), observation_noise=True))
+    part = every[:, :1, 1:] @ torch.linalg.solve(every[:, 1:, 1:], every[:, 1:, :1]) / every[:, :1, :1]
+    assert torch.allclose(found - alone, 0.5 * (1 - part).log().flatten(), rtol=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [qNoisyExpectedHypervolumeImprovement, qLogNoisyExpectedHypervolumeImprovement])
 @pytest.mark.filterwarnings("ignore:qNoisyExpectedHypervolumeImprovement has known", "ignore:Optimization failed",
@@ -557,13 +658,26 @@ def test_refusals() -> None:
         Model(nn.Linear(2, 1))
     with refused(ntkl.UnsupportedError, "Gaussian likelihood", "Bernoulli", "Gaussian"):
         Model(ntkl.laplace(network(1), (x, (y > 2).double()), ntkl.Bernoulli()))
+    with refused(ntkl.UnsupportedError, "trained network", "the prior", "leave_one_out"):
+        efficient_loo_cv(fitted(1, True))
     model = fitted(3, False)
     with refused(ntkl.DataError, "q, d", r"shape \(2,\)", "unsqueeze"):
         model.posterior(x[0])
-    with refused(ntkl.DataError, "n at least 1", r"\(0, 2\) and \(0, 3\)", "one row of Y"):
-        model.condition_on_observations(x[:0], x.new_zeros(0, 3))
+    with refused(ntkl.DataError, "q, d", "a ndarray", "as_tensor"):
+        model.posterior(x.numpy())  # type: ignore[arg-type]
     with refused(ntkl.DataError, r"\(\.\.\., n, 3\)", r"\(9, 1\)", "one row of Y"):
         model.condition_on_observations(x, y)
+    fantasies, four = model.condition_on_observations(draws(5, 1, D), draws(5, 1, 3)), draws(4, 1, 3)
+    for ask in (lambda: model.condition_on_observations(draws(5, 1, D), four),
+                lambda: model.condition_on_observations(draws(5, 1, D), draws(5, 1, 3), noise=four),
+                lambda: fantasies.condition_on_observations(draws(4, 1, D), four),
+                lambda: fantasies.posterior(draws(4, 1, D))):
+        with refused(ntkl.DataError, r"the model, \(5?,?\)", r"\(4,\) of", "unsqueeze"):
+            ask()
+    fourier = Model.fit("fourier", x[:3], y[:3])
+    for size in (1, 3):  # of one feature it made as many as there are
+        with refused(ntkl.DataError, r"float64 \(n, 2\)", rf"\(9, {size}\)", "that form"):
+            fourier.posterior(x[:, :1].expand(-1, size))
     with refused(ntkl.UnsupportedError, "outputs among 0 to 2", r"\[3\]", "Choose"):
         model.subset_output([3])
     with refused(ntkl.DataError, "train_Y", r"\(9,\)", "one row"):
@@ -574,12 +688,16 @@ def test_refusals() -> None:
             Model.fit("fourier", *row)
     with refused(ntkl.DataError, "train_X", r"\(3, 2\)", "of the fit"):
         Model(model.laplace, train_X=x[:3])
-    with refused(ntkl.UnsupportedError, "mlp", "deep", "one of them"):
+    with refused(ntkl.UnsupportedError, '"fourier" or "mlp"', "deep", "one of them"):
         Model.fit("deep", x, y)
+    with refused(ntkl.DataError, r"train_Yvar of shape \(9, 1\)", r"\(9, 2\)", "each number"):
+        Model.fit("fourier", x, y, torch.ones_like(x))
     with refused(ntkl.DataError, "2 outputs", "1", "last layer"):
         Model.fit(network(1), x, y.expand(-1, 2), noise=0.1)
     with refused(ntkl.HyperparameterError, "positive", "-1", "above 0"):
         Model.fit("mlp", x, y, noise=-1.0)
+    with refused(ntkl.HyperparameterError, "one variance, for all outputs", r"\[0.1, 0.2\]", "train_Yvar"):
+        Model.fit("fourier", x, y, noise=[0.1, 0.2])  # type: ignore[arg-type]
     for kind in ("fourier", "mlp", network(1)):
         with refused(ntkl.HyperparameterError, "noise= or train_Yvar", "both", "Pass one"):
             Model.fit(kind, x, y, 0.1 + y**2, noise=0.1)

@@ -371,6 +371,9 @@ def test_models_and_outputs_that_are_not_exact():
     with gpytorch.settings.observation_nan_policy("mask"):
         with refused(errors.UnsupportedError, "all observed", "mask", "without a target"):
             mll(model(*model.train_inputs), model.train_targets)
+    for wrong in (model.train_targets[:, None], model.train_targets[:4]):
+        with refused(errors.DataError, rf"targets \(\.\.\., {N}\)", rf"\({len(wrong)},", "train_targets"):
+            mll(model(*model.train_inputs), wrong)
     output = model.eval()(torch.zeros(3, 2).double())
     with refused(errors.UnsupportedError, "training mode", "eval", "train"):
         mll(output, model.train_targets)

@@ -384,9 +384,20 @@ def test_inputs_that_do_not_fit() -> None:
         for arguments in ((other,), (torch.zeros(3, 16).double(), other)):
             with pytest.raises(ntkl.errors.DataError, match=rf"one tensor.*got a {type(other).__name__}\. Join"):
                 kernel(*arguments)
+    with pytest.raises(ntkl.errors.DataError, match="at least one input; got none"):  # whose outputs nobody knows
+        NTKKernel(conv, input_shape=(1, 4, 4))(torch.zeros(0, 16).double()).to_dense()
+
+
+def test_no_inputs() -> None:
+    """As of GPyTorch's kernels, of which BoTorch asks it where there are no points to add."""
+    kernel = NTKKernel(nn.Linear(3, 2).double(), batch_shape=torch.Size([4]))
+    kernel(torch.zeros(1, 3).double()).to_dense()
     for one, two in ((0, 3), (3, 0), (0, 0)):
-        with pytest.raises(ntkl.errors.DataError, match="at least one input; got none"):
-            kernel(torch.zeros(one, 16).double(), torch.zeros(two, 16).double()).to_dense()
+        found = kernel(torch.zeros(one, 3).double(), torch.zeros(two, 3).double()).to_dense()
+        assert found.shape == (4, 2 * one, 2 * two) and found.dtype == torch.float64
+    assert kernel(torch.zeros(5, 1, 0, 3).double(), diag=True).shape == (5, 4, 0)
+    model = Exact(torch.rand(4, 3).double(), torch.rand(4).double(), NTKKernel(nn.Linear(3, 1).double())).eval()
+    assert model(torch.zeros(0, 3).double()).variance.shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from gpytorch.models import ExactGP
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_number, require_whole
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, is_number, require_whole
 from ntk_laplace.gp.whitened import WhitenedGram
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.runtime.known_gradients import require_first_derivative, with_gradients
@@ -115,8 +115,17 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
             ``model.train_targets``.
         *params, **kwargs
             For the likelihood, as in `ExactMarginalLogLikelihood`.
+
+        Raises
+        ------
+        DataError
+            If the targets have another shape.
         """
         self._require(function_dist)
+        event = function_dist.event_shape
+        if target.shape[-len(event) :] != event:  # GPyTorch would broadcast them
+            raise DataError(f"targets (..., {', '.join(map(str, event))})", f"shape {tuple(target.shape)}",
+                            "Pass model.train_targets.")
         if isinstance(function_dist.lazy_covariance_matrix, WhitenedGram):
             value, examples = self._of_laplace(function_dist, target, *params, **kwargs)
         else:
@@ -124,7 +133,7 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
             examples = output.event_shape[0]
             m = self.num_given(examples)
             value = torch.stack([_log_density(output, target, order, m) for order in self._drawn(examples)]).mean(0)
-        numbers = function_dist.event_shape.numel() * (examples - self.num_given(examples)) // examples
+        numbers = event.numel() * (examples - self.num_given(examples)) // examples
         return self._add_other_terms(value, params).div(numbers)
 
     def _of_laplace(

@@ -97,6 +97,8 @@ class NTKKernel(Kernel):
         if last_dim_is_batch:
             raise UnsupportedError("a kernel over whole inputs", "last_dim_is_batch=True",
                                    "Use active_dims to give the network some of the features.")
+        if not (x1.shape[-2] and x2.shape[-2]):
+            return self._empty(x1, x2, diag)
         left, right = self._rows(x1.reshape(-1, x1.shape[-1])), self._rows(x2.reshape(-1, x2.shape[-1]))
         make = GramDiagonal if diag else FullGram
         batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
@@ -106,6 +108,13 @@ class NTKKernel(Kernel):
         ]
         stacked = torch.stack(values).view(*batch, *values[0].shape)
         return stacked.expand(*torch.broadcast_shapes(batch, self.batch_shape), *values[0].shape)
+
+    def _empty(self, x1: Tensor, x2: Tensor, diag: bool) -> Tensor:
+        """K of no inputs, as kernels of GPyTorch have it."""
+        c = self._rows.num_outputs(x1 if x1.shape[-2] else x2)
+        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], self.batch_shape)
+        sides = x1.shape[-2] * c, x2.shape[-2] * c
+        return torch.zeros(*batch, *(sides[:1] if diag else sides), dtype=self.dtype, device=self._rows.device)
 
     # --- dtype, device and batches, which other kernels derive from their parameters
 

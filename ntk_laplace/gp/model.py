@@ -45,7 +45,8 @@ class LaplaceGP(ExactGP):
     In training mode ``gp(*gp.train_inputs)`` is the prior over these rows, and
     ``ExactMarginalLogLikelihood(gp.likelihood, gp)`` times their number is the evidence, up to rounding. Its gradients
     in the prior's precisions and the likelihood's hyperparameters are exact for every ``max_cholesky_size``. In eval
-    mode ``gp(x)`` is the posterior of f at `x`, and ``gp.likelihood(gp(x))`` that of responses.
+    mode ``gp(x)`` is the posterior of f at `x`, and ``gp.likelihood(gp(x))`` that of responses, without a fitted
+    predictive.
 
     Parameters
     ----------

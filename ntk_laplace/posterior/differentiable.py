@@ -32,20 +32,20 @@ class DifferentiableModel:
             raise UnsupportedError(
                 "a structure whose covariances have no error of sampling, for gradients in the inputs",
                 f"structure={fitted.structure.name!r}", 'Fit with structure="gp", "full" or "kfac", for instance.')
-        self._fitted = fitted
+        self.fitted = fitted
         self._rows = DifferentiableRows(model.network, model.jacobian_pass.dtype)
 
     @property
     def precision(self) -> PosteriorPrecision:
         """H at the present hyperparameters."""
-        return self._fitted.precision
+        return self.fitted.precision
 
     def rows(self, x: Any, step: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (n, C) and rows of J (n, C, P) at `x`, at weights from which the step (P,) is subtracted.
 
         DataError if `x` has no examples; MemoryBudgetError if J does not fit in memory.
         """
-        model = self._fitted.model
+        model = self.fitted.model
         network = model.network
         n = num_examples(x)
         if n == 0:

@@ -63,14 +63,7 @@ class PredictionVerbs(LatentVerbs):
             One per input, with ``log_prob(y)`` of shape (n,), `mean`, `variance`, and `probs` for classes.
         """
         require_flags(calibrated=calibrated)
-        own = self.likelihood.for_new_points() if likelihood is None else likelihood
-        if not isinstance(own, Likelihood):
-            raise UnsupportedError("a likelihood object, or None for the training one", f"{likelihood!r}",
-                                   "Use for instance ntk_laplace.Gaussian(noise).")
-        if own.positions != self.likelihood.positions:
-            raise UnsupportedError(f"a likelihood of {_responses_of(self.likelihood)}, as in the fit",
-                                   f"{type(own).__name__}, of {_responses_of(own)}",
-                                   "Use Everywhere(likelihood, positions) where the fit does, with its positions.")
+        own = likelihood_elsewhere(self.likelihood, likelihood)
         require_generator(generator)
         scalar = self.network.scalar
 
@@ -111,6 +104,19 @@ class PredictionVerbs(LatentVerbs):
         for start, x in chunks.inputs(max(1, tuning.SAMPLED_OUTPUTS // (draws.count * self.num_outputs))):
             outputs = at(x, start)
             yield torch.stack([outputs(theta) for theta in draws]).to(self.dtype)
+
+
+def likelihood_elsewhere(fitted: Likelihood, given: Likelihood | None) -> Likelihood:
+    """The likelihood at new inputs: that of the fit, or a given one of the same positions (UnsupportedError if not)."""
+    own = fitted.for_new_points() if given is None else given
+    if not isinstance(own, Likelihood):
+        raise UnsupportedError("a likelihood object, or None for the training one", f"{given!r}",
+                               "Use for instance ntk_laplace.Gaussian(noise).")
+    if own.positions != fitted.positions:
+        raise UnsupportedError(f"a likelihood of {_responses_of(fitted)}, as in the fit",
+                               f"{type(own).__name__}, of {_responses_of(own)}",
+                               "Use Everywhere(likelihood, positions) where the fit does, with its positions.")
+    return own
 
 
 def _responses_of(likelihood: Likelihood) -> str:

@@ -315,4 +315,4 @@ class Gaussian(PerOutput):
 
     def _no_noise(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"the {len(self.log_noise)} points that the noise per point was given for", what,
-                                "Give the noise there: predict(x, likelihood=ntkl.Gaussian(noise=...)).")
+                                "Give the noise there, as predict(x, likelihood=ntkl.Gaussian(noise=...)) does.")

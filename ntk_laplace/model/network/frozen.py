@@ -236,9 +236,10 @@ class Network(CheckedOutputs):
 
     def evaluate_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """Outputs (N, C) with their graph in `x` and in `values` of the chosen parameters, by name; see `outputs`."""
-        self.require_gradients_followed(x)
         with torch.enable_grad(), unrolled(self.module):
-            return self.outputs(lambda x: self.call_at(values, x), x, 0)
+            found = self.outputs(lambda x: self.call_at(values, x), x, 0)
+        self.require_gradients_followed(x)  # last, for inputs that the network takes
+        return found
 
     def without_grad(self, x: Inputs, offset: int = 0) -> Tensor:
         """Outputs (N, C) without a graph, computed in chunks to bound the memory of activations."""

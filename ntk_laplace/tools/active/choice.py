@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ntk_laplace.errors import HyperparameterError, require_whole
 from ntk_laplace.model.data import InputData
+from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.tools.active.pool import Pool
-from ntk_laplace.tools.active.scores import about, crossed, part_score, require_options
+from ntk_laplace.tools.active.scores import about, of_labels, part_score, require_options
 
 if TYPE_CHECKING:
     import pandas
@@ -44,7 +45,7 @@ class Selection:
 
 def select(
     posterior: Posterior, pool: InputData, k: int, method: str = "information", *, targets: InputData | None = None,
-    samples: int = 256,
+    samples: int = 256, likelihood: Likelihood | None = None,
 ) -> Selection:
     """Choose k inputs of a pool to be labeled next, so that no two tell the same.
 
@@ -62,7 +63,7 @@ def select(
     pool : tensor, tuple or dict of tensors
         n unlabeled inputs. Their rows of J are kept in memory, in factors, and for "epig" n m R² numbers for m targets.
     k : int
-    method, targets, samples
+    method, targets, samples, likelihood
         As in `score`.
 
     Returns
@@ -75,20 +76,29 @@ def select(
         If k is not between 1 and n.
     UnsupportedError
         As `score`.
+    NumericalError
+        If the rounding of the covariances is larger than the noise of the labels.
+    MemoryBudgetError
+        If the covariances with `targets`, or with the k inputs, do not fit in memory.
     """
     require_options(posterior, method, targets, samples)
     require_whole("k", k, 1, "Pass how many inputs you can label.")
     with torch.inference_mode(False), torch.no_grad():
-        candidates = Pool(posterior, posterior.jacobian(pool))
+        own = of_labels(posterior, likelihood)
+        candidates = Pool(posterior, posterior.jacobian(pool), own)
         if k > len(candidates):
             raise HyperparameterError(f"k of at most {len(candidates)}, the inputs of the pool", f"{k}",
                                       "Ask for fewer.")
-        there = None if targets is None else Pool(posterior, posterior.jacobian(targets))
+        there = None if targets is None else Pool(posterior, posterior.jacobian(targets), own)
+        numbers = k * candidates.root[0].numel() * (len(candidates) + (0 if there is None else len(there)))
+        posterior.fitted.model.require_memory(
+            numbers * candidates.root.element_size(), f"covariances of {len(candidates):,} inputs and {k:,} of them",
+            "Ask for fewer, or pass a part of the pool.")
         return Selection(*_greedy(candidates, there, k, method, samples), method)
 
 
 def _greedy(pool: Pool, targets: Pool | None, k: int, method: str, samples: int) -> tuple[Tensor, Tensor]:
-    both = pool.mean if targets is None else crossed(pool, targets)
+    both = pool.mean if targets is None else pool.crossed(targets)
     chosen: list[int] = []
     gains: list[Tensor] = []
     while True:
@@ -102,4 +112,5 @@ def _greedy(pool: Pool, targets: Pool | None, k: int, method: str, samples: int)
             targets.observe(pool, chosen[-1])
         pool.observe(pool, chosen[-1])
         if targets is not None:
-            both = both - torch.einsum("nri,msi->nmrs", pool.whitened_half(), targets.whitened_half())
+            left, right = pool.whitened_half(), targets.whitened_half()
+            both.view(len(left), len(right)).addmm_(left, right.T, alpha=-1.0)

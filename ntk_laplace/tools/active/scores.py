@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError, require_choice, require_whole
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_choice, require_whole
 from ntk_laplace.model.data import InputData
-from ntk_laplace.model.likelihoods import Bernoulli, Categorical, Gaussian
+from ntk_laplace.model.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.predictive import normal_points
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.chunks import Chunks
+from ntk_laplace.posterior.prediction import likelihood_elsewhere
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.panels import panels
 from ntk_laplace.tools.active.pool import Pool, log_det_half, root_of
 
 METHODS = ("information", "bald", "epig", "variance")
@@ -23,7 +27,7 @@ _MOST_VECTORS = 2**10  # of labels of one example
 
 def score(
     posterior: Posterior, pool: InputData, method: str = "information", *, targets: InputData | None = None,
-    samples: int = 256, batch_size: int = 512,
+    samples: int = 256, batch_size: int = 512, likelihood: Likelihood | None = None,
 ) -> Tensor:
     """How much a label at each input of a pool would tell, in nats; larger is better.
 
@@ -47,6 +51,9 @@ def score(
         Points of f, for "bald" of classes. They are always the same.
     batch_size : int
         Inputs at a time.
+    likelihood : Likelihood, optional
+        Of the labels, if it differs from the training likelihood, as noise does that belongs to the training points.
+        One noise for all inputs.
 
     Returns
     -------
@@ -55,16 +62,36 @@ def score(
     Raises
     ------
     UnsupportedError
-        If the method is unknown; or, for "bald", the likelihood is no Gaussian, Categorical or Bernoulli, alone or at
-        every position (`Everywhere`), or an example's labels have more than 1,024 vectors.
+        If the method is unknown; the noise is one per point; or, for "bald", the likelihood is no Gaussian, Categorical
+        or Bernoulli, alone or at every position (`Everywhere`), or an example's labels have more than 1,024 vectors.
+    NumericalError
+        If the rounding of the covariances is larger than the noise of the labels.
+    MemoryBudgetError
+        If the covariances with `targets` do not fit in memory.
     """
     require_options(posterior, method, targets, samples)
     with torch.inference_mode(False), torch.no_grad():
-        there = None if targets is None else Pool(posterior, posterior.jacobian(targets))
-        parts = (Pool(posterior, rows) for rows in Chunks(posterior.fitted.model, pool, batch_size).rows())
-        found = [part_score(part, method, samples) if there is None else about(part, there, crossed(part, there))
+        own = of_labels(posterior, likelihood)
+        there = None if targets is None else Pool(posterior, posterior.jacobian(targets), own)
+        parts = (Pool(posterior, rows, own) for rows in Chunks(posterior.fitted.model, pool, batch_size).rows())
+        found = [part_score(part, method, samples) if there is None else about(part, there, part.crossed(there))
                  for part in parts]
         return torch.cat(found)
+
+
+def of_labels(posterior: Posterior, given: Likelihood | None) -> Likelihood:
+    """The likelihood of new labels, with one noise for all of them (UnsupportedError)."""
+    own = likelihood_elsewhere(posterior.likelihood, given)
+    if given is None:
+        return own
+    own = copy.deepcopy(own)
+    try:
+        own.bind(1, posterior.num_outputs)  # determines what the noise means
+        return own.for_new_points()
+    except (HyperparameterError, UnsupportedError) as cause:
+        raise UnsupportedError("likelihood= with one noise for all inputs", f"a {type(own).__name__} with another",
+                               "Pass one variance, or one for each output; score inputs of another noise on their own."
+                               ) from cause
 
 
 def part_score(pool: Pool, method: str, samples: int) -> Tensor:
@@ -74,17 +101,15 @@ def part_score(pool: Pool, method: str, samples: int) -> Tensor:
     return log_det_half(pool.blocks()) if method == "information" else _of_label(pool, samples)
 
 
-def crossed(pool: Pool, targets: Pool) -> Tensor:
-    """A_x* between a pool and targets, (n, m, R, R*)."""
-    return pool.root.mT.unsqueeze(1) @ pool.columns(targets)
-
-
 def about(pool: Pool, targets: Pool, both: Tensor) -> Tensor:
     """Mean over targets of I(y; y*) = -½ log det(I - (I + A)⁻¹ A_x* (I + A_**)⁻¹ A_*x), (n,), of A_x* `both`."""
     left, right = root_of(pool.blocks()), root_of(targets.blocks())
-    half = torch.linalg.solve_triangular(left.unsqueeze(1), both, upper=False)
-    half = torch.linalg.solve_triangular(right.unsqueeze(0), half.mT, upper=False)  # (n, m, R*, R)
-    return -log_det_half(-half.mT @ half).mean(1)  # canonical correlations are below 1
+    found = []
+    for part in panels(len(pool), both[0].numel(), tuning.AVERAGED_OUTPUTS):
+        half = torch.linalg.solve_triangular(left[part].unsqueeze(1), both[part].transpose(1, 2), upper=False)
+        half = torch.linalg.solve_triangular(right.unsqueeze(0), half.mT, upper=False)  # (n, m, R*, R)
+        found.append(-log_det_half(-half.mT @ half).mean(1))  # canonical correlations are below 1
+    return torch.cat(found)
 
 
 def _of_label(pool: Pool, samples: int) -> Tensor:
@@ -97,9 +122,15 @@ def _of_label(pool: Pool, samples: int) -> Tensor:
         raise UnsupportedError('a Categorical, Bernoulli or Gaussian likelihood for "bald"', type(one).__name__,
                                'Use method="information".')
     points = normal_points(samples, pool.mean.shape[1]).to(pool.mean)
-    f = pool.mean + torch.einsum("sk,nck->snc", points, covariance_root(pool.covariance))
-    p = torch.stack([plain.mean(each) for each in f])
-    if isinstance(one, Categorical):
+    parts = panels(len(pool), points.numel(), tuning.AVERAGED_OUTPUTS)
+    return torch.cat([_of_points(plain, pool.mean[part], pool.covariance[part], points) for part in parts])
+
+
+def _of_points(plain: Likelihood, mean: Tensor, covariance: Tensor, points: Tensor) -> Tensor:
+    """H[E p] - E H[p] of classes, (n,), from f at standard normal points (S, C)."""
+    f = mean + torch.einsum("sk,nck->snc", points, covariance_root(covariance))
+    p = plain.mean(f.flatten(0, 1)).unflatten(0, f.shape[:2])
+    if isinstance(plain.at_position(), Categorical):
         p = p.unflatten(-1, (math.prod(plain.positions or (1,)), -1))
     else:
         p = torch.stack([1.0 - p, p], -1)

@@ -36,7 +36,7 @@ class FourierFeatures(nn.Module):
 
     def at(self, x: Tensor, scale: Tensor) -> Tensor:
         """φ at another scale, (n, 2K)."""
-        angles = (scale * x) @ self.frequencies.T
+        angles = x @ (self.frequencies * scale).T
         return torch.cat([angles.sin(), angles.cos()], -1) / math.sqrt(len(self.frequencies))
 
     def forward(self, x: Tensor) -> Tensor:

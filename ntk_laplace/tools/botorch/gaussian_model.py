@@ -138,6 +138,7 @@ class GaussianModel(Model, FantasizeMixin):
             _require_variances("observation_noise", observation_noise, X.shape[-2], self.num_outputs)
         self.eval()
         inputs = self._transformed(X)
+        self._require_batches(X=inputs)
         mean, covariance = self.moments(inputs, observation_noise)
         batch, m = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2]), self.num_outputs
         operator = DenseLinearOperator(covariance.to(X.dtype).expand(*batch, -1, -1))
@@ -150,6 +151,16 @@ class GaussianModel(Model, FantasizeMixin):
         if hasattr(self, "outcome_transform"):
             found = self.outcome_transform.untransform_posterior(found, X=inputs)
         return found if posterior_transform is None else posterior_transform(posterior=found, X=X)
+
+    def __call__(self, X: Tensor) -> MultivariateNormal:
+        """The Gaussian of `posterior(X)`, which qLowerBoundMaxValueEntropy takes of the model itself."""
+        return self.posterior(X).distribution
+
+    def forward(self, X: Tensor) -> MultivariateNormal:
+        """Refused: in BoTorch it is the prior, of which `efficient_loo_cv` leaves out one point after the other."""
+        raise UnsupportedError("the posterior of a trained network", "forward, the prior",
+                               "Use model.posterior(X); model.laplace.leave_one_out() of a LaplaceModel leaves out "
+                               "each point.")
 
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
@@ -181,14 +192,15 @@ class GaussianModel(Model, FantasizeMixin):
             raise UnsupportedError("observations of all outputs, X and Y, and noise", ", ".join(kwargs),
                                    "Leave it out; a ModelList of one model for each output takes an evaluation_mask.")
         fits = X.ndim >= 2 and Y.ndim >= 2 and Y.shape[-2:] == (X.shape[-2], self.num_outputs)
-        if not fits or X.shape[-2] == 0:
-            raise DataError(f"X of shape (..., n, d) and Y of shape (..., n, {self.num_outputs}), n at least 1",
+        if not fits:
+            raise DataError(f"X of shape (..., n, d) and Y of shape (..., n, {self.num_outputs})",
                             f"shapes {tuple(X.shape)} and {tuple(Y.shape)}", "Pass one row of Y for each row of X.")
         for name, values in (("X", X), ("Y", Y)):
             if not values.isfinite().all():
                 raise DataError(f"finite {name}", "NaN or infinity", "Leave that observation out.")
         if noise is not None:
             _require_variances("noise", noise, X.shape[-2], self.num_outputs)
+        self._require_batches(X=X, Y=Y, **({} if noise is None else {"noise": noise}))
         self.eval()
         inputs, targets = self._transformed(X), Y
         if hasattr(self, "outcome_transform"):
@@ -238,11 +250,33 @@ class GaussianModel(Model, FantasizeMixin):
         if hasattr(self, "train_inputs"):
             super()._set_transformed_inputs()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> GaussianModel:
+        """Move the training data too, as models of GPyTorch do."""
+        super()._apply(fn, *args, **kwargs)
+        self.train_targets = fn(self.train_targets)
+        if hasattr(self, "train_inputs"):
+            self.train_inputs = (fn(self.train_inputs[0]),)
+            if self._original_train_inputs is not None:
+                self._original_train_inputs = fn(self._original_train_inputs)
+        return self
+
     def _transformed(self, X: Tensor) -> Tensor:
-        if not isinstance(X, Tensor) or X.ndim < 2:
-            got = f"shape {tuple(X.shape)}" if isinstance(X, Tensor) else f"a {type(X).__name__}"
-            raise DataError("X as a tensor (..., q, d)", got, "Pass X.unsqueeze(-2) for separate points.")
+        if not isinstance(X, Tensor):
+            raise DataError("X as a tensor (..., q, d)", f"a {type(X).__name__}", "Convert it with torch.as_tensor.")
+        if X.ndim < 2:
+            raise DataError("X as a tensor (..., q, d)", f"shape {tuple(X.shape)}",
+                            "Pass X.unsqueeze(-2) for separate points.")
         return self.transform_inputs(X)
+
+    def _require_batches(self, **given: Tensor) -> None:
+        """Refuse batches that do not broadcast with each other and with those of the model (DataError)."""
+        shapes = {name: tuple(values.shape[:-2]) for name, values in given.items()}
+        try:
+            torch.broadcast_shapes(self.batch_shape, *shapes.values())
+        except RuntimeError as cause:
+            got = ", ".join(f"{shape} of {name}" for name, shape in shapes.items())
+            raise DataError(f"batch dimensions that broadcast with those of the model, {tuple(self.batch_shape)}", got,
+                            "Add dimensions of size 1, with unsqueeze.") from cause
 
     def _chosen(self, indices: Sequence[int]) -> list[int]:
         m = self.num_outputs

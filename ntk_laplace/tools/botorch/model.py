@@ -81,11 +81,11 @@ class LaplaceModel(GaussianModel):
         targets = posterior.targets.squeeze(-1) if posterior.num_outputs == 1 else posterior.targets.mT
         super().__init__(targets, train_X, input_transform, outcome_transform)
         self.laplace = posterior  # a plain object: the network's weights are not in the state_dict
-        self._linearized = DifferentiableModel(posterior.fitted)
+        self._model = DifferentiableModel(posterior.fitted)
         self._form = InputFormat.of(None if input_shape is None else tuple(input_shape), input_dtype)
         self.prior, self.likelihood = posterior.prior, ResponseLikelihood(posterior.likelihood)
         self._outputs = tuple(range(posterior.num_outputs))
-        self._given: Observations | None = None
+        self._added: Observations | None = None
         self.eval()
 
     @classmethod
@@ -215,7 +215,7 @@ class LaplaceModel(GaussianModel):
     @property
     def batch_shape(self) -> Size:
         """Batch dimensions, those of the observations that were added."""
-        return Size() if self._given is None else self._given.batch_shape
+        return Size() if self._added is None else self._added.batch_shape
 
     @property
     def log_density(self) -> Tensor:
@@ -245,13 +245,27 @@ class LaplaceModel(GaussianModel):
 
     # --- inside
 
+    @property
+    def _linearized(self) -> DifferentiableModel:
+        """Of the posterior as it is, which a model that shares it may have moved to another dtype or device."""
+        if self._model.fitted is not self.laplace.fitted:
+            self._model = DifferentiableModel(self.laplace.fitted)
+        return self._model
+
+    @property
+    def _given(self) -> Observations | None:
+        """The observations that were added, at the present hyperparameters."""
+        if self._added is not None:
+            self._added = self._added.at(self._linearized.precision, self.laplace.f)
+        return self._added
+
     def _observe(self, inputs: Tensor, targets: Tensor, noise: Tensor | None) -> None:
         f, jac = self._rows(inputs)
         covariance = self._noise(inputs.shape[-2], True if noise is None else noise)
         batch = torch.broadcast_shapes(f.shape[:-1], covariance.shape[:-2])
         covariance = covariance.expand(*batch, -1, -1)
-        own = Observations(self._linearized, f, jac, targets.to(f).flatten(-2), covariance)
-        self._given = own if self._given is None else self._given.joined(own)
+        own = Observations(self._linearized.precision, f, jac, targets.to(f).flatten(-2), covariance)
+        self._added = own if self._given is None else self._given.joined(own)
 
     def _keep(self, outputs: list[int]) -> None:
         self._outputs = tuple(self._outputs[index] for index in outputs)
@@ -271,8 +285,8 @@ class LaplaceModel(GaussianModel):
         return f.reshape(*shape, *f.shape[1:]).flatten(-2), jac.reshape(*shape, *jac.shape[1:]).flatten(-3, -2)
 
     def _latent(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (..., q m) and covariance (..., q m, q m) of f; of many batches without observations, some at a time."""
-        if self._given is not None or inputs.ndim == 2 or (torch.is_grad_enabled() and inputs.requires_grad):
+        """Mean (..., q m) and covariance (..., q m, q m) of f; of many batches of one model, some at a time."""
+        if self.batch_shape or inputs.ndim == 2 or (torch.is_grad_enabled() and inputs.requires_grad):
             return self._joint(inputs)
         each = inputs.shape[-2] * self.num_outputs * self.laplace.num_parameters * self.laplace.dtype.itemsize
         most = max(1, tuning.COVARIANCE_BYTES // (4 * max(1, each)))
@@ -314,5 +328,4 @@ class LaplaceModel(GaussianModel):
         there = fn(torch.empty(0, dtype=f.dtype, device=f.device))
         if (there.dtype, there.device) != (f.dtype, f.device):
             self.laplace.to(there.device, there.dtype)
-            self._linearized = DifferentiableModel(self.laplace.fitted)
         return self

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import NumericalError
-from ntk_laplace.posterior.differentiable import DifferentiableModel
 
 ROUNDING = 256  # units of rounding of the prior variance that are added to variances before a Cholesky factorization
 
@@ -19,14 +21,20 @@ ROUNDING = 256  # units of rounding of the prior variance that are added to vari
 class Observations:
     """Observations y = f(x) + ε in batches, with rows of J at their inputs; numbers are (..., n m), interleaved.
 
-    y and the noise may have more batch dimensions than f.
+    y and the noise may have more batch dimensions than f. What follows from them is computed once, with its graph, and
+    holds for one H: `at` gives the observations at the present one.
     """
 
-    model: DifferentiableModel
+    precision: PosteriorPrecision  # H, without the observations
     f: Tensor
     jac: Tensor  # (..., n m, P)
     y: Tensor
     noise: Tensor  # covariance of ε, (..., n m, n m)
+
+    def at(self, precision: PosteriorPrecision, like: Tensor) -> Observations:
+        """These observations at another H, in the dtype and on the device of `like`."""
+        parts = self.f, self.jac, self.y, self.noise
+        return self if precision is self.precision else Observations(precision, *(part.to(like) for part in parts))
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -36,13 +44,15 @@ class Observations:
     @cached_property
     def solved(self) -> Tensor:
         """H⁻¹ J', (..., n m, P)."""
-        return self.model.solve(self.jac)
+        with _with_graph():
+            return self.precision.differentiable_solve(self.jac)
 
     @cached_property
     def factor(self) -> Tensor:
         """L with L Lᵀ = J' H⁻¹ J'ᵀ + noise."""
-        joint = self.jac @ self.solved.mT
-        found, failed = torch.linalg.cholesky_ex(0.5 * (joint + joint.mT) + self.noise)
+        with _with_graph():
+            joint = self.jac @ self.solved.mT
+            found, failed = torch.linalg.cholesky_ex(0.5 * (joint + joint.mT) + self.noise)
         if bool(failed.any()):
             raise NumericalError("observations of different points, or with noise", "one that the others determine",
                                  "Pass noise=, such as 1e-6 of the variance, or each point once.")
@@ -55,9 +65,10 @@ class Observations:
     @cached_property
     def log_density(self) -> Tensor:
         """log N(y; f, V' + noise), (...), of the posterior without these observations."""
-        half = torch.linalg.solve_triangular(self.factor, (self.y - self.f).unsqueeze(-1), upper=False)
-        size = half.shape[-2] * math.log(2.0 * math.pi)
-        return -0.5 * (half.square().sum((-2, -1)) + size) - self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        with _with_graph():
+            half = torch.linalg.solve_triangular(self.factor, (self.y - self.f).unsqueeze(-1), upper=False)
+            size = half.shape[-2] * math.log(2.0 * math.pi)
+            return -0.5 * (half.square().sum((-2, -1)) + size) - self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def moments(self, f: Tensor, jac: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (..., k) and what the observations take of the covariance (..., k, k) at rows J (..., k, P)."""
@@ -81,8 +92,18 @@ class Observations:
         noisy = torch.broadcast_shapes(self.noise.shape[:-2], other.noise.shape[:-2])
         noise = self.noise.new_zeros(*noisy, n + m, n + m)
         noise[..., :n, :n], noise[..., n:, n:] = self.noise, other.noise
-        return Observations(self.model, concatenated(self.f, other.f, 1), concatenated(self.jac, other.jac, 2, -2),
-                            concatenated(self.y, other.y, 1), noise)
+        found = Observations(self.precision, concatenated(self.f, other.f, 1),
+                             concatenated(self.jac, other.jac, 2, -2), concatenated(self.y, other.y, 1), noise)
+        if "solved" in vars(self):  # so that one observation after another solves for each once
+            vars(found)["solved"] = concatenated(self.solved, other.solved, 2, -2)
+        return found
+
+
+@contextmanager
+def _with_graph() -> Iterator[None]:
+    """A result that is kept serves later calls in every mode of autograd."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def concatenated(one: Tensor, two: Tensor, axes: int, dim: int = -1) -> Tensor:

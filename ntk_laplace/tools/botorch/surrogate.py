@@ -14,7 +14,14 @@ from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError, require_choice, require_whole
+from ntk_laplace.errors import (
+    DataError,
+    HyperparameterError,
+    UnsupportedError,
+    is_number,
+    require_choice,
+    require_whole,
+)
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
 from ntk_laplace.model.network import Network, probe
@@ -45,6 +52,7 @@ class Angles(nn.Module):
         return torch.cat([angles.sin(), angles.cos()], -1)
 
 
+@torch.inference_mode(False)
 def transformed(
     train_X: Tensor, train_Y: Tensor, train_Yvar: Tensor | None, input_transform: InputTransform | None,
     outcome_transform: OutcomeTransform | None,
@@ -60,6 +68,9 @@ def transformed(
             got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
             raise DataError(f"{name} as a tensor (n, {'d' if name == 'train_X' else 'm'}), n as in train_X", got,
                             "Pass tensors with one row per observation.")
+        if name == "train_Yvar" and values is not None and values.shape != train_Y.shape:
+            raise DataError(f"train_Yvar of shape {tuple(train_Y.shape)}, that of train_Y", f"{tuple(values.shape)}",
+                            "Pass a variance for each number of train_Y.")
         if isinstance(values, Tensor) and not values.isfinite().all():
             row = int((~values.isfinite()).any(1).nonzero()[0])
             raise DataError(f"finite {name}", f"NaN or infinity in row {row}", "Leave that observation out.")
@@ -77,7 +88,7 @@ def transformed(
             row = int((~values.isfinite()).any(1).nonzero()[0])
             raise DataError(f"finite values after {name}", f"NaN or infinity in row {row}",
                             "Choose a transform for such values, or leave that observation out.")
-    return inputs.detach(), targets.detach(), variances
+    return inputs.detach().clone(), targets.detach().clone(), variances  # tensors of inference mode have no gradients
 
 
 @dataclass(frozen=True)
@@ -99,12 +110,17 @@ class Surrogate:
         require_choice(self.prior_mean, ("zero", "initial", None), 'prior_mean "zero" or "initial"')
         if self.noise is not None and self.variances is not None:
             raise HyperparameterError("noise= or train_Yvar", "both", "Pass one: each is the noise of the data.")
+        one = is_number(self.noise) or (isinstance(self.noise, Tensor) and self.noise.numel() == 1)
+        if not (self.noise is None or one):
+            raise HyperparameterError("noise= as one variance, for all outputs", f"{self.noise}"[:80],
+                                      "Pass train_Yvar, a variance for each value of train_Y.")
         require_whole("rounds", self.rounds, 1, "Pass rounds=2.")
         require_whole("steps", self.steps, 1, "Leave it out for 100.")
         if not (self.trainer is None or self.trainer == "gauss-newton" or callable(self.trainer)):
             raise UnsupportedError('trainer="gauss-newton" or a callable', repr(self.trainer),
                                    "Leave it out for L-BFGS.")
 
+    @torch.inference_mode(False)
     def network(self, network: Any, hidden_layer_sizes: Any, activation: str, seed: int) -> nn.Module:
         """The network to train, with initial weights of this seed where it is made here; a module is copied."""
         named = network if isinstance(network, str) else ""
@@ -118,8 +134,12 @@ class Surrogate:
                 return FourierNetwork(d, m)
             if named == "mlp":
                 return _perceptron(d, m, hidden_layer_sizes, activation)
+            if named:
+                raise UnsupportedError('network="fourier" or "mlp", a callable (d, m) -> Module or an nn.Module',
+                                       repr(network)[:80], "Pass one of them.")
             return network_of(network, d, m, hidden_layer_sizes, activation)
 
+    @torch.inference_mode(False)
     def posterior(self, module: nn.Module, start: Posterior | None, options: dict[str, Any]) -> Posterior:
         """The posterior of a trained copy of the network, or of that of `start`."""
         options = {"settings": Settings(progress=False), **options}
