@@ -252,6 +252,27 @@ def test_data_of_another_kind(data):
         ntkl.laplace(network(), data, ntkl.Gaussian())
 
 
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+def test_noise_of_each_point_takes_no_loader_that_shuffles(structure: str) -> None:
+    """Each point would have the noise of another one."""
+    noise, data = torch.linspace(0.1, 2.0, N).double(), TensorDataset(inputs(), ZEROS)
+    for likelihood in (ntkl.Gaussian(noise), ntkl.Tempered(ntkl.Gaussian(noise), 2.0)):
+        with refused(errors.DataError, "a known order.*its noise", "DataLoader that shuffles", "shuffle=False"):
+            ntkl.laplace(network(), DataLoader(data, 4, shuffle=True), likelihood, structure=structure)
+    kept, whole = (ntkl.laplace(network(), given, ntkl.Gaussian(noise), structure=structure).log_marginal_likelihood()
+                   for given in (DataLoader(data, 4), data))
+    assert torch.allclose(kept, whole, rtol=1e-12)
+
+
+def test_lists_and_iterators_of_batches_name_the_loader_that_takes_them():
+    halves = [(inputs()[:4], ZEROS[:4]), (inputs()[4:], ZEROS[4:])]
+    for data in (halves, iter(halves), [*halves, *halves, *halves]):
+        with refused(errors.DataError, "a pair|one tensor", "", r"DataLoader\(batches, batch_size=None\)"):
+            fit(data=data)
+    found = fit(data=DataLoader(halves, batch_size=None)).log_marginal_likelihood()
+    assert torch.allclose(found, fit().log_marginal_likelihood(), rtol=1e-12)
+
+
 def test_inputs_and_targets_of_other_lengths():
     with refused(errors.DataError, "as many targets as inputs", "9 inputs", "one target"):
         fit(data=(inputs(), torch.zeros(8, 3).double()))
@@ -583,6 +604,18 @@ def test_frozen_parameters_among_those_asked_for():
     net[0].weight.requires_grad_(False)
     with refused(errors.NetworkError, "require", "0.weight", "requires_grad"):
         fit(net, parameters=["0.weight", "2.weight"])
+
+
+def test_tied_parameters_are_chosen_by_any_of_their_names():
+    """A head that is tied to the first layer is the whole head, not its bias alone."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    net[2].weight = net[0].weight
+    for chosen, names in ((["2"], ["0.weight", "2.bias"]), (["2.weight"], ["0.weight"]), ("0", ["0.weight", "0.bias"])):
+        data = inputs(), labels(classes=4)
+        assert list(ntkl.laplace(net, data, ntkl.Categorical(), parameters=chosen).network.shapes) == names
+    net[0].weight.requires_grad_(False)
+    with refused(errors.NetworkError, "require a gradient", "'2.weight', which is frozen", "requires_grad"):
+        fit(net, parameters=["2.weight"])
 
 
 def test_unsupported_layers_are_named_with_their_cost():
@@ -959,6 +992,17 @@ def test_loaders_that_resample_are_refused(sampler: torch.utils.data.Sampler) ->
     own = inputs(), labels()
     found = ntkl.train_with_evidence(network(), loader, ntkl.Categorical(), epochs=1, evidence_data=own)
     assert found.posterior.num_examples == N  # minibatches alone are resampled
+
+
+@pytest.mark.parametrize("options", [
+    {"batch_size": 4, "drop_last": True},
+    {"batch_sampler": torch.utils.data.BatchSampler(range(N), 4, drop_last=True)},
+], ids=list)
+def test_a_loader_that_drops_examples_warns(options: dict[str, Any]) -> None:
+    """Training loaders do; the evidence would be that of fewer examples."""
+    loader = DataLoader(TensorDataset(inputs(), labels()), **options)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="leaves out 1 of its examples.*drop_last=True.*without it"):
+        assert ntkl.laplace(network(), loader, ntkl.Categorical()).num_examples == N - 1
 
 
 # ------------------------------------------------------------------------------------------ likelihoods of a user

@@ -236,6 +236,27 @@ def test_what_is_frozen_belongs_to_the_network(structure: str, other: dict[str, 
     ntkl.load(tmp_path / "p.pt", with_statistics(), data=(x, y))
 
 
+@pytest.mark.parametrize(("own", "other", "differ"), [
+    (ntkl.Bernoulli(), ntkl.Poisson(), "Bernoulli and Poisson"),
+    (ntkl.Tempered(ntkl.Bernoulli(), 1.0), ntkl.Tempered(ntkl.Bernoulli(), 3.0), "weight=1.0 and with weight=3.0"),
+    (ntkl.HeteroscedasticGaussian(), ntkl.HeteroscedasticGaussian("natural"), "'log variance' and with .*'natural'"),
+], ids=["class", "weight", "parametrization"])
+def test_another_likelihood_is_neither_merged_nor_loaded(
+    own: ntkl.Likelihood, other: ntkl.Likelihood, differ: str, tmp_path: Path
+) -> None:
+    """Sums over the data keep the curvature of the likelihood that they were fitted with."""
+    torch.manual_seed(0)
+    network, x, y = nn.Linear(3, 2).double(), torch.randn(6, 3).double(), torch.ones(6, own.num_responses(2)).double()
+    first, second = (ntkl.laplace(network, (x, y), likelihood, structure="full") for likelihood in (own, other))
+    with refused(ntkl.UnsupportedError, "one likelihood", differ, "Fit both"):
+        first.merge(second)
+    first.save(tmp_path / "p.pt", include_data=True)
+    with refused(ntkl.UnsupportedError, "as in the fit", differ.split()[-1], "Pass the likelihood"):
+        ntkl.load(tmp_path / "p.pt", network, likelihood=other)
+    again = ntkl.load(tmp_path / "p.pt", network, likelihood=own)
+    assert again.merge(first).num_examples == 12
+
+
 def test_counters_and_buffers_that_are_not_saved_may_differ(tmp_path: Path) -> None:
     x, y = torch.randn(10, 3).double(), torch.arange(10) % 2
     network, other = with_statistics(), with_statistics()

@@ -14,6 +14,7 @@ import torch
 from outside_likelihood import Gamma
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, kl_divergence
+from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
 from exact_cases import TURNS, fit, ids, truth
@@ -366,7 +367,7 @@ def test_bound_of_every_likelihood(name: str) -> None:
         assert float(again) == float(other) and again.standard_error > 0
 
 
-def test_network_bound_of_function_space_reads_its_inputs() -> None:
+def test_network_bound_of_function_space_reads_its_inputs(tmp_path: Path) -> None:
     model, x, y, prior = problem()
     gp, full = (ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, s) for s in ("gp", "full"))
     one, other = gp.elbo("nn", samples=400, x=x), full.elbo("nn", samples=400)
@@ -375,6 +376,11 @@ def test_network_bound_of_function_space_reads_its_inputs() -> None:
         without_data(gp).elbo("nn")
     with refused(ntkl.DataError, "the inputs of the fit", "differ", "same inputs"):
         gp.elbo("nn", x=x + 1)
+    for data in (TensorDataset(x), DataLoader(TensorDataset(x, y), 5)):
+        assert float(gp.elbo("nn", samples=400, x=data)) == float(one)
+    full.save(tmp_path / "p.pt")  # neither inputs nor targets
+    with refused(ntkl.UnsupportedError, "training targets", "without them", "data="):
+        ntkl.load(tmp_path / "p.pt", model).elbo("nn")
 
 
 def test_draws_of_the_network_come_in_pairs() -> None:

@@ -62,13 +62,13 @@ def ridge(x: Tensor, y: Tensor, noise: float) -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize("structure", ["gp", "full", "diag"])
+@pytest.mark.parametrize("structure", ["gp", "full", "diag", "iterative"])
 def test_residuals_are_those_of_points_that_were_left_out(structure: str) -> None:
     (x, y), noise = linear(), 0.1
     posterior = ntkl.laplace(ridge(x, y, noise), (x, y), ntkl.Gaussian(noise), ntkl.GaussianPrior(1.0), structure)
     found = posterior.lack_of_fit(neighbors=4)
     with torch.no_grad():
-        if structure == "diag":  # no exact posterior
+        if structure in ("diag", "iterative"):  # not exact, or too dear
             residual = y - posterior.network.module(x)
         else:
             kept = [torch.arange(len(x)) != n for n in range(len(x))]
@@ -77,7 +77,7 @@ def test_residuals_are_those_of_points_that_were_left_out(structure: str) -> Non
     correlation, deviations = moran(residual, torch.as_tensor(near))
     assert found.correlation == pytest.approx(correlation, rel=1e-9)
     assert found.deviations == pytest.approx(deviations, rel=1e-9)
-    assert (found.num_points, found.neighbors, found.left_out) == (30, 4, structure != "diag")
+    assert (found.num_points, found.neighbors, found.left_out) == (30, 4, structure in ("gp", "full"))
     assert f"correlate by {correlation:.3g}, {deviations:.2g} standard deviations above" in str(found)
 
 
@@ -85,13 +85,26 @@ def test_points_without_a_target_or_a_weight_are_left_out() -> None:
     x, y = linear()
     weight, missing = torch.ones(30).double(), y.clone()
     weight[3], missing[5] = 0.0, torch.nan
-    network, likelihood = ridge(x, y, 0.1), ntkl.Gaussian(0.1, missing="nan")
-    posterior = ntkl.laplace(network, (x, missing, weight), likelihood, ntkl.GaussianPrior(1.0))
+    network, noise = ridge(x, y, 0.1), torch.linspace(0.05, 0.2, 30)
+    likelihood = ntkl.Gaussian(noise, missing="nan")
+    posterior = ntkl.laplace(network, (x, missing, weight), likelihood, ntkl.GaussianPrior(1.0),
+                             settings=ntkl.Settings(batch_size=7))
     there = [n for n in range(30) if n not in (3, 5)]
-    fewer = ntkl.laplace(network, (x[there], y[there]), ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0))
+    fewer = ntkl.laplace(network, (x[there], y[there]), ntkl.Gaussian(noise[there]), ntkl.GaussianPrior(1.0))
     found, expected = posterior.lack_of_fit(), fewer.lack_of_fit()
     assert found.num_points == 28
     assert found.correlation == pytest.approx(expected.correlation, rel=1e-9)
+
+
+def test_a_constant_input_has_no_distances() -> None:
+    x, y = linear()
+    network = nn.Linear(3, 1).double()
+    with torch.no_grad():
+        network.weight[:, 2] = 0.0
+        network.weight[:, :2], network.bias[:] = ridge(x, y, 0.1).weight, ridge(x, y, 0.1).bias
+    plain, wide = (ntkl.laplace(own, (inputs, y), ntkl.Gaussian(0.1), structure="diag").lack_of_fit()
+                   for own, inputs in ((ridge(x, y, 0.1), x), (network, torch.cat([x, 0 * x[:, :1] + 0.1], 1))))
+    assert wide.correlation == pytest.approx(plain.correlation, rel=1e-9)
 
 
 def test_neighbors_are_those_among_the_inputs_that_matter_too() -> None:

@@ -259,8 +259,15 @@ def test_what_has_no_quantiles() -> None:
     for likelihood in (ntkl.Categorical(), ntkl.Bernoulli(), ntkl.Poisson()):
         with refused(ntkl.UnsupportedError, "mixtures of normals", type(likelihood).__name__, "samples"):
             predictive(likelihood, mean, covariance, samples=8).quantiles(0.5)
+        response = predictive(likelihood, mean, covariance, "map")
+        for verb in (response.cdf, response.icdf):
+            with refused(ntkl.UnsupportedError, "distribution function|quantiles", type(likelihood).__name__, "univar"):
+                verb(response.mean)
+    with refused(ntkl.UnsupportedError, "an entropy in closed form", "FactorizedResponse of Poisson", "Average draws"):
+        response.entropy()  # torch's own error has no words
     response = predictive(ntkl.Gaussian(0.1), mean, covariance)
     assert response.quantiles(0.5).shape == (1, 2, 3)
+    assert response.entropy().isfinite().all()
     for levels in (0.0, [0.5, 1.0], [], "many", [float("nan")]):
         with refused(ntkl.DataError, "strictly between 0 and 1", "", "0.9"):
             response.quantiles(levels)

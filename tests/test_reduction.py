@@ -271,6 +271,7 @@ def test_weights_on_one_process_alone() -> None:
     require_same(on_ranks(2, run), expected)
 
 
+@pytest.mark.filterwarnings("ignore:the DataLoader leaves out")
 def test_a_loader_is_counted_by_reading_it() -> None:
     """A sampler's share, of which the last batch is dropped: the data set's length says nothing."""
     x, y, noise = inputs(), real(), numbers()

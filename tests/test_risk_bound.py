@@ -310,6 +310,9 @@ def test_the_bound_from_a_loop_over_draws(name: str) -> None:
         assert float(found) == pytest.approx(low + span * min(value, 1.0), abs=1e-9)
         assert (found.n, found.prior_points, found.repeated) == (n, FIRST, 0)
         assert (found.low, found.high) == pytest.approx((low, high), abs=1e-12)
+    if name == "custom":
+        unnamed = ntkl.risk_bound(posterior, (x, y), prior, lambda f, y: sine(f, y), draws=2, **given)
+        assert (found.loss, unnamed.loss) == ("sine", "custom")
     if name == "log":
         germain = ntkl.risk_bound(posterior, (x, y), prior, "log", "germain", draws=count)
         beta = np.array(math.log(100)) if models == 1 else torch.tensor([math.log(100)], dtype=torch.float64)
@@ -319,6 +322,17 @@ def test_the_bound_from_a_loop_over_draws(name: str) -> None:
         log_z = -(n * germain.sampled_risk + kl)  # its lower bound, in place of that of Eq. 17
         printed = pac_bayes.germain(log_z, n, DELTA / 2, 0.0, high)
         assert float(germain) == pytest.approx(min(printed, high), abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["zero-one", "brier", "log"])
+def test_classes_of_a_likelihood_of_ones_own(loss: str) -> None:
+    """Its targets say that each is one label."""
+    data = points()
+    own = ntkl.CustomLikelihood(lambda f, y: -nn.functional.cross_entropy(f, y, reduction="none"),
+                                mean=lambda f: f.softmax(1), classifies=True)
+    first, second = (ntkl.risk_bound(ntkl.laplace(network(ALL), data, likelihood, structure="full"), data, loss=loss,
+                                     draws=20) for likelihood in (own, ntkl.Categorical()))
+    assert first.risk == pytest.approx(second.risk, rel=1e-9) and first.chance == second.chance
 
 
 def test_a_fixed_prior_takes_the_divergence_from_it_and_little_memory_the_same_risk() -> None:

@@ -201,6 +201,6 @@ def test_a_softmax_has_no_negative_curvature_along_equal_outputs():
 
 def test_a_list_of_two_batches_is_no_pair():
     x, y = torch.randn(9, 3), torch.arange(9) % 2
-    words = r"targets as one tensor .* a tuple\. .* pass a DataLoader if these are batches"
+    words = r"targets as one tensor .* a tuple\. .* pass DataLoader.* if these are batches"
     with pytest.raises(ntkl.DataError, match=words):
         ntkl.laplace(torch.nn.Linear(3, 2), [(x[:5], y[:5]), (x[5:], y[5:])], ntkl.Categorical(), structure="diag")

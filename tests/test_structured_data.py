@@ -22,13 +22,13 @@ from ntk_laplace.structures import data_passes
 from ntk_laplace.structures.batch_merging import merged_batches
 from reference import jacobian, num_examples, relative_error, take
 from reference_structures import Structured, parts_of
+from refusals import refused
 from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
 from registry_cases import offered
 from streams import Interrupted, interrupted_kfac, loader
 from structured_cases import CHOSEN, CURVATURES, STRUCTURES, fresh_fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
-
 
 
 def answers(posterior, x) -> list[Tensor]:
@@ -129,6 +129,12 @@ def test_samplers_with_generators_of_their_own_keep_one_order(structure):
     hidden = DataLoader(pairs, 2, sampler=Shuffled(len(y), np.random.default_rng(0)))
     with pytest.raises(ntkl.DataError, match=r"same order in every pass .*; got another order\. Pass a loader"):
         ntkl.laplace(case.network, hidden, ntkl.Categorical(), structure=structure).log_marginal_likelihood(True)
+    random = np.random.default_rng(0)
+    noisy = DataLoader(pairs, 2, collate_fn=lambda batch: (
+        torch.stack([x + torch.from_numpy(random.normal(size=x.shape)) for x, _ in batch]),
+        torch.stack([y for _, y in batch])))
+    with refused(ntkl.DataError, "same examples in every pass", "other inputs with the same targets", "random transf"):
+        ntkl.laplace(case.network, noisy, ntkl.Categorical(), structure=structure).log_marginal_likelihood(True)
 
 
 @pytest.mark.slow

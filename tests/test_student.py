@@ -113,6 +113,14 @@ def test_what_the_constructor_refuses(arguments: dict[str, Any], words: tuple[st
         ntkl.StudentT(**arguments)
 
 
+@pytest.mark.parametrize("df", [5.0, 1e3, 1e6])
+def test_densities_in_float32_do_not_lose_the_constant(df: float) -> None:
+    """A difference of two log gammas, 6e6 each at a million degrees of freedom."""
+    likelihood, f, y = ntkl.StudentT(0.5, df), torch.zeros(5, 2), torch.linspace(-2, 2, 10).view(5, 2)
+    found, exact = likelihood.log_prob(f, y), likelihood.log_prob(f.double(), y.double())
+    assert found.dtype == torch.float32 and torch.allclose(found.double(), exact, rtol=1e-6, atol=0)
+
+
 def test_one_noise_for_each_output() -> None:
     network, x, y = problem()
     with refused(ntkl.HyperparameterError, r"shape \(2,\)", r"\(3,\)", "for each output"):

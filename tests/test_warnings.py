@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def test_numbers_of_points_that_a_loader_shuffles() -> None:
     for verb in (
         lambda: posterior.explain(inputs(2)),
         lambda: posterior.add(inputs(1), labels(1)).removal_effects(inputs(2)),
-        lambda: posterior.subset([0, 1, 2]).leave_one_out(),
+        lambda: posterior.leave_one_out(),
+        lambda: posterior.subset([0, 1, 2]),
         lambda: posterior.relabel(0, 1),
         lambda: ntkl.explore(posterior, inputs(2)),
         lambda: posterior.cross_validate(2, linearization="fixed"),
@@ -86,6 +88,17 @@ def test_numbers_of_points_that_a_loader_shuffles() -> None:
     with pytest.warns(ntkl.NTKLaplaceWarning) as told:
         posterior.rerank(inputs(2), 1, groups=[[0, 1]])
     assert sum("shuffles" in str(one.message) for one in told) == 1
+
+
+@pytest.mark.parametrize("likelihood", [ntkl.Categorical(), ntkl.Tempered(ntkl.Categorical(), 2.0)],
+                         ids=lambda likelihood: type(likelihood).__name__)
+def test_outputs_that_are_probabilities(likelihood: ntkl.Likelihood) -> None:
+    """A network that ends in a softmax; one that ends in log_softmax has logits."""
+    for last, told in ((nn.Softmax(1), True), (nn.LogSoftmax(1), False), (nn.Sigmoid(), False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ntkl.laplace(nn.Sequential(network(), last), (inputs(), labels()), likelihood)
+        assert [str(one.message)[:44] for one in caught] == ["the outputs of the network are probabilities"] * told
 
 
 def test_all_warnings_go_one_way() -> None:

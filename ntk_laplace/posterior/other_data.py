@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Self
 
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import Likelihood, difference
 from ntk_laplace.model.network import Network
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures.what_if import Indices, positions
@@ -36,6 +36,10 @@ class OtherDataVerbs(Fitted):
         if moved:
             raise UnsupportedError("two posteriors of unchanged training data", f"{moved[0]!r}",
                                    "Merge first, and ask what if afterwards.")
+        differ = difference(self.likelihood, other.likelihood)
+        if differ:
+            raise UnsupportedError("two posteriors of one likelihood, whose hyperparameters alone may differ", differ,
+                                   "Fit both with the same likelihood.")
         for one in (self, other):
             require_noise_of_new_points(one.likelihood)
         _require_one_network(self.network, other.network)
@@ -80,6 +84,7 @@ class OtherDataVerbs(Fitted):
         DataError
             If they are not training points, none of them has a target, or the data cannot be read again.
         """
+        self._fitted.warn_of_order()
         kept = positions(index, self.num_examples).sort().values.to(self.network.device)
         if len(kept) == 0:
             raise DataError(f"training points to keep, 0 to {self.num_examples - 1}, each once", "0 of them",

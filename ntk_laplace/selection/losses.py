@@ -53,9 +53,10 @@ class BoundedLoss:
 
 
 def bounded_loss(
-    loss: str | CustomLoss, bounds: tuple[float, float] | None, p_min: float, likelihood: Likelihood, num_outputs: int
+    loss: str | CustomLoss, bounds: tuple[float, float] | None, p_min: float, likelihood: Likelihood, num_outputs: int,
+    targets: Tensor,
 ) -> BoundedLoss:
-    """The loss of `risk_bound`; its arguments.
+    """The loss of `risk_bound`; its arguments, and canonical targets.
 
     UnsupportedError if the name is unknown, or a loss is not bounded for this likelihood. HyperparameterError if bounds
     or `p_min` are no numbers in order.
@@ -63,14 +64,18 @@ def bounded_loss(
     plain = likelihood.counted_once()
     if callable(loss):
         low, high = _ordered(bounds)
-        return BoundedLoss(getattr(loss, "__name__", "custom"), low, high, loss)
+        name = getattr(loss, "__name__", "<>")
+        return BoundedLoss(name if name.isidentifier() else "custom", low, high, loss)
     require_choice(loss, _NAMES, f"a bounded loss: {', '.join(map(repr, _NAMES))}, or a function with bounds=", _FIXED)
     if bounds is not None:
         raise UnsupportedError("bounds= for a loss that is a function", f"bounds={bounds!r} for {loss!r}",
                                "Leave bounds= out.")
     one, positions = plain.at_position(), plain.num_positions(num_outputs)
     outputs = num_outputs // positions
-    single = one.event_shape(outputs) == torch.Size()  # else one label for each output
+    event = one.event_shape(outputs)
+    if event is None:  # of a likelihood of your own: as its targets are
+        event = targets.shape[1 + len(plain.positions or ()) :]
+    single = event == torch.Size()  # else one label for each output
     if loss == "log":
         guess = math.log(outputs) if single else outputs * math.log(2.0)
         return _log_loss(plain, p_min, positions * guess if plain.classifies else None)

@@ -217,11 +217,11 @@ def risk_bound(
     betas = _betas(beta, kind)
     with torch.inference_mode(False), torch.no_grad(), outside_autocast():
         likelihood = own.likelihood.for_new_points()
-        bounded = bounded_loss(loss, bounds, p_min, likelihood, posterior.num_outputs)
+        parts, targets = _points(posterior, data, likelihood)
+        bounded = bounded_loss(loss, bounds, p_min, likelihood, posterior.num_outputs, targets)
         if kind == "germain" and bounded.name != "log":
             raise UnsupportedError('loss="log" for kind="germain", which bounds -log p(y given θ)',
                                    f"loss={bounded.name!r}", 'Use kind="catoni", or "seeger".')
-        parts, targets = _points(posterior, data, likelihood)
         kl, repeated = require_valid(posterior, prior_posterior, parts, targets, model, bounded.by_probability)
         risk = _gibbs_risk(posterior, parts, targets, bounded, model, draws, generator)
     n, span = len(targets), bounded.high - bounded.low

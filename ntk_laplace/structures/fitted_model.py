@@ -18,7 +18,7 @@ from ntk_laplace.curvature import (
     PosteriorPrecision,
     accumulate_ggn,
 )
-from ntk_laplace.errors import UnsupportedError, warn
+from ntk_laplace.errors import DataError, UnsupportedError, warn
 from ntk_laplace.jacobian import Jacobian, placed
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
@@ -67,6 +67,9 @@ class FittedModel:
         """Fit a structure to data, check likelihood and data against each other, and factorize: errors appear here."""
         spec.prepare(model, batches.first()[0], batches)
         found = spec.fit(model, batches)
+        if batches.shuffled and model.likelihood.at(slice(0, 1)) is not model.likelihood:
+            raise DataError("data in a known order, to give each training point its noise",
+                            "a DataLoader that shuffles", "Fit with shuffle=False, or with the data set itself.")
         found.points.require_information(model.likelihood)
         require_consistent(found.points, model.likelihood, model.curvature_type)
         at = present_values(model.prior, model.likelihood)  # after the likelihood was bound

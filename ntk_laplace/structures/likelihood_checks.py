@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import UnsupportedError, warn
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import Categorical, Likelihood
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures.points import BRANCH, TrainingPoints
 
 _CHECKED = 4  # points at which the methods of a likelihood are compared
+_NORMALIZED = 1e-4  # error of a sum of probabilities in float32
 _AGREEMENT = 1e-3  # relative difference of a residual and the derivative: float32 likelihoods differ by rounding
 
 
@@ -83,6 +84,8 @@ def require_consistent(points: TrainingPoints, likelihood: Likelihood, curvature
     points.log_likelihood(likelihood)
     if curvature_type.kind == "ggn" and not curvature.any():
         _tell_flat(points, likelihood)
+    if isinstance(likelihood.at_position().counted_once(), Categorical):
+        _tell_probabilities(points, likelihood.num_positions(points.num_outputs))
 
 
 def _require_absent(points: TrainingPoints, likelihood: Likelihood) -> None:
@@ -108,6 +111,17 @@ def _tell_flat(points: TrainingPoints, likelihood: Likelihood) -> None:
             return
     warn(f"the log density of {type(likelihood).__name__} has no curvature at any point, so the posterior is the "
          "prior; round off its kinks, override `curvature`, or take curvature=\"ef\"")
+
+
+def _tell_probabilities(points: TrainingPoints, positions: int) -> None:
+    """Warn where the outputs are probabilities of classes at all points."""
+    n, c = points.f.shape
+    for part in (slice(0, _CHECKED), slice(n)):  # few points tell logits
+        f = points.f[part].detach().reshape(-1, c // positions)
+        if bool((f < 0.0).any()) or bool(((f.sum(1) - 1.0).abs() > _NORMALIZED).any()):
+            return
+    warn("the outputs of the network are probabilities: rows that sum to 1, none negative. Categorical takes them for "
+         "logits, and takes their softmax again; leave out the softmax at the end of the network")
 
 
 def _of_shape(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.model.data import InputData, Source, as_tensors, fill_buffer, num_examples
+from ntk_laplace.model.data import InputBatches, InputData, Source, as_tensors, concatenate, fill_buffer, num_examples
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import coarsest
 from ntk_laplace.structures.structure import Structure
@@ -21,15 +22,19 @@ def training_inputs(
     DataError
         If the structure does not keep them and `x` is None, or if they are not those of the fit.
     """
-    count, settings = structure.points.num_examples, model.settings
+    count, targets = structure.points.num_examples, structure.points.targets
+    network, settings = model.network, model.settings
     if x is not None:
-        inputs = as_tensors(x)
+        if isinstance(x, (DataLoader, Dataset)):
+            inputs = concatenate([part for part, in InputBatches(
+                x, network.input_format, settings.batch_size, network.device, network.input_dtype)])
+        else:
+            inputs = as_tensors(x)
         given = num_examples(inputs)
         given = sum(settings.reducer.gather(given)) if settings.sharded else given
         if given != count:
             raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
                             f"{given:,}", "Pass them in the order of the fit.")
-        network, targets = model.network, structure.points.targets
         if settings.sharded:  # the points are those of all processes
             targets = torch.zeros(num_examples(inputs), device="cpu")
         source: Source = settings.own(network.batches((inputs, targets), settings.batch_size))
@@ -41,8 +46,7 @@ def training_inputs(
         source = structure.source
     base = structure.base
     known = structure.points if model.displacement is None or base is None else base
-    network, theta = model.network, model.network.theta
-    found = fill_buffer((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
+    found = fill_buffer((network.with_parameters(network.theta, x) for x, _ in source), source.length or 0)
     f = found.rows.to(model.jacobian_pass.dtype)
     numbers = source.numbers(settings.reducer)[0].to(f.device)
     there = numbers < len(known.f)  # points that were added have no outputs at these weights

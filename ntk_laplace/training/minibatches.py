@@ -18,6 +18,7 @@ from ntk_laplace.model.data import (
     as_pair,
     as_tensor,
     as_tensors,
+    dropped_by,
     example_weights,
     generators_of,
     num_examples,
@@ -97,11 +98,16 @@ class Minibatches:
         return generators_of(self._source) if isinstance(self._source, DataLoader) else []
 
 
-def count_examples(data: Any, batches: Batches) -> int:
-    """N, the number of examples in one pass over the data of the evidence.
+def require_whole_data(data: Any) -> None:
+    """Refuse data of the evidence of which a loader leaves out some (DataError)."""
+    left = dropped_by(data) if isinstance(data, DataLoader) else 0
+    if left:
+        raise DataError("evidence data that are read to their end", f"a loader that drops {left:,} examples",
+                        "Pass the same data without drop_last as evidence_data=.")
 
-    DataError if a loader omits some examples.
-    """
+
+def count_examples(data: Any, batches: Batches) -> int:
+    """N, the number of examples in one pass over the data of the evidence."""
     if not isinstance(data, DataLoader):
         return batches.length or _counted(batches)
     if data.batch_sampler is None or isinstance(data.dataset, IterableDataset):
@@ -109,10 +115,6 @@ def count_examples(data: Any, batches: Batches) -> int:
     n = length_hint(data.sampler, -1)
     if n < 0:
         return _counted(batches)
-    left = n % data.batch_size if data.drop_last and data.batch_size else 0
-    if left:
-        raise DataError("evidence data that are read to their end", f"a loader that drops {left} of {n:,} examples",
-                        "Pass the same data without drop_last as evidence_data=.")
     return n if type(data.batch_sampler) is torch.utils.data.BatchSampler else _counted(batches)
 
 

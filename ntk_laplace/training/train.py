@@ -33,7 +33,7 @@ from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.serialization import Snapshots, require_writable
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.structures.forecast import Problem
-from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
+from ntk_laplace.training.minibatches import Minibatches, count_examples, require_whole_data, sum_of_weights
 from ntk_laplace.training.model import Model
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
 from ntk_laplace.training.run import FORMAT, Run, required
@@ -155,6 +155,7 @@ def train_with_evidence(
     for module in (prior, likelihood):
         module.to(device)
     read = data if evidence_data is None else evidence_data
+    require_whole_data(read)
     read_again = partial(Batches, read, settings.batch_size, device, dtype_of_inputs, targets)
     batches = read_again()
     frozen.caller.positions = positions_of(likelihood, batches)

@@ -21,7 +21,7 @@ from ntk_laplace.model.data.inputs import (
     take,
     to_device,
 )
-from ntk_laplace.model.data.loaders import generators_of
+from ntk_laplace.model.data.loaders import dropped_by, generators_of
 from ntk_laplace.model.data.readers import as_pair
 from ntk_laplace.model.data.row_buffer import RowBuffer, fill_buffer
 from ntk_laplace.model.data.sources import Joined, Missing, Replaced, Selected, Source
@@ -48,6 +48,7 @@ __all__ = [
     "concatenate",
     "describe_inputs",
     "differentiable",
+    "dropped_by",
     "example_weights",
     "fill_buffer",
     "format_of",

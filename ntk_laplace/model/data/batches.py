@@ -6,6 +6,7 @@ Example weights, given as (X, y, w) or as batches (x, y, w), are collected durin
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -60,6 +61,8 @@ class Batches:
         If the data are empty or cannot be read as pairs; from a pass, if the number of examples or the order of the
         targets differs from that of the first pass.
     """
+
+    _sums: list[float] | None = None  # of the first example of each batch of a loader, in the pass before
 
     def __init__(
         self, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | None = None,
@@ -234,7 +237,7 @@ class Batches:
         return self._pass() if begun is None else begun
 
     def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
-        seen, order = 0, (0, 0)
+        seen, order, sums = 0, (0, 0), list[float]()
         expected = self._total if self._whole is None else self._length
         for x, y, weights in self._source.triples(self.batch_size):
             n = number_of_pairs(x, y)
@@ -247,6 +250,8 @@ class Batches:
             if expected is not None and seen > expected:  # before the batch meets what is known of other examples
                 raise changed(expected, seen)
             order = _checksum(y, order[0]), _checksum(weights, order[1])
+            if isinstance(self._source, LoaderReader):
+                sums.append(_first_sum(x))
             yield to_device(x, self.device, self.dtype), y.to(self.device)
         if expected not in (None, seen):
             raise changed(expected, seen)
@@ -255,7 +260,11 @@ class Batches:
         if self._total is not None and order != self._order:
             raise DataError("the same examples in the same order in every pass over the data", "another order",
                             "Pass a loader that does not shuffle, or whose sampler has its own torch.Generator.")
-        self._total, self._order = seen, order
+        if self._total is not None and not _close(sums, self._sums):
+            raise DataError("the same examples in every pass over the data", "other inputs with the same targets",
+                            "Leave out random transformations of the data set, or draw them from torch alone, whose "
+                            "random numbers are the same in every pass.")
+        self._total, self._order, self._sums = seen, order, sums
 
     def _note(self, weights: Tensor | None, seen: int, n: int) -> None:
         """Store a batch's weights, once per example."""
@@ -278,6 +287,22 @@ def _checksum(values: Tensor | None, before: int) -> int:
     # a copy: one number with any stride counts as contiguous, and is no view of bytes
     flat = values.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
     return crc32(flat.unsqueeze(-1).view(torch.uint8).numpy().tobytes(), before)
+
+
+def _first_sum(x: Inputs) -> float:
+    """A number that tells whether the first example of a batch is the same: a weighted mean of its floating values."""
+    total = 0.0
+    for leaf in leaves(x):
+        if leaf.is_floating_point() and leaf.layout == torch.strided and not leaf.is_nested and leaf.ndim:
+            row = leaf[0].detach().double().flatten()
+            weights = torch.linspace(1.0, 2.0, len(row), dtype=torch.float64, device=row.device)  # a flip changes it
+            total += float(row @ weights) / max(1, len(row))
+    return total
+
+
+def _close(sums: list[float], before: list[float] | None) -> bool:
+    """Whether first examples are equal but for rounding; also where those of an earlier version are not known."""
+    return all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(sums, before or (), strict=False))
 
 
 def _empty() -> DataError:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from operator import length_hint
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, warn
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -87,6 +95,22 @@ def require_every_example_once(loader: DataLoader) -> None:
     if getattr(sampler, "replacement", False):
         raise DataError("a loader that reads every example once", f"{type(sampler).__name__} with replacement",
                         "Pass a loader without it; weights of the examples are (X, y, w).")
+
+
+def dropped_by(loader: DataLoader) -> int:
+    """Examples that a loader leaves out, because its last batch is not full; 0 where their number is not known."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler or not batches.drop_last:
+        return 0
+    return length_hint(batches.sampler, 0) % batches.batch_size
+
+
+def tell_dropped(loader: DataLoader) -> None:
+    """Warn of examples that a loader leaves out, unless it gives none."""
+    count = dropped_by(loader)
+    if count and len(loader):
+        warn(f"the DataLoader leaves out {count:,} of its examples, because it has drop_last=True. Pass one without "
+             "it, or the data set, for all of them.")
 
 
 def length_of(data: Any) -> int | None:

@@ -15,6 +15,7 @@ from ntk_laplace.model.data.loaders import (
     length_of,
     random_samplers_of,
     require_every_example_once,
+    tell_dropped,
     with_own_randomness,
     with_own_workers,
 )
@@ -131,18 +132,23 @@ def reader_of(data: Any, batch_size: int, targets: str | None) -> TensorReader |
         if not isinstance(y, Tensor):
             raise DataError("targets as one tensor or array of numbers in (X, y)", f"a {type(y).__name__}",
                             "Number classes from 0 if these are their names; make columns of several types one "
-                            "array, frame.to_numpy(float) or torch.stack([time, event], 1); pass a DataLoader if "
-                            "these are batches, one (X, y) after the other.")
+                            "array, frame.to_numpy(float) or torch.stack([time, event], 1); pass "
+                            "DataLoader(batches, batch_size=None) if these are batches, one (X, y) after the other.")
         number_of_pairs(x, y)
         return TensorReader(x, y, weights)
     if isinstance(data, DataLoader):
         require_every_example_once(data)
+        tell_dropped(data)
         return LoaderReader(with_own_workers(data), targets)
     if isinstance(data, Dataset):
         whole = None if isinstance(data, IterableDataset) else data
         return LoaderReader(DataLoader(data, batch_size=batch_size), targets, whole)
-    raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
-                    "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,).")
+    remedy = "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,)."
+    if isinstance(data, (list, tuple, Iterator)):
+        remedy = ("Pass (X, y), or (X, y, w) with weights w (N,); DataLoader(batches, batch_size=None) for a list of "
+                  "batches (X, y), DataLoader(pairs, batch_size=100) for one of single examples. Make a list of an "
+                  "iterator first: most fits read the data again.")
+    raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}", remedy)
 
 
 def number_of_pairs(x: Inputs, y: Tensor) -> int:

@@ -18,6 +18,7 @@ from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.poisson import Poisson
 from ntk_laplace.model.likelihoods.registry import (
+    difference,
     likelihood_from_record,
     likelihood_record,
     register_likelihood,
@@ -44,6 +45,7 @@ __all__ = [
     "Response",
     "StudentT",
     "Tempered",
+    "difference",
     "likelihood_from_record",
     "likelihood_record",
     "positions_of",

@@ -6,12 +6,14 @@ is looked up among the classes that this process has registered. Nothing is impo
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods.base import Likelihood
@@ -105,13 +107,17 @@ def _is_plain(value: Any) -> bool:
 def likelihood_from_record(record: Mapping[str, Any], given: Likelihood | None = None) -> Likelihood:
     """The likelihood of a `likelihood_record`, with its hyperparameters; the given one takes them, if there is one.
 
-    UnsupportedError if the class is not registered and none is given, or the given one has another class or other
-    hyperparameters.
+    UnsupportedError if the class is not registered and none is given, or the given one has another class, other
+    options or other hyperparameters.
     """
     name = record["name"]
-    if given is not None and type(given).__name__ != name:
-        raise UnsupportedError(f"a likelihood {name}, as in the fit", type(given).__name__,
-                               "Pass the likelihood of the fit, or leave it out.")
+    if given is not None:
+        differ = type(given).__name__ if type(given).__name__ != name else None
+        with contextlib.suppress(UnsupportedError):  # a class that is not registered has only its name
+            differ = differ or difference(built(name, record["options"]), given)
+        if differ:
+            raise UnsupportedError(f"a likelihood {name}, as in the fit", differ,
+                                   "Pass the likelihood of the fit, or leave it out.")
     found = built(name, record["options"]) if given is None else given
     try:
         found.load_state_dict(record["state"])
@@ -120,6 +126,27 @@ def likelihood_from_record(record: Mapping[str, Any], given: Likelihood | None =
                                "Return all arguments of the constructor from record(), or pass likelihood= to load()."
                                ) from error
     return found
+
+
+def difference(own: Likelihood, other: Likelihood) -> str | None:
+    """In what two likelihoods differ beside the values of hyperparameters: a class, or an option; None if in nothing.
+
+    Options are public attributes that are numbers, words or tuples. Functions are not compared.
+    """
+    for one, two in zip_longest(own.modules(), other.modules()):
+        first, second = type(one).__name__, type(two).__name__
+        if first != second:
+            return f"{first} and {second}"
+        options, others = _options(one), _options(two)
+        for name in sorted(options.keys() | others.keys()):
+            if options.get(name) != others.get(name):
+                return f"{first} with {name}={options.get(name)!r} and with {name}={others.get(name)!r}"
+    return None
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"
+            and (value is None or isinstance(value, (bool, int, float, str, tuple)))}
 
 
 def built(name: str, options: Mapping[str, Any]) -> Likelihood:

@@ -8,7 +8,8 @@ response over the posterior of f; aleatoric is the mean over that posterior of t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ from ntk_laplace.model.likelihoods.covariances import cholesky, marginal_log_den
 from ntk_laplace.model.likelihoods.labels import label_log_prob
 from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture, checked_levels
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
+
+_OF_EACH_NUMBER = "Take that of each number, response.univariate(), or response.quantiles(levels); of classes, probs."
 
 
 class Response(td.Distribution):
@@ -104,6 +107,40 @@ class Response(td.Distribution):
         wanted, each = checked_levels(levels), self.univariate()
         return each.icdf(wanted.to(each.mean.device).reshape(-1, *(1 for _ in each.batch_shape)))
 
+    def cdf(self, value: Tensor) -> Tensor:
+        """Probability of a response of at most `value`, of responses that torch has it for.
+
+        Raises
+        ------
+        UnsupportedError
+            If torch has none for them.
+        """
+        with self._of_torch("a cumulative distribution function", _OF_EACH_NUMBER):
+            return super().cdf(value)
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """Quantile of the response, of responses that torch has it for.
+
+        Raises
+        ------
+        UnsupportedError
+            If torch has none for them.
+        """
+        with self._of_torch("quantiles of the whole response", _OF_EACH_NUMBER):
+            return super().icdf(value)
+
+    def entropy(self) -> Tensor:
+        """Entropy in nats, of responses that have it in closed form.
+
+        Raises
+        ------
+        UnsupportedError
+            If they have not.
+        """
+        with self._of_torch("an entropy in closed form", "Average draws, "
+                            "-response.log_prob(response.sample((1000,))).mean(0); of labels, take that of probs."):
+            return super().entropy()
+
     def present(self, value: Any) -> Tensor | None:
         """Mask of inputs with at least one observed target in `value`, (n,); None if no target is missing."""
         y = torch.as_tensor(value, device=self._like.device)
@@ -129,6 +166,17 @@ class Response(td.Distribution):
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
         raise no_join(cls)
+
+    @contextmanager
+    def _of_torch(self, what: str, remedy: str) -> Iterator[None]:
+        """Name what a response lacks; torch raises an error without words."""
+        try:
+            yield
+        except UnsupportedError:
+            raise
+        except NotImplementedError:
+            raise UnsupportedError(f"a response with {what}", f"a {type(self).__name__} of "
+                                   f"{type(self.likelihood).__name__}", remedy) from None
 
     @property
     def _like(self) -> Tensor:

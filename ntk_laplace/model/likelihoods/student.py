@@ -101,7 +101,9 @@ class StudentT(PerOutput):
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log density of each example, summed over its observed targets, (N,), nats."""
         df, spread = self._df(f), self._df(f) * self.log_noise.to(f).exp()
-        constant = torch.lgamma((df + 1) / 2) - torch.lgamma(df / 2) - 0.5 * (math.pi * spread).log()
+        exact = self._df(self.log_noise.double())  # two large numbers, whose difference has no digits left in float32
+        constant = torch.lgamma((exact + 1) / 2) - torch.lgamma(exact / 2) - 0.5 * (math.pi * exact).log()
+        constant = (constant - 0.5 * self.log_noise.double()).to(f)
         return self._known(constant - 0.5 * (df + 1) * (self._error(f, y).square() / spread).log1p(), y).sum(-1)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ def owner(name: str) -> str:
 def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
     """Names of the parameters to linearize: all that require gradients, "last_layer", names, prefixes, or a predicate.
 
-    "last_layer" is the module that is registered last, of those that have such parameters themselves.
+    "last_layer" is the module that is registered last, of those that have such parameters themselves. A parameter that
+    is tied has several names; any of them chooses it.
 
     Raises
     ------
@@ -62,12 +63,14 @@ def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
                                repr(choice)[:80], 'Pass for instance the name of a module, "head", or leave '
                                "parameters= out for all that require gradients.")
         chosen = set()
+        every = dict(module.named_parameters(remove_duplicate=False))  # a tied one by all of its names
+        first = {parameter: name for name, parameter in named.items()}
         for want in wanted:
-            hits = {name for name in named if name == want or name.startswith(want + ".")}
+            hits = {first[p] for name, p in every.items() if name == want or name.startswith(want + ".")}
             if not hits:
                 raise NetworkError(f"parameter names among {', '.join(list(named)[:6])}, ...", f"{want!r}",
                                    "Use names or module prefixes of network.named_parameters().")
-            if want in named and want not in free:
+            if want in every and not every[want].requires_grad:
                 raise NetworkError("parameters that require a gradient", f"{want!r}, which is frozen",
                                    "Call requires_grad_(True) on it, or leave it out of parameters=.")
             chosen |= hits & set(free)
