@@ -45,6 +45,15 @@ def test_residuals_that_are_equal_say_nothing() -> None:
     assert one == pytest.approx(two, rel=1e-12)
 
 
+@pytest.mark.parametrize(("correlation", "deviations", "above", "clear"), [
+    (0.21, 3.1, True, True), (0.19, 3.1, True, False), (0.21, 2.9, True, False), (0.06, 1.1, True, False),
+    (0.04, 9.0, False, False), (0.9, 0.9, False, False),
+])
+def test_what_counts_as_alike(correlation: float, deviations: float, above: bool, clear: bool) -> None:
+    found = ntkl.LackOfFit(correlation, deviations, 3, 100, True)
+    assert (found.above(0.05), found.clear) == (above, clear)
+
+
 def linear(n: int = 30) -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng(1)
     x = torch.as_tensor(rng.uniform(-1, 1, (n, 2)) * [1, 7])
@@ -177,6 +186,10 @@ def test_a_training_that_misses_a_part_tells_it() -> None:
     with pytest.warns(ntkl.NTKLaplaceWarning) as told:
         trainings = ntkl.train_from_starts(nn.Linear(2, 1).double(), (x, y), ntkl.Gaussian(), **options)
     assert len(trainings) == 2 and sum("misses a part" in str(one.message) for one in told) == 1
+    noise = torch.randn(60, 1, generator=torch.Generator().manual_seed(0)).double()
+    for misfit, count in ((0.05, 1), (None, 2)):
+        assert len(ntkl.train_from_starts(nn.Linear(2, 1).double(), (x, noise), ntkl.Gaussian(), misfit=misfit,
+                                          **options)) == count
     classes = ntkl.train_with_evidence(nn.Linear(2, 2).double(), (x, (y[:, 0] > 0).long()), ntkl.Categorical(),
                                        **options)
     assert classes.lack_of_fit is None

@@ -104,6 +104,7 @@ def test_what_starts_refuse_leaves_the_network_as_it_was() -> None:
     for options, error, words in (
         ({"starts": ()}, ntkl.HyperparameterError, r"factors of the prior's precisions; got \(\)"),
         ({"starts": (1.0, -1.0)}, ntkl.HyperparameterError, "positive finite starts; got -1.0"),
+        ({"misfit": float("nan")}, ntkl.HyperparameterError, "a finite misfit, or None; got nan"),
         ({"predictive": "held-out"}, ntkl.UnsupportedError, 'predictive="loo" or None; got .held-out'),
         ({"optimizer": adam}, ntkl.UnsupportedError, "what makes the optimizer of each training; got an Adam"),
         ({"settings": ntkl.Settings(checkpoint="x.pt")}, ntkl.UnsupportedError, "without checkpoint and resume"),

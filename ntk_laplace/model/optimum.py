@@ -133,9 +133,10 @@ class Descent:
 
     def __init__(self, objective: Objective, data: Held, steps: int) -> None:
         self._objective, self._data = objective, data
-        self._pairs = min(tuning.LBFGS_PAIRS, -(-steps // tuning.STEPS_A_PAIR))
         objective.settle()
         self._mean, self._scale = objective.units()
+        fitting = tuning.LBFGS_BYTES // (2 * max(1, self._mean.nbytes))
+        self._pairs = min(tuning.LBFGS_PAIRS, -(-steps // tuning.STEPS_A_PAIR), max(tuning.FEWEST_PAIRS, fitting))
         self._u = torch.nn.Parameter((objective.theta() - self._mean) / self._scale)
         self._best = self._u.detach().clone()
         self._known: tuple[Tensor, float, Tensor] | None = None

@@ -15,6 +15,7 @@ from ntk_laplace.structures.evidence import evidence
 
 _ITERATIONS = 10  # of L-BFGS between two looks
 _STALLED = 0.75  # of the decrement at half of the iterations: kinks, or a way to another optimum
+_PATIENCE = 160  # iterations before that ends a training above the tolerance: networks with kinks predict no better
 
 
 class WatchedFit:
@@ -49,8 +50,8 @@ def converged(
 
     The decrement needs a fit, so it is computed after 0, 10, 20, 40, ... iterations of L-BFGS, and where its upper
     bound from the gradient alone is small enough. Where the objective no longer falls, Adam's steps are tried once.
-    Training ends before `aim` where the decrement is within the tolerance and twice the iterations took less than a
-    quarter off it: outputs with kinks have no such optimum, and others are on the way to another one.
+    Training ends before `aim` where twice the iterations took less than a quarter off the decrement, and it is within
+    the tolerance or they were 160: outputs with kinks have no such optimum, and others are on the way to another one.
 
     The objective is over all examples. Its network ends at the best weights found, also after an interruption. Above
     the tolerance, and above what rounding of the log joint hides, there is a warning with the caller's `remedy`.
@@ -77,7 +78,8 @@ def converged(
             descent.settle()
             fitted = fit()
             before, decrement, due = decrement, newton_decrement(fitted), 2 * done
-            if decrement <= aim or (not falls and annealed) or _STALLED * before < decrement <= tolerance:
+            stalled = decrement > _STALLED * before and (decrement <= tolerance or done >= _PATIENCE)
+            if decrement <= aim or (not falls and annealed) or stalled:
                 break
             if not falls:
                 annealed = True

@@ -104,6 +104,7 @@ SLICED_OUTPUTS = 20_000  # outputs N C up to which the linearized model is sampl
 
 HELD_BYTES = 1024 * MIB  # inputs kept in memory between passes over the data
 LBFGS_PAIRS = 50  # steps that L-BFGS remembers, at most; with 20 a smooth network takes up to twice as many passes
+LBFGS_BYTES, FEWEST_PAIRS = 1024 * MIB, 20  # of their memory, which large networks may exceed with so many steps
 STEPS_A_PAIR = 8  # steps allowed for each step remembered: few steps gain nothing from a long memory
 FULL_BATCH_EXAMPLES = 8192  # examples above which the training to an optimum begins with minibatches
 MINIBATCH = 128  # examples of a minibatch

@@ -38,7 +38,7 @@ FORMAT = FileFormat(
 )
 
 _SLOPE = 0.12  # gain of a Newton step in the noise, in nats a point, above which a warning is issued
-_STEPS = 160  # iterations of L-BFGS after the epochs, at most: networks with kinks predict no better after 300
+_STEPS = 640  # iterations of L-BFGS after the epochs, at most
 
 
 class Run:
