@@ -726,6 +726,14 @@ def test_outliers(tmp_path: Path) -> None:
     assert "| sine, outliers |" in printed and "The evidence agrees" in printed
 
 
+def test_starts(tmp_path: Path) -> None:
+    printed = run("predictions/starts.py", tmp_path)
+    cases = figures(tmp_path / "starts" / "summary.json")["cases"]
+    assert len(cases) == 3 and all(math.isfinite(one[0]["default"]) for one in cases.values())
+    assert all(one[0]["two"] in (one[0]["one"], one[0]["weak"]) for one in cases.values())
+    assert "| sine of 6x" in printed and "default less it, mean and least" in printed
+
+
 def test_intervals_and_sets(tmp_path: Path) -> None:
     printed = run("predictions/intervals.py", tmp_path, "--out", "out", "--alone", "--settings", "ordinary")
     regression, classes = figures(tmp_path / "out" / "intervals.json")["results"]
