@@ -72,6 +72,18 @@ def test_every_verb_of_every_structure(network, device, structure):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_residuals_of_neighbors_are_as_alike(device):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(40, n, generator=generator).double() for n in (3, 1))
+    network, found = torch.nn.Linear(3, 1).double(), []
+    for name in ("cpu", device):
+        data = x.to(name), y.to(name)
+        posterior = ntkl.laplace(network.to(name), data, ntkl.Gaussian(1.0), ntkl.GaussianPrior(groups="input"))
+        found.append(posterior.lack_of_fit())
+    assert found[1].deviations == pytest.approx(found[0].deviations, rel=1e-7) and found[0].left_out
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("likelihood", ["gaussian", "classes"])
 def test_the_network_moves_to_the_same_optimum(likelihood, device):
     assert gap(*(moved(likelihood, torch.device(name)) for name in ("cpu", device))) < 1e-7
