@@ -42,7 +42,7 @@ QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "random_state
 
 
 CHECKS = parametrize_with_checks([ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(8,), precision=1.0),
-                                  ntkl.LaplaceClassifier(epochs=1, hidden_layer_sizes=(8,))]).mark
+                                  ntkl.LaplaceClassifier(epochs=1, hidden_layer_sizes=(8,), precision=1.0)]).mark
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_a_classifier_is_the_training_by_hand(classes: int) -> None:
     x, y = sine()
     labels = np.digitize(y, np.quantile(y, np.arange(1, classes) / classes))
     names = np.array(["b", "c", "d"])[labels]
-    model = ntkl.LaplaceClassifier(**QUICK).fit(x, names)
+    model = ntkl.LaplaceClassifier(precision=1.0, **QUICK).fit(x, names)
     xs = torch.as_tensor((x - x.mean(0)) / x.std(0))
     torch.manual_seed(int(np.random.RandomState(0).randint(2**31 - 1)))
     network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, classes)).double()
@@ -305,7 +305,7 @@ def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.Monk
         return trained(*args, **options)
 
     monkeypatch.setattr(estimator_training, "train_with_evidence", failing)
-    model = ntkl.LaplaceClassifier(random_state=0).fit(x, y)
+    model = ntkl.LaplaceClassifier(precision=1.0, random_state=0).fit(x, y)
     assert [call and call.frequency for call in calls] == [None, 3] and len(model.history_.epochs) == 10
 
 
@@ -332,6 +332,17 @@ def test_starts_are_tried_where_residuals_of_neighbors_are_alike(
     tried.clear()
     model.set_params(predictive=None).fit(x, y)  # the evidence chooses
     assert tried == [1.0, 0.01]
+
+
+@pytest.mark.slow
+def test_a_classifier_that_misses_its_classes_is_trained_longer_from_weaker_priors() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 4, (200, 2))
+    y = np.where(np.floor(x).sum(1) % 2, "black", "white")
+    one, auto = (ntkl.LaplaceClassifier(epochs=60, precision=precision, random_state=0).fit(x[:150], y[:150])
+                 for precision in (1.0, "auto"))
+    assert one.posterior_.lack_of_fit().clear and auto.n_iter_ == 180
+    assert auto.score(x[150:], y[150:]) > 0.7 > 0.6 > one.score(x[150:], y[150:])
 
 
 def test_several_precisions_are_several_starts() -> None:

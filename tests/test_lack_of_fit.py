@@ -45,13 +45,25 @@ def test_residuals_that_are_equal_say_nothing() -> None:
     assert one == pytest.approx(two, rel=1e-12)
 
 
-@pytest.mark.parametrize(("correlation", "deviations", "above", "clear"), [
-    (0.21, 3.1, True, True), (0.19, 3.1, True, False), (0.21, 2.9, True, False), (0.06, 1.1, True, False),
-    (0.04, 9.0, False, False), (0.9, 0.9, False, False),
+@pytest.mark.parametrize(("correlation", "deviations", "above", "clear", "of_classes"), [
+    (0.21, 3.1, True, True, False), (0.19, 3.1, True, False, False), (0.21, 2.9, True, False, False),
+    (0.34, 3.1, True, True, True), (0.04, 9.0, False, False, False), (0.9, 0.9, False, False, False),
 ])
-def test_what_counts_as_alike(correlation: float, deviations: float, above: bool, clear: bool) -> None:
+def test_what_counts_as_alike(correlation: float, deviations: float, above: bool, clear: bool, of_classes: bool) -> None:
     found = ntkl.LackOfFit(correlation, deviations, 3, 100, True)
     assert (found.above(0.05), found.clear) == (above, clear)
+    assert ntkl.LackOfFit(correlation, deviations, 3, 100, True, classes=True).clear == of_classes
+
+
+def test_residuals_of_classes_are_those_of_their_probabilities() -> None:
+    rng = np.random.default_rng(0)
+    x, y = torch.as_tensor(rng.uniform(-1, 1, (40, 2))), torch.as_tensor(rng.integers(0, 3, 40))
+    network = nn.Linear(2, 3).double()
+    found = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure="diag").lack_of_fit()
+    with torch.no_grad():
+        residual = nn.functional.one_hot(y) - network(x).softmax(1)
+    expected = moran(residual, torch.as_tensor(nearest((x / x.std(0)).numpy(), 3)))
+    assert (found.correlation, found.deviations) == pytest.approx(expected, rel=1e-9) and found.classes
 
 
 def linear(n: int = 30) -> tuple[Tensor, Tensor]:
@@ -166,9 +178,6 @@ def test_what_lack_of_fit_refuses() -> None:
         posterior.lack_of_fit(neighbors=30)
     with refused(ntkl.DataError, "inputs of the 30 training points", "29", "order of the fit"):
         posterior.lack_of_fit(x[1:])
-    classes = ntkl.laplace(nn.Linear(2, 3).double(), (x, torch.arange(30) % 3), ntkl.Categorical())
-    with refused(ntkl.UnsupportedError, "responses that are numbers", "classes", "leave_one_out"):
-        classes.lack_of_fit()
     words = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(4, 1)).double()
     tokens = torch.randint(5, (30, 2), generator=torch.Generator().manual_seed(0))
     with refused(ntkl.UnsupportedError, "one array of real numbers", "an array of torch.int64", "leave_one_out"):
@@ -190,6 +199,6 @@ def test_a_training_that_misses_a_part_tells_it() -> None:
     for misfit, count in ((0.05, 1), (None, 2)):
         assert len(ntkl.train_from_starts(nn.Linear(2, 1).double(), (x, noise), ntkl.Gaussian(), misfit=misfit,
                                           **options)) == count
-    classes = ntkl.train_with_evidence(nn.Linear(2, 2).double(), (x, (y[:, 0] > 0).long()), ntkl.Categorical(),
-                                       **options)
-    assert classes.lack_of_fit is None
+    tokens = ntkl.train_with_evidence(nn.Sequential(nn.Embedding(2, 1), nn.Flatten()).double(),
+                                      ((y > 0).long(), y), ntkl.Gaussian(), **options)
+    assert tokens.lack_of_fit is None

@@ -178,7 +178,8 @@ class ExplanationVerbs(Fitted):
         -------
         LackOfFit
             Moran's I of the residuals, and its distance from that of random pairs in standard deviations: above 3 there
-            is something to find.
+            is something to find. Of classes small correlations say little, because neighbors mostly have the same one,
+            and cautious predictions the same residuals.
 
         Raises
         ------

@@ -16,7 +16,8 @@ from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.training_inputs import training_inputs
 
-_CLEAR = 0.2, 3.0  # a correlation, and standard deviations above that of random pairs
+# correlations of numbers and of classes, and standard deviations above that of random pairs
+_CLEAR, _OF_CLASSES, _DEVIATIONS = 0.2, 0.33, 3.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class LackOfFit:
         Points that were looked at, n.
     left_out : bool
         Whether each residual is that of a prediction from all other points.
+    classes : bool
+        Whether responses are classes. Neighbors mostly have the same one, so their residuals are a little alike where
+        predictions are cautious.
     """
 
     correlation: float
@@ -44,6 +48,7 @@ class LackOfFit:
     neighbors: int
     num_points: int
     left_out: bool
+    classes: bool = False
 
     def above(self, correlation: float, deviations: float = 1.0) -> bool:
         """Whether both numbers are larger than these."""
@@ -51,8 +56,8 @@ class LackOfFit:
 
     @property
     def clear(self) -> bool:
-        """Whether the correlation is above 0.2, and more than 3 standard deviations above that of random pairs."""
-        return self.above(*_CLEAR)
+        """Whether the correlation is above 0.2 (0.33 of classes), and more than 3 standard deviations above random."""
+        return self.above(_OF_CLASSES if self.classes else _CLEAR, _DEVIATIONS)
 
     def __str__(self) -> str:
         beside = "above" if self.deviations >= 0 else "below"
@@ -65,9 +70,6 @@ def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> Lac
     require_whole("neighbors", neighbors, 1, "Leave it out for 3.")
     fitted.settings.reducer.require_one("lack_of_fit", "Fit in one process.")
     points, likelihood = fitted.points, fitted.likelihood
-    if likelihood.classifies:
-        raise UnsupportedError("responses that are numbers, for a lack of fit", "classes, whose residuals are alike "
-                               "among neighbors where predictions are cautious", "Compare starts by leave_one_out.")
     chosen = (points.observed_counts(likelihood) > 0).nonzero().squeeze(1).cpu()
     if len(chosen) > tuning.NEIGHBOR_POINTS:
         order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -83,7 +85,7 @@ def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> Lac
         residual = likelihood.at(index).residual(f[index], points.targets[index])
         found = [moran(residual.double(), _nearest(inputs.to(f.device), neighbors)) for inputs in metrics]
     correlation, deviations = max(found, key=itemgetter(1))
-    return LackOfFit(correlation, deviations, neighbors, len(chosen), left_out)
+    return LackOfFit(correlation, deviations, neighbors, len(chosen), left_out, likelihood.classifies)
 
 
 def moran(residual: Tensor, nearest: Tensor) -> tuple[float, float]:

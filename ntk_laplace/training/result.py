@@ -100,7 +100,7 @@ class EvidenceTraining:
     def lack_of_fit(self) -> LackOfFit | None:
         """How alike residuals of similar inputs are (`Posterior.lack_of_fit`); None where nothing says so.
 
-        It is unknown of classes, of few points, and where inputs are not one array of real numbers.
+        It is unknown of few points, and where inputs are not one array of real numbers.
         """
         try:
             return self.posterior.lack_of_fit()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
 
-_STARTS = Starts((1.0, 0.01), (1e-4, 1e-6))  # of precision="auto"
+_LONGER = 1e-4, 1e-6  # prior precisions of trainings for more epochs, under precision="auto"
 
 
 class _Fitted(BaseEstimator):
@@ -72,7 +72,7 @@ class LaplaceEstimator(_Fitted):
     _: KW_ONLY
     hidden_layer_sizes: Any = (32,)
     activation: str = "tanh"
-    precision: Any = 1.0
+    precision: Any = "auto"
     groups: Any = "auto"
     structure: Any = "kfac"
     curvature: Any = "ggn"
@@ -86,6 +86,7 @@ class LaplaceEstimator(_Fitted):
     random_state: Any = None
 
     _spread = 1.0  # of the prior, for groups="input"
+    _precisions: ClassVar[tuple[float, ...]] = (1.0,)  # at the start, of "auto"
 
     # --- training
 
@@ -162,7 +163,9 @@ class LaplaceEstimator(_Fitted):
     @property
     def _starts(self) -> Starts:
         """Those of `precision`."""
-        return Starts(_several(self.precision)) if not self._automatic else Starts(None) if self.prefit else _STARTS
+        if self._automatic:
+            return Starts(None) if self.prefit else Starts(self._precisions, _LONGER)
+        return Starts(_several(self.precision))
 
     def _prior_groups(self, features: int) -> Any:
         """`groups`; of "auto" those of a perceptron's inputs, if there are not too many, else those of the layers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 import torch
@@ -139,7 +139,6 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     hidden_layer_sizes: Any = (32, 32)
     activation: str = "silu"
-    precision: Any = "auto"
     likelihood: str = "auto"
     noise: Any = 1.0
     epochs: int = 300
@@ -147,6 +146,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     batch_size: int | None = 512
 
     _spread = 3.0  # with 1, irrelevant inputs stay in the function
+    _precisions: ClassVar[tuple[float, ...]] = (1.0, 0.01)
 
     def _training_options(self, times: int) -> dict[str, Any]:
         """A rate that falls to 0, and more evaluations: precisions and noise must arrive before the epochs end."""
