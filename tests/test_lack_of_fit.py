@@ -49,7 +49,9 @@ def test_residuals_that_are_equal_say_nothing() -> None:
     (0.21, 3.1, True, True, False), (0.19, 3.1, True, False, False), (0.21, 2.9, True, False, False),
     (0.34, 3.1, True, True, True), (0.04, 9.0, False, False, False), (0.9, 0.9, False, False, False),
 ])
-def test_what_counts_as_alike(correlation: float, deviations: float, above: bool, clear: bool, of_classes: bool) -> None:
+def test_what_counts_as_alike(
+    correlation: float, deviations: float, above: bool, clear: bool, of_classes: bool
+) -> None:
     found = ntkl.LackOfFit(correlation, deviations, 3, 100, True)
     assert (found.above(0.05), found.clear) == (above, clear)
     assert ntkl.LackOfFit(correlation, deviations, 3, 100, True, classes=True).clear == of_classes

@@ -144,9 +144,10 @@ def main() -> None:
     tables = [name for name in TABLES if name not in REGRESSION and (options.data or name not in FILES)]
     by_class: dict[str, list[dict[str, float]]] = {}
     for name in ["wine", "product"] if options.small else [*tables, *CLASSES]:
-        by_class[name] = [once(options.out / f"{name} {seed}.json", [str(options.small)], lambda name=name, seed=seed:
-                               case_of_classes(classes(name, options.data, seed, options.small), seed, min(epochs, 100)))
-                          for seed in seeds]
+        data = {seed: classes(name, options.data, seed, options.small) for seed in seeds}
+        by_class[name] = [once(options.out / f"{name} {seed}.json", [str(options.small)],
+                               lambda one=one, seed=seed: case_of_classes(one, seed, min(epochs, 100)))
+                          for seed, one in data.items()]
     rows = []
     for name, cases in by_class.items():
         mean = {key: float(np.mean([case[key] for case in cases])) for key in cases[0]}

@@ -54,9 +54,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Of "mlp".
     precision : float, sequence of float, or "auto"
         Prior precision at the start. Of several, each after the first is tried where residuals of similar inputs are
-        alike, and leave-one-out chooses (`train_from_starts`). "auto": 1 and 0.01. Where residuals are still alike
-        then, clearly so and among at most 10,000 examples, the network is trained for three times as many epochs from
-        1e-4, and then from 1e-6.
+        alike, and leave-one-out chooses (`train_from_starts`). "auto": 1 and 0.01, of classes 1. Where residuals are
+        still alike then, clearly so and among at most 10,000 examples, the network is trained for three times as many
+        epochs from 1e-4, and then from 1e-6.
     groups : {"auto", "input", "layer", "all", "tensor"} or mapping
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 128 features and the structure supports it, else those of each layer. The spread
