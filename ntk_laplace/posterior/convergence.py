@@ -15,7 +15,6 @@ from ntk_laplace.structures.evidence import evidence
 
 _ITERATIONS = 10  # of L-BFGS between two looks
 _STALLED = 0.75  # of the decrement at half of the iterations: kinks, or a way to another optimum
-_PATIENCE = 160  # iterations before that ends a training above the tolerance: networks with kinks predict no better
 
 
 class WatchedFit:
@@ -44,14 +43,15 @@ class WatchedFit:
 
 def converged(
     objective: Objective, data: Held, fit: Callable[[], FittedModel], steps: int, tolerance: float, aim: float,
-    progress: bool | None, remedy: str,
+    progress: bool | None, remedy: str, patience: int | None = None,
 ) -> FittedModel:
     """Train the objective's network until its Newton decrement is at most `aim`, nats per point, and fit there.
 
     The decrement needs a fit, so it is computed after 0, 10, 20, 40, ... iterations of L-BFGS, and where its upper
     bound from the gradient alone is small enough. Where the objective no longer falls, Adam's steps are tried once.
     Training ends before `aim` where twice the iterations took less than a quarter off the decrement, and it is within
-    the tolerance or they were 160: outputs with kinks have no such optimum, and others are on the way to another one.
+    the tolerance or they were at least `patience`: outputs with kinks have no such optimum, and others are on the way
+    to another one.
 
     The objective is over all examples. Its network ends at the best weights found, also after an interruption. Above
     the tolerance, and above what rounding of the log joint hides, there is a warning with the caller's `remedy`.
@@ -78,7 +78,8 @@ def converged(
             descent.settle()
             fitted = fit()
             before, decrement, due = decrement, newton_decrement(fitted), 2 * done
-            stalled = decrement > _STALLED * before and (decrement <= tolerance or done >= _PATIENCE)
+            enough = decrement <= tolerance or (patience is not None and done >= patience)
+            stalled = enough and decrement > _STALLED * before
             if decrement <= aim or (not falls and annealed) or stalled:
                 break
             if not falls:

@@ -38,7 +38,8 @@ FORMAT = FileFormat(
 )
 
 _SLOPE = 0.12  # gain of a Newton step in the noise, in nats a point, above which a warning is issued
-_STEPS = 640  # iterations of L-BFGS after the epochs, at most
+# iterations of L-BFGS after the epochs, at most, and where they come no nearer: networks with kinks predict no better
+_STEPS, _PATIENCE = 640, 160
 
 
 class Run:
@@ -172,7 +173,8 @@ class Run:
             data = Held(Batches(own.data, settings.batch_size, self.device, self.minibatches.dtype, own.targets))
             try:
                 fitted = converged(self.objective, data, watched, _STEPS, MOST_DECREMENT, MOST_DECREMENT,
-                                   settings.progress, "in Python, call posterior.retrain(data) for more steps")
+                                   settings.progress, "in Python, call posterior.retrain(data) for more steps",
+                                   _PATIENCE)
             except NumericalError as error:
                 warn(f"the network stays at the weights of the best evidence: {error}")
                 fitted = watched()
