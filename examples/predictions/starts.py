@@ -155,6 +155,7 @@ def main() -> None:
         rows.append([name, f"{mean['one_correlation']:.2f}", f"{mean['one']:.2f}", f"{mean['one_accuracy']:.2f}",
                      f"{np.mean(gain):+.2f}, {min(gain):+.2f}", f"{mean['default_accuracy']:.2f}",
                      f"{mean['default_seconds'] / mean['one_seconds']:.1f}"])
+    print("\nClasses, one start and the default:\n")
     print(table(["classes", "correlation after one start", "one start", "its accuracy",
                  "default less it, mean and least", "accuracy of the default", "time, ratio"], rows))
     found |= by_class
