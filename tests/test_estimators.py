@@ -36,9 +36,9 @@ from ntk_laplace.training import starts as training_starts
 from reference import relative_error
 from refusals import refused
 
-# few epochs, to be quick
+# few epochs and starts, to be quick
 pytestmark = pytest.mark.filterwarnings("ignore:noise.* is not at the optimum of the evidence")
-QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "random_state": 0}
+QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "precision": (1.0, 0.01), "random_state": 0}
 
 
 CHECKS = parametrize_with_checks([ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(8,), precision=1.0),
@@ -62,7 +62,7 @@ def sine(n: int = 40, outputs: int = 1) -> tuple[np.ndarray, np.ndarray]:
 def test_a_regressor_is_the_training_by_hand() -> None:
     """In units of the targets: moments, joint covariance, noise and evidence."""
     x, y = sine()
-    model = ntkl.LaplaceRegressor(**QUICK | {"precision": (1.0, 0.01)}).fit(x, y)
+    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
     xs, ys = (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
     torch.manual_seed(int(np.random.RandomState(0).randint(2**31 - 1)))
     network = nn.Sequential(nn.Linear(2, 5), nn.SiLU(), nn.Linear(5, 1)).double()
@@ -133,7 +133,7 @@ def test_a_classifier_is_the_training_by_hand(classes: int) -> None:
     x, y = sine()
     labels = np.digitize(y, np.quantile(y, np.arange(1, classes) / classes))
     names = np.array(["b", "c", "d"])[labels]
-    model = ntkl.LaplaceClassifier(precision=1.0, **QUICK).fit(x, names)
+    model = ntkl.LaplaceClassifier(**QUICK | {"precision": 1.0}).fit(x, names)
     xs = torch.as_tensor((x - x.mean(0)) / x.std(0))
     torch.manual_seed(int(np.random.RandomState(0).randint(2**31 - 1)))
     network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, classes)).double()
@@ -364,7 +364,7 @@ def test_several_precisions_are_several_starts() -> None:
         assert not np.array_equal(one.predict(x), two.predict(x))
     for wrong in ("x", (1.0, -1.0), [], -1.0, None, float("nan"), np.array(1.0)):
         with refused(ntkl.HyperparameterError, "a positive precision", re.escape(repr(wrong)), "precision=1.0"):
-            ntkl.LaplaceRegressor(precision=wrong, **QUICK).fit(x, y)
+            ntkl.LaplaceRegressor(**QUICK | {"precision": wrong}).fit(x, y)
     assert ntkl.LaplaceRegressor(own, precision={"0": 2.0, "2": 3.0}, groups="layer", epochs=1).fit(x, y).n_iter_ == 1
     with refused(ntkl.UnsupportedError, "one precision, for prefit=True", r"\(1.0, 0.1\)", "trained with"):
         ntkl.LaplaceRegressor(model.network_, prefit=True, precision=(1.0, 0.1)).fit(x, y)
