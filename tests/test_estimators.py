@@ -335,13 +335,21 @@ def test_starts_are_tried_where_residuals_of_neighbors_are_alike(
 
 
 @pytest.mark.slow
-def test_a_classifier_that_misses_its_classes_is_trained_longer_from_weaker_priors() -> None:
+def test_a_classifier_that_misses_its_classes_is_trained_longer_from_weaker_priors(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fold too."""
     rng = np.random.default_rng(0)
     x = rng.uniform(0, 4, (200, 2))
     y = np.where(np.floor(x).sum(1) % 2, "black", "white")
     one, auto = (ntkl.LaplaceClassifier(epochs=60, precision=precision, random_state=0).fit(x[:150], y[:150])
                  for precision in (1.0, "auto"))
     assert one.posterior_.lack_of_fit().clear and auto.n_iter_ == 180
+    lengths, train = [], estimator_training.train_with_evidence
+    monkeypatch.setattr(estimator_training, "train_with_evidence",
+                        lambda *given, **options: lengths.append(options["epochs"]) or train(*given, **options))
+    folds = ntkl.LaplaceClassifier(epochs=60, predictive="folds", random_state=0).fit(x[:150], y[:150])
+    assert lengths == [180] * 5 and folds.score(x[150:], y[150:]) == auto.score(x[150:], y[150:])
     assert auto.score(x[150:], y[150:]) > 0.7 > 0.6 > one.score(x[150:], y[150:])
 
 

@@ -96,7 +96,7 @@ def trained(
 
     curvature = CurvatureType.of(options["curvature"])
     sized = Model(module, likelihood, prior, data, options["structure"], curvature, None, options["settings"])
-    held = np.zeros(0, dtype=np.intp)
+    held, better = np.zeros(0, dtype=np.intp), dict[str, Any]()  # options of a later training that was better
     apart = many and not sized.has_exact()
     if not apart:
         found, told = _recorded(run, module)
@@ -115,6 +115,7 @@ def trained(
                 again, of_again = _recorded(run, other, **more)
                 if rank(again, left_out=True) > rank(found, left_out=True):
                     found, told, module = again, of_again, other
+                    better = more
         posterior, fit = found.posterior, found.predictive
         learned = fit is not None and fit.reliability is not None and fit.reliability.learned_targets
         apart = many and (fit is None or learned or (len(data[1]) > _FEWEST and not fit.trusted))
@@ -124,9 +125,10 @@ def trained(
         module, given, held = new(), data, held_out(data[1], likelihood.classifies, seed)
         kept = to_tensor(np.setdiff1d(np.arange(len(data[1])), held))
         data, options["predictive"] = tuple(part[kept] for part in given), None
-        found = run(module)
+        found = run(module, **better)
         posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))
     if folds:
+        options |= {name: value for name, value in better.items() if name != "starts"}
         options["schedule"] = EvidenceSchedule(options["epochs"], steps=0)  # the hyperparameters stay
 
         def train(part: tuple[Tensor, ...]) -> Posterior:
