@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.data import InputData
-from ntk_laplace.posterior.explain.leave_one_out import leave_one_out
+from ntk_laplace.posterior.explain import leave_some_out
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import FittedModel
@@ -80,9 +80,9 @@ def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> Lac
     metrics = _metrics(fitted, _inputs(fitted, x, chosen))
     left_out = fitted.exact and not fitted.precision.reads_data
     with torch.no_grad():
-        f = leave_one_out(fitted).mean if left_out else points.f
-        index = chosen.to(f.device)
-        residual = likelihood.at(index).residual(f[index], points.targets[index])
+        index = chosen.to(points.f.device)
+        f = leave_some_out(fitted, index).mean if left_out else points.f[index]
+        residual = likelihood.at(index).residual(f, points.targets[index])
         found = [moran(residual.double(), _nearest(inputs.to(f.device), neighbors)) for inputs in metrics]
     correlation, deviations = max(found, key=itemgetter(1))
     return LackOfFit(correlation, deviations, neighbors, len(chosen), left_out, likelihood.classifies)
