@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.posterior.explain import leave_one_out
 from ntk_laplace.posterior.lack_of_fit import moran
 from ntk_laplace.runtime import tuning
 from refusals import refused
@@ -73,6 +75,19 @@ def test_residuals_of_classes_are_those_of_their_probabilities() -> None:
     assert (found.correlation, found.deviations) == pytest.approx(expected, rel=1e-9) and found.classes
 
 
+def largest(residual: Tensor, x: Tensor, k: int) -> tuple[float, float, int | None]:
+    """Correlation, deviations and input, of residuals cut off at three root mean squares."""
+    centered = residual - residual.mean(0)
+    most = 3 * centered.square().mean(0).sqrt()
+    centered = torch.minimum(torch.maximum(centered, -most), most)
+    found = [(*moran(centered, torch.as_tensor(nearest((x / x.std(0)).numpy(), k))), None)]
+    for j in range(x.shape[1]):
+        correlation, deviations = moran(centered, torch.as_tensor(nearest(x[:, j:j + 1].numpy(), k)))
+        deviations -= (2 * np.log(x.shape[1])) ** 0.5
+        found += [(correlation, deviations, j)] if deviations > 2 else []
+    return max(found, key=lambda one: one[1])
+
+
 def linear(n: int = 30) -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng(1)
     x = torch.as_tensor(rng.uniform(-1, 1, (n, 2)) * [1, 7])
@@ -101,12 +116,30 @@ def test_residuals_are_those_of_points_that_were_left_out(structure: str) -> Non
         else:
             kept = [torch.arange(len(x)) != n for n in range(len(x))]
             residual = torch.stack([y[n] - ridge(x[keep], y[keep], noise)(x[n]) for n, keep in enumerate(kept)])
-    near = nearest((x / x.std(0)).numpy(), 4)
-    correlation, deviations = moran(residual, torch.as_tensor(near))
+    correlation, deviations, along = largest(residual, x, 4)
+    assert found.input == along == 0
     assert found.correlation == pytest.approx(correlation, rel=1e-9)
     assert found.deviations == pytest.approx(deviations, rel=1e-9)
     assert (found.num_points, found.neighbors, found.left_out) == (30, 4, structure in ("gp", "full"))
-    assert f"correlate by {correlation:.3g}, {deviations:.2g} standard deviations above" in str(found)
+    assert f"4 nearest neighbors along input 0 correlate by {correlation:.3g}, {deviations:.2g} standard deviations above" in str(found)
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_means_of_a_leave_one_out_are_used_until_a_hyperparameter_moves(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (x, y), noise = linear(), 0.1
+    fit = [ntkl.laplace(ridge(x, y, noise), (x, y), ntkl.Gaussian(noise), ntkl.GaussianPrior(1.0), structure)
+           for _ in range(2)]
+    fit[0].leave_one_out()
+    with monkeypatch.context() as context:
+        context.setattr(sys.modules[leave_one_out.__module__], "_without", None)  # nothing is left out again
+        found = fit[0].lack_of_fit()
+    assert found == fit[1].lack_of_fit()
+    for posterior in fit:
+        posterior.prior.precision = 1.01
+    fit[1].leave_one_out()
+    assert fit[0].lack_of_fit() == fit[1].lack_of_fit() != found
 
 
 def test_points_without_a_target_or_a_weight_are_left_out() -> None:
@@ -124,6 +157,25 @@ def test_points_without_a_target_or_a_weight_are_left_out() -> None:
     assert found.correlation == pytest.approx(expected.correlation, rel=1e-9)
 
 
+def test_what_is_missed_along_one_input_is_found() -> None:
+    """Neighbors among all seven inputs are far apart in it."""
+    rng = np.random.default_rng(3)
+    x = torch.as_tensor(rng.uniform(-3, 3, (200, 7)))
+    x[:, 2], x[:, 5] = torch.arange(200) % 2, 1.0  # a category, and a constant
+    y = torch.sin(5 * x[:, 3:4]) + 0.2 * torch.as_tensor(rng.normal(size=(200, 1)))
+    network, likelihood = nn.Linear(7, 1).double(), ntkl.Gaussian(0.5)
+    with torch.no_grad():
+        network.weight.zero_()
+    found = ntkl.laplace(network, (x, y), likelihood, structure="diag").lack_of_fit()
+    assert found.input == 3 and found.clear and "along input 3" in str(found)
+    y[:] = torch.linspace(-1, 1, 200).double()[:, None]  # of equal numbers, no row is nearer than another
+    assert ntkl.laplace(network, (x, y), likelihood, structure="diag").lack_of_fit().input is None
+    y[:] = torch.as_tensor(rng.normal(size=(200, 1)))
+    order = x[:, 0].argsort()
+    y[order[10:12]] = 10.0  # two outliers that are neighbors along the first input
+    assert ntkl.laplace(network, (x, y), likelihood, structure="diag").lack_of_fit().input is None
+
+
 def test_a_constant_input_has_no_distances() -> None:
     x, y = linear()
     network = nn.Linear(3, 1).double()
@@ -139,15 +191,15 @@ def test_neighbors_are_those_among_the_inputs_that_matter_too() -> None:
     """With a precision of its own for each input: the larger correlation of the two."""
     rng = np.random.default_rng(2)
     x = torch.as_tensor(np.concatenate([rng.uniform(-1, 1, (60, 1)), rng.normal(size=(60, 6))], 1))
-    y = torch.sin(4 * x[:, :1])
+    y = torch.sin(4 * x[:, :1]) * x[:, 1:2].sign()  # nothing is to be seen along one of them
     network, likelihood = nn.Linear(7, 1).double(), ntkl.Gaussian(0.1)
     plain = ntkl.laplace(network, (x, y), likelihood, ntkl.GaussianPrior(1.0, groups="layer"))
-    precision = torch.tensor([1.0, *[1e6] * 6, 1.0]).double()  # the last of the bias
+    precision = torch.tensor([1.0, 9.0, *[1e6] * 5, 1.0]).double()  # the last of the bias
     prior = ntkl.GaussianPrior(1.0, groups="input").bind({"weight": torch.Size((1, 7)), "bias": torch.Size((1,))})
     with torch.no_grad():
         prior.log_precision.copy_(precision.log())
     relevant = ntkl.laplace(network, (x, y), likelihood, prior)
-    assert relevant.lack_of_fit().correlation > 0.6 > 0.5 > plain.lack_of_fit().correlation
+    assert relevant.lack_of_fit().correlation > 0.5 > 0.3 > plain.lack_of_fit().correlation
 
 
 def test_of_many_points_some_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +209,16 @@ def test_of_many_points_some_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "NEIGHBOR_POINTS", 20)
     part = posterior.lack_of_fit()
     assert part.num_points == 20 and part.correlation != whole.correlation and part == posterior.lack_of_fit()
+
+
+def test_single_pixels_are_not_looked_at() -> None:
+    rng = np.random.default_rng(4)
+    x = torch.as_tensor(rng.uniform(-3, 3, (100, 4)))
+    network, likelihood = nn.Sequential(nn.Flatten(), nn.Linear(4, 1)).double(), ntkl.Gaussian(0.5)
+    nn.init.zeros_(network[1].weight)
+    table, images = (ntkl.laplace(network, (own, torch.sin(5 * x[:, 1:2])), likelihood, structure="diag").lack_of_fit()
+                     for own in (x, x.reshape(100, 1, 2, 2)))
+    assert table.input == 1 and images.input is None
 
 
 def test_pixels_keep_their_scale_and_a_loaded_posterior_takes_the_inputs(tmp_path: object) -> None:
@@ -192,7 +254,7 @@ def test_what_lack_of_fit_refuses() -> None:
 
 
 @pytest.mark.filterwarnings("always:the network misses", "ignore:noise is not at the optimum")
-def test_a_training_that_misses_a_part_tells_it() -> None:
+def test_a_training_that_misses_a_part_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = linear(60)
     options = {"epochs": 20, "batch_size": None, "settings": QUIET}
     with pytest.warns(ntkl.NTKLaplaceWarning, match="misses a part .* correlate by 0.[0-9]+, .* weaker prior"):
@@ -206,6 +268,9 @@ def test_a_training_that_misses_a_part_tells_it() -> None:
     for misfit, count in ((0.05, 1), (None, 2)):
         assert len(ntkl.train_from_starts(nn.Linear(2, 1).double(), (x, noise), ntkl.Gaussian(), misfit=misfit,
                                           **options)) == count
+    with monkeypatch.context() as context:
+        context.setattr(ntkl.PredictiveFit, "trusted", False)  # residuals that are not alike are not enough
+        assert len(ntkl.train_from_starts(nn.Linear(2, 1).double(), (x, noise), ntkl.Gaussian(), **options)) == 2
     tokens = ntkl.train_with_evidence(nn.Sequential(nn.Embedding(2, 1), nn.Flatten()).double(),
                                       ((y > 0).long(), y), ntkl.Gaussian(), **options)
     assert tokens.lack_of_fit is None

@@ -164,13 +164,15 @@ class ExplanationVerbs(Fitted):
         of any points, or more: a positive correlation says that it is too smooth there, because training ended at a
         poor optimum, the network is too small, or an input is missing. The evidence alone takes it for noise.
         Residuals are ``∂ log p/∂f``, y less the prediction over the noise variance for normal noise and y - p for
-        classes; an exact posterior predicts each point from all others (`leave_one_out`).
+        classes; an exact posterior predicts each point from all others (`leave_one_out`). None counts for more than
+        three root mean squares.
 
         Parameters
         ----------
         x : Tensor, optional
             Inputs of the training points, in the order of the fit, for a posterior without its data. They are one array
-            of real numbers. Distances are Euclidean, those of a table in standard deviations of its columns.
+            of real numbers. Distances are Euclidean, those of a table in standard deviations of its columns, and along
+            each column alone: among many, points that are near in one are far apart in others.
         neighbors : int
             Nearest points of each. Of more than 5,000 points as many are drawn.
 

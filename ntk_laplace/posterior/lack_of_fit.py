@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.data import InputData
-from ntk_laplace.posterior.explain import leave_some_out
+from ntk_laplace.posterior.explain import left_out_means
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import FittedModel
@@ -18,6 +19,8 @@ from ntk_laplace.structures.training_inputs import training_inputs
 
 # correlations of numbers and of classes, and standard deviations above that of random pairs
 _CLEAR, _OF_CLASSES, _DEVIATIONS = 0.2, 0.33, 3.0
+_STANDS_OUT = 2.0  # standard deviations of a single input, less their bound, from which it is looked at
+_LARGEST = 3.0  # residual that counts, in root mean squares: two outliers that are neighbors by chance show nothing
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class LackOfFit:
         -1/(n - 1) in the mean of all orders of the residuals. A network that follows its targets closely has negative
         ones.
     deviations : float
-        The correlation less that mean, in standard deviations over all orders of the residuals (Mantel 1967).
+        The correlation less that mean, in standard deviations over all orders of the residuals (Mantel 1967). Along one
+        of d inputs less √(2 log d), which bounds the mean of the largest of d standard normal numbers.
     neighbors : int
         Nearest points of each.
     num_points : int
@@ -41,6 +45,8 @@ class LackOfFit:
     classes : bool
         Whether responses are classes. Neighbors mostly have the same one, so their residuals are a little alike where
         predictions are cautious.
+    input : int or None
+        Number of the one input among whose values neighbors are nearest; None where they are nearest among all inputs.
     """
 
     correlation: float
@@ -49,6 +55,7 @@ class LackOfFit:
     num_points: int
     left_out: bool
     classes: bool = False
+    input: int | None = None
 
     def above(self, correlation: float, deviations: float = 1.0) -> bool:
         """Whether both numbers are larger than these."""
@@ -61,8 +68,10 @@ class LackOfFit:
 
     def __str__(self) -> str:
         beside = "above" if self.deviations >= 0 else "below"
-        return (f"residuals of {self.num_points:,} points and their {self.neighbors} nearest neighbors correlate by "
-                f"{self.correlation:.3g}, {abs(self.deviations):.2g} standard deviations {beside} that of random pairs")
+        along = "" if self.input is None else f" along input {self.input}"
+        return (f"residuals of {self.num_points:,} points and their {self.neighbors} nearest neighbors{along} "
+                f"correlate by {self.correlation:.3g}, {abs(self.deviations):.2g} standard deviations {beside} that of "
+                "random pairs")
 
 
 def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> LackOfFit:
@@ -77,15 +86,38 @@ def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> Lac
     if len(chosen) < neighbors + 4:
         raise DataError(f"at least {neighbors + 4} training points, for {neighbors} neighbors of each",
                         f"{len(chosen)}", "Ask for fewer neighbors.")
-    metrics = _metrics(fitted, _inputs(fitted, x, chosen))
+    inputs, table = _inputs(fitted, x, chosen)
     left_out = fitted.exact and not fitted.precision.reads_data
     with torch.no_grad():
         index = chosen.to(points.f.device)
-        f = leave_some_out(fitted, index).mean if left_out else points.f[index]
-        residual = likelihood.at(index).residual(f, points.targets[index])
-        found = [moran(residual.double(), _nearest(inputs.to(f.device), neighbors)) for inputs in metrics]
-    correlation, deviations = max(found, key=itemgetter(1))
-    return LackOfFit(correlation, deviations, neighbors, len(chosen), left_out, likelihood.classifies)
+        f = left_out_means(fitted, index) if left_out else points.f[index]
+        residual = _bounded(likelihood.at(index).residual(f, points.targets[index]).double())
+        inputs = inputs.to(f.device)
+        found: list[tuple[float, float, int | None]] = [
+            (*moran(residual, _nearest(one, neighbors)), None) for one in _metrics(fitted, inputs)]
+        found += _along_each(residual, inputs, neighbors) if table else []
+    correlation, deviations, along = max(found, key=itemgetter(1))
+    return LackOfFit(correlation, deviations, neighbors, len(chosen), left_out, likelihood.classifies, along)
+
+
+def _bounded(residual: Tensor) -> Tensor:
+    """Centered residuals, none larger than three root mean squares of its output."""
+    residual = residual - residual.mean(0)
+    most = _LARGEST * residual.square().mean(0).sqrt()
+    return residual.clamp(-most, most)
+
+
+def _along_each(residual: Tensor, inputs: Tensor, neighbors: int) -> list[tuple[float, float, int | None]]:
+    """Correlation, deviations and number of each input of several along which residuals stand out."""
+    columns = (inputs.amin(0) < inputs.amax(0)).nonzero().flatten().tolist()
+    if inputs.shape[1] == 1:
+        return []
+    largest, found = math.sqrt(2.0 * math.log(max(1, len(columns)))), list[tuple[float, float, int | None]]()
+    for column in columns:
+        correlation, deviations = moran(residual, _nearest_numbers(inputs[:, column], neighbors))
+        if deviations - largest > _STANDS_OUT:
+            found.append((correlation, deviations - largest, column))
+    return found
 
 
 def moran(residual: Tensor, nearest: Tensor) -> tuple[float, float]:
@@ -116,8 +148,8 @@ def moran(residual: Tensor, nearest: Tensor) -> tuple[float, float]:
     return -found / (k * s[0]), (found - mean) / variance**0.5 if variance else 0.0
 
 
-def _inputs(fitted: FittedModel, x: InputData | None, chosen: Tensor) -> Tensor:
-    """Inputs of these training points, (n, d), each column of a table divided by its standard deviation."""
+def _inputs(fitted: FittedModel, x: InputData | None, chosen: Tensor) -> tuple[Tensor, bool]:
+    """Inputs of these training points, (n, d), and whether they are a table's, which have unit standard deviations."""
     source = training_inputs(fitted.model, fitted.structure, x, "lack_of_fit(x)")
     wanted = torch.zeros(fitted.num_examples, dtype=torch.bool, device="cpu")
     wanted[chosen], start, found, table = True, 0, [], True
@@ -130,9 +162,9 @@ def _inputs(fitted: FittedModel, x: InputData | None, chosen: Tensor) -> Tensor:
         start, table = start + len(y), inputs.ndim == 2
     columns = torch.cat(found)
     if not table:  # pixels have one scale
-        return columns
+        return columns, False
     deviation = columns.std(0)
-    return columns / torch.where(deviation > 0, deviation, torch.inf)
+    return columns / torch.where(deviation > 0, deviation, torch.inf), True
 
 
 def _metrics(fitted: FittedModel, inputs: Tensor) -> list[Tensor]:
@@ -150,3 +182,18 @@ def _nearest(x: Tensor, neighbors: int) -> Tensor:
         distance.masked_fill_(numbers[rows].unsqueeze(1) == numbers, torch.inf)
         found.append(distance.topk(neighbors, largest=False).indices)
     return torch.cat(found)
+
+
+def _nearest_numbers(values: Tensor, neighbors: int) -> Tensor:
+    """The same among numbers (n,): of equal ones, such as those of a category, they are drawn at random."""
+    n, generator = len(values), torch.Generator().manual_seed(0)
+    drawn = torch.randperm(n, generator=generator, device="cpu").to(values.device)
+    order = drawn[values[drawn].argsort(stable=True)]
+    ranked = values[order]
+    number, steps = (torch.arange(count, device=values.device) for count in (n, 2 * neighbors + 1))
+    places = number.unsqueeze(1) + steps[steps != neighbors] - neighbors  # both sides of each, in their order
+    outside = (places < 0) | (places >= n)
+    places = places.clamp(0, n - 1)
+    distance = (ranked[places] - ranked.unsqueeze(1)).abs().masked_fill(outside, torch.inf)
+    nearest = places.gather(1, distance.topk(neighbors, largest=False).indices)
+    return torch.empty_like(nearest).index_copy_(0, order, order[nearest])

@@ -190,6 +190,10 @@ class FittedModel:
             made[name] = make()
         return made[name]
 
+    def known(self, name: str) -> Any:
+        """What `once` has made under this name at the present hyperparameters; None before."""
+        return self._present.made.get(name)
+
     def log_scale(self) -> Tensor | None:
         """Return log c, if all that the likelihood's hyperparameters do to H - P0 is to multiply it by c."""
         spec = self.structure.spec

@@ -28,8 +28,8 @@ def train_from_starts(
 
     The evidence of a network has several maxima. From a strong prior the training can end at a function that is too
     smooth, with noise that is too large; from a weak one, at a function that follows its labels. Residuals of similar
-    inputs are alike where the function is too smooth (`Posterior.lack_of_fit`), so a start is tried only where those of
-    the best so far are.
+    inputs are alike where the function is too smooth (`Posterior.lack_of_fit`). So a further start is tried only where
+    those of the best so far are, or where its leave-one-out is not to be trusted (`PredictiveFit.trusted`).
 
     Parameters
     ----------
@@ -41,9 +41,9 @@ def train_from_starts(
     starts : sequence of float
         Factors of the prior's precisions at the start of each training.
     misfit : float, optional
-        A further start is tried where the correlation of neighbors' residuals is above this, and more than a standard
-        deviation above that of random pairs. None: all are tried; so they are where inputs are not one array of real
-        numbers.
+        Residuals are alike where the correlation of those of neighbors is above this, and more than a standard
+        deviation above that of random pairs. None: all starts are tried; so they are where inputs are not one array of
+        real numbers.
     options
         Of `train_with_evidence`, by default with ``predictive="loo"``. `optimizer` and `scheduler` are callables that
         make one.
@@ -80,7 +80,7 @@ def train_from_starts(
         found.append((training, copy))
         left_out = any(training.predictive is not None for training, _ in found)
         found.sort(key=lambda pair: rank(pair[0], left_out), reverse=True)
-        if misfit is not None and (lack := found[0][0].lack_of_fit) is not None and not lack.above(misfit):
+        if misfit is not None and _enough(found[0][0], misfit):
             break
     found[0][0].tell_misfit()
     best = found[0][1]
@@ -89,6 +89,12 @@ def train_from_starts(
                               strict=True):
             own.copy_(other)
     return [training for training, _ in found]
+
+
+def _enough(best: EvidenceTraining, misfit: float) -> bool:
+    """Whether no further start is tried: its residuals are not alike, and nothing speaks against its leave-one-out."""
+    lack, fit = best.lack_of_fit, best.predictive
+    return lack is not None and not lack.above(misfit) and (fit is None or fit.trusted)
 
 
 def rank(training: EvidenceTraining, left_out: bool) -> tuple[bool, float]:

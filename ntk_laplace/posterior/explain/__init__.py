@@ -3,7 +3,13 @@
 from ntk_laplace.posterior.explain.algebra import Removals
 from ntk_laplace.posterior.explain.explanation import Explanation, ExplanationRequest, bytes_of_each, explain
 from ntk_laplace.posterior.explain.joint_removal import GroupRemoval
-from ntk_laplace.posterior.explain.leave_one_out import LeaveOneOut, leave_one_out, leave_one_out_score, leave_some_out
+from ntk_laplace.posterior.explain.leave_one_out import (
+    LeaveOneOut,
+    leave_one_out,
+    leave_one_out_score,
+    leave_some_out,
+    left_out_means,
+)
 from ntk_laplace.posterior.explain.quantity import SPREADS
 from ntk_laplace.posterior.explain.ranked import Entry, Ranked, joined
 from ntk_laplace.posterior.explain.ranking import Ranking, effects, rank
@@ -32,6 +38,7 @@ __all__ = [
     "leave_one_out",
     "leave_one_out_score",
     "leave_some_out",
+    "left_out_means",
     "numbered",
     "rank",
     "source_labels",

@@ -40,6 +40,7 @@ _REFITTED = (
     "with its own covariances; means without the group are one Newton step of the linearized model, by conjugate "
     "gradients, after which all points of the group but one are taken back in"
 )
+_MEANS = "means without each point"
 _DRAWS = "log_density integrates over draws of f with a fixed seed where the likelihood has no closed form"
 
 
@@ -184,9 +185,8 @@ def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
     """Compute means, covariances, log densities and leverages, from stored rows or in a pass over the data."""
     fitted.require_laplace("leave-one-out")
     everything = torch.arange(fitted.num_examples, device=fitted.points.f.device)
-    found = _kept(fitted) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, everything)
     words = _EXACT if fitted.exact else _OTHER_ROOT if fitted.structure.spec.exact else _OTHER
-    return _predicted(fitted, everything, found, words, samples)
+    return _predicted(fitted, everything, _without(fitted, everything), words, samples)
 
 
 def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> LeaveOneOut:
@@ -205,9 +205,13 @@ def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> L
     if not fitted.exact:
         found, left = conditioned(fitted, index)
         return _predicted(fitted, index, found, _REFITTED, samples, left)
-    kept = fitted.structure.spec.keeps_jacobian
-    found = _kept(fitted).each(lambda values: values[index]) if kept else _streamed(fitted, index)
-    return _predicted(fitted, index, found, _EXACT, samples)
+    return _predicted(fitted, index, _without(fitted, index), _EXACT, samples)
+
+
+def left_out_means(fitted: FittedModel, index: Tensor) -> Tensor:
+    """Means of f_i without point i, (m, C), by this posterior's own precision; known after a leave-one-out of all."""
+    known = fitted.known(_MEANS)
+    return _without(fitted, index).mean if known is None else known[index]
 
 
 def _predicted(
@@ -255,6 +259,19 @@ def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
                          "points=300, or score the model on held-out data.")
     found = leave_one_out(fitted)
     return fitted.likelihood.weight * (fitted.points.counts * found.log_density).sum(), found
+
+
+def _without(fitted: FittedModel, index: Tensor) -> Without:
+    """Moments without each of these points, from stored rows or in a pass over the data; means of all are kept."""
+    everything = len(index) == fitted.num_examples
+    if fitted.structure.spec.keeps_jacobian:
+        found = _kept(fitted)
+        found = found if everything else found.each(lambda values: values[index])
+    else:
+        found = _streamed(fitted, index)
+    if everything:
+        fitted.once(_MEANS, lambda: found.mean)
+    return found
 
 
 def _kept(fitted: FittedModel) -> Without:

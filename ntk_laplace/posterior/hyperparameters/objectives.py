@@ -129,9 +129,9 @@ class SpectralEvidence(SearchObjective):
 
     def __init__(self, posterior: Evidence, terms: Sequence[LogDetTerm], moving: bool) -> None:
         self._posterior, self._terms, self._moving = posterior, terms, moving
-        prior, scale = posterior.prior, posterior.log_scale() if moving else None
+        self._prior, scale = posterior.prior, posterior.log_scale() if moving else None
         with torch.no_grad():
-            self._log_precision, self._distances = prior.log_precision.detach().clone(), distances_of(posterior)
+            self._log_precision, self._distances = self._prior.log_precision.detach().clone(), distances_of(posterior)
             self._log_scale = None if scale is None else scale.detach().clone()
             self._log_likelihood = plain(posterior.log_likelihood())
 
@@ -167,7 +167,7 @@ class SpectralEvidence(SearchObjective):
     @torch.no_grad()
     def _rest(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """-½ Σ δ_g d_g - ½ log det B, and its derivatives in the log precisions, (G,), and in log c."""
-        now = self._posterior.prior.log_precision
+        now = self._prior.log_precision
         shift = (now - self._log_precision).double()
         if scale is not None and self._log_scale is not None:
             shift = shift - (scale - self._log_scale).double()

@@ -47,7 +47,7 @@ class Variables:
         if unknown or not chosen:
             raise HyperparameterError(known, f"{unknown or 'none'}",
                                       f"This likelihood is {type(posterior.likelihood).__name__}.")
-        self.posterior = posterior
+        self.posterior, self._prior, self._likelihood = posterior, posterior.prior, posterior.likelihood
         self.parameters = {name: there[name] for name in dict.fromkeys(chosen)}
         self._logarithms = logarithms
         if any(parameter.is_inference() for parameter in self.parameters.values()):
@@ -60,7 +60,7 @@ class Variables:
         found: list[str] = []
         for name, parameter in self.parameters.items():
             if name == "precision":
-                found += [f"precision[{group}]" for group in self.posterior.prior.group_names]
+                found += [f"precision[{group}]" for group in self._prior.group_names]
             elif parameter.numel() == 1:
                 found.append(name)
             else:
@@ -74,9 +74,8 @@ class Variables:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Disable all other gradients: one in the likelihood may need a pass over the data."""
-        posterior = self.posterior
         moving = {id(parameter) for parameter in self.parameters.values()}
-        others = [p for m in (posterior.prior, posterior.likelihood) for p in m.parameters() if id(p) not in moving]
+        others = [p for m in (self._prior, self._likelihood) for p in m.parameters() if id(p) not in moving]
         with constant(others):
             yield
 
@@ -106,10 +105,10 @@ class Variables:
     def value_and_gradient(self, objective: SearchObjective) -> tuple[float, Tensor]:
         """An objective with the prior's `log_hyperprior` at the current values, and its gradient in the logarithms."""
         value, gradients = objective.value_and_gradients(self.parameters)
-        prior = self.posterior.prior
-        if prior.has_hyperprior:
-            value = value + prior.log_hyperprior().detach().to(value)
-            own = prior.hyperprior_slope()
+        if self._prior.has_hyperprior:
+            with torch.no_grad():
+                value = value + self._prior.log_hyperprior().to(value)
+            own = self._prior.hyperprior_slope()
             gradients = [gradient + own.to(gradient) if name == "precision" else gradient
                          for name, gradient in zip(self.parameters, gradients, strict=True)]
         return value.item(), torch.cat([g.detach().double().flatten().cpu() for g in gradients])
