@@ -42,6 +42,7 @@ from ntk_laplace.model.likelihoods import (
     Tempered,
     register_likelihood,
 )
+from ntk_laplace.model.network import FourierFeatures
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
@@ -145,6 +146,7 @@ __all__ = [
     "Explanation",
     "ExplorerPage",
     "FitInterrupted",
+    "FourierFeatures",
     "FullWeightSpace",
     "FunctionSpace",
     "Gaussian",

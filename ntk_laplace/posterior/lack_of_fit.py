@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.explain import left_out_means
+from ntk_laplace.posterior.periods import strongest_period
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import FittedModel
@@ -46,7 +47,10 @@ class LackOfFit:
         Whether responses are classes. Neighbors mostly have the same one, so their residuals are a little alike where
         predictions are cautious.
     input : int or None
-        Number of the one input among whose values neighbors are nearest; None where they are nearest among all inputs.
+        Number of the one input among whose values neighbors are nearest; None where they are nearest among several.
+    period : float or None
+        Period, in units of this one input, of the wave that explains most of the residuals (`FourierFeatures`), where
+        they are clearly alike; None where it has fewer than eight different values.
     """
 
     correlation: float
@@ -56,6 +60,7 @@ class LackOfFit:
     left_out: bool
     classes: bool = False
     input: int | None = None
+    period: float | None = None
 
     def above(self, correlation: float, deviations: float = 1.0) -> bool:
         """Whether both numbers are larger than these."""
@@ -93,11 +98,17 @@ def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> Lac
         f = left_out_means(fitted, index) if left_out else points.f[index]
         residual = _bounded(likelihood.at(index).residual(f, points.targets[index]).double())
         inputs = inputs.to(f.device)
-        found: list[tuple[float, float, int | None]] = [
-            (*moran(residual, _nearest(one, neighbors)), None) for one in _metrics(fitted, inputs)]
-        found += _along_each(residual, inputs, neighbors) if table else []
-    correlation, deviations, along = max(found, key=itemgetter(1))
-    return LackOfFit(correlation, deviations, neighbors, len(chosen), left_out, likelihood.classifies, along)
+        single = 0 if table and inputs.shape[1] == 1 else None
+        metrics = _metrics(fitted, _standardized(inputs) if table else inputs)
+        moments = [(*moran(residual, _nearest(one, neighbors)), single) for one in metrics]
+        moments += _along_each(residual, inputs, neighbors) if table and single is None else []
+    found = [LackOfFit(correlation, deviations, neighbors, len(chosen), left_out, likelihood.classifies, along)
+             for correlation, deviations, along in moments]
+    clear = [one for one in found if one.clear and one.input is not None]  # says more than that of all inputs
+    lack = max(clear or found, key=attrgetter("deviations"))
+    if not clear:
+        return lack
+    return replace(lack, period=strongest_period(inputs[:, lack.input].double().cpu().numpy(), residual.cpu().numpy()))
 
 
 def _bounded(residual: Tensor) -> Tensor:
@@ -149,7 +160,7 @@ def moran(residual: Tensor, nearest: Tensor) -> tuple[float, float]:
 
 
 def _inputs(fitted: FittedModel, x: InputData | None, chosen: Tensor) -> tuple[Tensor, bool]:
-    """Inputs of these training points, (n, d), and whether they are a table's, which have unit standard deviations."""
+    """Inputs of these training points, (n, d), and whether they are a table's."""
     source = training_inputs(fitted.model, fitted.structure, x, "lack_of_fit(x)")
     wanted = torch.zeros(fitted.num_examples, dtype=torch.bool, device="cpu")
     wanted[chosen], start, found, table = True, 0, [], True
@@ -160,11 +171,13 @@ def _inputs(fitted: FittedModel, x: InputData | None, chosen: Tensor) -> tuple[T
                                    f"an array of {inputs.dtype}", "Look at the residuals of leave_one_out.")
         found.append(inputs.detach().flatten(1)[wanted[start:start + len(y)].to(inputs.device)])
         start, table = start + len(y), inputs.ndim == 2
-    columns = torch.cat(found)
-    if not table:  # pixels have one scale
-        return columns, False
-    deviation = columns.std(0)
-    return columns / torch.where(deviation > 0, deviation, torch.inf), True
+    return torch.cat(found), table
+
+
+def _standardized(inputs: Tensor) -> Tensor:
+    """Each column divided by its standard deviation; 0 if it is constant."""
+    deviation = inputs.std(0)
+    return inputs / torch.where(deviation > 0, deviation, torch.inf)
 
 
 def _metrics(fitted: FittedModel, inputs: Tensor) -> list[Tensor]:

@@ -111,8 +111,9 @@ class EvidenceTraining:
         """Warn where these residuals are clearly alike."""
         found = self.lack_of_fit
         if found is not None and found.clear:
+            wave = "" if found.period is None else f", FourierFeatures([({found.input}, {found.period:.4g})])"
             warn(f"{MISSES}: {found}; train it longer, or from a weaker prior (in Python, train_from_starts), take a "
-                 "wider network, or add the inputs that are missing")
+                 f"wider network, or add the inputs that are missing{wave}")
 
     def plot(self) -> Figure:
         """Evidence, log joint and hyperparameters over the epochs."""

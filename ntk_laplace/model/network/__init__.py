@@ -6,6 +6,7 @@ The caller's module is read once and never changed. All other code works on the 
 from ntk_laplace.model.network.caller import Caller, channels_fit
 from ntk_laplace.model.network.choice import ParameterChoice
 from ntk_laplace.model.network.copying import private_copy, require_module
+from ntk_laplace.model.network.fourier_features import FourierFeatures
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.many import ManyWeights, twice_differentiable
 from ntk_laplace.model.network.precision import outside_autocast
@@ -15,6 +16,7 @@ from ntk_laplace.model.network.variation import linear_at, linearized, varying
 
 __all__ = [
     "Caller",
+    "FourierFeatures",
     "ManyWeights",
     "Network",
     "ParameterChoice",

@@ -29,6 +29,7 @@ from ntk_laplace.errors import (
     require_whole,
 )
 from ntk_laplace.model.likelihoods import HeteroscedasticGaussian, Likelihood
+from ntk_laplace.model.network import FourierFeatures
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
@@ -40,7 +41,7 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
-from ntk_laplace.tools.estimators.training import Starts, Trained, taken, trained
+from ntk_laplace.tools.estimators.training import Starts, Trained, Waves, taken, trained
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
@@ -77,6 +78,7 @@ class LaplaceEstimator(_Fitted):
     structure: Any = "kfac"
     curvature: Any = "ggn"
     predictive: str | None = "loo"
+    fourier_features: int = 4
     epochs: int = 100
     learning_rate: float = 0.02
     batch_size: int | None = 128
@@ -104,10 +106,11 @@ class LaplaceEstimator(_Fitted):
         given = 1.0 if starts.first is not None or self._automatic else self.precision
         prior = GaussianPrior(given, groups=groups, spread=spread)
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            def new(likelihood: Likelihood) -> nn.Module:
+            def new(likelihood: Likelihood, waves: Waves = ()) -> nn.Module:
                 torch.manual_seed(seed)
-                outputs = responses * _outputs_of_each(likelihood)
-                made = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
+                outputs, inputs = responses * _outputs_of_each(likelihood), x.shape[1] + 2 * len(waves)
+                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation)
+                made = nn.Sequential(FourierFeatures(waves), made) if waves else made
                 return with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
 
             data: tuple[Tensor, ...] = self._tensor(x, new(likelihood)), y
@@ -127,13 +130,14 @@ class LaplaceEstimator(_Fitted):
         self._theta = self.theta_  # of that value
 
     def _run(
-        self, new: Callable[[Likelihood], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
+        self, new: Callable[..., nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
         prior: GaussianPrior, starts: Starts, seed: int,
     ) -> Trained:
-        """Take the network, or train one."""
+        """Take the network, or train one; `new` takes a likelihood and the waves of its Fourier features."""
         if self.prefit:
             return taken(new(likelihood), data, likelihood, prior, self.predictive, self._training_options(1))
-        return trained(partial(new, likelihood), data, likelihood, prior, starts, self.predictive, seed,
+        most = 0 if is_module(self.network) else self.fourier_features
+        return trained(partial(new, likelihood), data, likelihood, prior, starts, self.predictive, seed, most,
                        self._training_options)
 
     def _of_likelihoods(self, run: Callable[[Likelihood], Trained], likelihood: Likelihood) -> Trained:
@@ -179,14 +183,23 @@ class LaplaceEstimator(_Fitted):
         """Prior standard deviation of the first layer's weights of each feature, (features,), for ``groups="input"``.
 
         It is learned: the smaller, the less the network depends on the feature. 0 for a feature that is constant in
-        the training data, of which the evidence says nothing.
+        the training data, of which the evidence says nothing. The largest, if it has Fourier features too.
         """
         check_is_fitted(self, "posterior_")
         prior = self.posterior_.prior
         if prior.groups != "input":
             raise AttributeError(f"relevance_ needs groups='input'; the prior's groups are {prior.groups!r}")
         found: Array = prior.precision[prior.inputs].detach().rsqrt().cpu().numpy()
-        return np.where(self._constant, 0.0, found)
+        features = [feature for feature, _ in _waves(self.network_)] * 2
+        own, added = np.split(found, [len(found) - len(features)])
+        np.maximum.at(own, features, added)
+        return np.where(self._constant, 0.0, own)
+
+    @property
+    def fourier_features_(self) -> list[tuple[int, float]]:
+        """Feature and period, in its units, of each sine and cosine that the network has in addition."""
+        check_is_fitted(self, "posterior_")
+        return [(feature, period * float(self._inputs.scale[feature])) for feature, period in _waves(self.network_)]
 
     @property
     def _standardized(self) -> bool:
@@ -201,6 +214,7 @@ class LaplaceEstimator(_Fitted):
     def _require_parameters(self) -> None:
         """Refuse what no later check names by the parameter of the estimator."""
         require_whole("epochs", self.epochs, 1, "Pass epochs=100, for instance.")
+        require_whole("fourier_features", self.fourier_features, 0, "Pass 0 for none.")
         require_number("a positive learning_rate", self.learning_rate, "Pass learning_rate=0.02.", above=0)
         several = _several(self.precision)
         each = [self.precision] if several is None else several
@@ -405,6 +419,11 @@ def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
         raise DataError("an estimator with its training data", "none", "Fit it again.")
     x, y = (torch.cat([to_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
     return x, y, *(() if source.weights is None else (source.weights,))
+
+
+def _waves(network: nn.Module) -> Waves:
+    """Inputs and periods of the Fourier features that an estimator has added."""
+    return next((module.waves for module in network.modules() if isinstance(module, FourierFeatures)), ())
 
 
 def _outputs_of_each(likelihood: Likelihood) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -40,6 +41,9 @@ _OFTEN = 3  # times as many evaluations of the evidence where it is below that o
 _TIMES, _FEW = 3, 10_000  # times as many epochs where residuals are clearly alike, of so many examples at most
 
 
+Waves = Sequence[tuple[int, float]]  # inputs and periods of Fourier features
+
+
 @dataclass(frozen=True)
 class Starts:
     """Prior precisions that trainings start from, each where residuals of those before are alike."""
@@ -75,16 +79,18 @@ def taken(
 
 
 def trained(
-    new: Callable[[], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
-    prior: GaussianPrior, starts: Starts, predictive: str | None, seed: int,
+    new: Callable[[Waves], nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
+    prior: GaussianPrior, starts: Starts, predictive: str | None, seed: int, most_waves: int,
     options_of: Callable[[int], Mapping[str, Any]],
 ) -> Trained:
     """Train a network that `new` makes with evidence, or from several precisions.
 
     `predictive` is that of `LaplaceRegressor`; `options_of` has the options of `train_with_evidence` for so many times
-    as many epochs.
+    as many epochs. Where left-out residuals along one input are clearly alike, the network gets their strongest wave
+    as Fourier features, at most `most_waves`, as long as leave-one-out gains more than chance.
     """
-    module = new()
+    waves: Waves = ()
+    module = new(waves)
     many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
     options = {**options_of(1), "predictive": predictive and "loo"}
 
@@ -100,6 +106,7 @@ def trained(
     apart = many and not sized.has_exact()
     if not apart:
         found, told = _recorded(run, module)
+        found, told, module, waves = _with_waves(run, new, (found, told, module, waves), data, most_waves)
         doubts = None if found.predictive is None else found.predictive.reliability
         schedule = options.get("schedule") or short_schedule(options["epochs"])
         often = replace(schedule, frequency=max(1, schedule.frequency // _OFTEN))
@@ -110,7 +117,7 @@ def trained(
         elif doubts is not None and doubts.below_one_prediction and often != schedule:
             more = {"schedule": often}  # noise was learned between evaluations
         if more:
-            other = new()
+            other = new(waves)
             with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
                 again, of_again = _recorded(run, other, **more)
                 if rank(again, left_out=True) > rank(found, left_out=True):
@@ -122,7 +129,7 @@ def trained(
         for message in () if apart else dict.fromkeys(told):
             warn(message)
     if apart:  # calibrated with data that the training does not see
-        module, given, held = new(), data, held_out(data[1], likelihood.classifies, seed)
+        module, given, held = new(waves), data, held_out(data[1], likelihood.classifies, seed)
         kept = to_tensor(np.setdiff1d(np.arange(len(data[1])), held))
         data, options["predictive"] = tuple(part[kept] for part in given), None
         found = run(module, **better)
@@ -133,11 +140,41 @@ def trained(
 
         def train(part: tuple[Tensor, ...]) -> Posterior:
             own = copy.deepcopy((posterior.likelihood, posterior.prior))
-            return train_with_evidence(new(), part, *own, **options).posterior
+            return train_with_evidence(new(waves), part, *own, **options).posterior
 
         with _untrusted_untold(later=True):
             fit = posterior.cross_calibrate(train, data, min(_FOLDS, len(data[1])), seed=seed)
     return Trained(module, posterior, found.history, fit, held)
+
+
+_Candidate = tuple[EvidenceTraining, list[str], nn.Module, Waves]  # with its warnings
+
+
+def _with_waves(
+    run: Callable[..., EvidenceTraining], new: Callable[[Waves], nn.Module], best: _Candidate,
+    data: tuple[Tensor, ...], most: int,
+) -> _Candidate:
+    """A training with Fourier features of the waves that its residuals show, one after the other, or the given one.
+
+    The best of M waves gains log M nats by chance, and M is about the number of inputs times that of examples.
+    """
+    chance = math.log(data[0][0].numel() * len(data[1])) / len(data[1])
+    with suppress(NumericalError, NonFiniteError), untold():  # the training before is a result
+        while len(best[3]) < most and (wave := _wave(best[0])) is not None:
+            waves = *best[3], wave
+            module = new(waves)
+            again = *_recorded(run, module), module, waves
+            unlearned, density = rank(best[0], left_out=True)
+            if rank(again[0], left_out=True) <= (unlearned, density + chance):
+                break
+            best = again
+    return best
+
+
+def _wave(training: EvidenceTraining) -> tuple[int, float] | None:
+    """Input and period of the strongest wave in left-out residuals that are clearly alike; None where they are not."""
+    found = None if training.predictive is None else training.lack_of_fit
+    return None if found is None or found.input is None or found.period is None else (found.input, found.period)
 
 
 def _recorded(
