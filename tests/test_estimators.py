@@ -38,7 +38,8 @@ from refusals import refused
 
 # few epochs and starts, to be quick
 pytestmark = pytest.mark.filterwarnings("ignore:noise.* is not at the optimum of the evidence")
-QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "precision": (1.0, 0.01), "random_state": 0}
+QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "precision": (1.0, 0.01), "random_state": 0,
+                         "fourier_features": 0}
 
 
 CHECKS = parametrize_with_checks([ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(8,), precision=1.0),
@@ -325,7 +326,8 @@ def test_starts_are_tried_where_residuals_of_neighbors_are_alike(
     rng = np.random.default_rng(2)
     x = rng.uniform(-1, 1, (60, 1))
     y = function(x) + 0.1 * rng.normal(size=60)
-    model = ntkl.LaplaceRegressor(epochs=15, hidden_layer_sizes=(8,), likelihood="gaussian", random_state=0)
+    model = ntkl.LaplaceRegressor(epochs=15, hidden_layer_sizes=(8,), likelihood="gaussian", fourier_features=0,
+                                  random_state=0)
     found = model.fit(x, y).posterior_.lack_of_fit()
     assert tried == starts and lengths == [15, 15, 45, 45][:len(starts)]
     assert found.clear == (len(starts) == 4)

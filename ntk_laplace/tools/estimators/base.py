@@ -63,6 +63,7 @@ class _Fitted(BaseEstimator):
     n_iter_: int
     n_features_in_: int
     _constant: NDArray[np.bool_] | bool = False  # which features are; False in fits of earlier versions
+    _waves: Waves = ()  # of the network's Fourier features
 
 
 @dataclass(eq=False, repr=False)
@@ -124,7 +125,7 @@ class LaplaceEstimator(_Fitted):
         self._keep_apart(found.held_out)
         if found.predictive is not None and not found.predictive.trusted:
             found.posterior.predictive = None
-        self.posterior_, self.network_ = found.posterior, found.module
+        self.posterior_, self.network_, self._waves = found.posterior, found.module, found.waves
         evidence = self.posterior_.log_marginal_likelihood()
         self.log_marginal_likelihood_value_ = float(evidence.detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value
@@ -190,7 +191,7 @@ class LaplaceEstimator(_Fitted):
         if prior.groups != "input":
             raise AttributeError(f"relevance_ needs groups='input'; the prior's groups are {prior.groups!r}")
         found: Array = prior.precision[prior.inputs].detach().rsqrt().cpu().numpy()
-        features = [feature for feature, _ in _waves(self.network_)] * 2
+        features = [feature for feature, _ in self._waves] * 2
         own, added = np.split(found, [len(found) - len(features)])
         np.maximum.at(own, features, added)
         return np.where(self._constant, 0.0, own)
@@ -199,7 +200,7 @@ class LaplaceEstimator(_Fitted):
     def fourier_features_(self) -> list[tuple[int, float]]:
         """Feature and period, in its units, of each sine and cosine that the network has in addition."""
         check_is_fitted(self, "posterior_")
-        return [(feature, period * float(self._inputs.scale[feature])) for feature, period in _waves(self.network_)]
+        return [(feature, period * float(self._inputs.scale[feature])) for feature, period in self._waves]
 
     @property
     def _standardized(self) -> bool:
@@ -419,11 +420,6 @@ def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
         raise DataError("an estimator with its training data", "none", "Fit it again.")
     x, y = (torch.cat([to_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
     return x, y, *(() if source.weights is None else (source.weights,))
-
-
-def _waves(network: nn.Module) -> Waves:
-    """Inputs and periods of the Fourier features that an estimator has added."""
-    return next((module.waves for module in network.modules() if isinstance(module, FourierFeatures)), ())
 
 
 def _outputs_of_each(likelihood: Likelihood) -> int:

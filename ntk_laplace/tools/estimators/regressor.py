@@ -84,6 +84,11 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         with 300 examples where there is no exact posterior, or where the network has learned its targets by heart
         (`Reliability.learned_targets`). Before that, if the evidence is below that of one prediction for all inputs,
         "loo" and "folds" train once more with the evidence computed three times as often, and leave-one-out chooses.
+    fourier_features : int
+        Pairs of a sine and a cosine of a feature, at most, that become inputs of the network too (`FourierFeatures`),
+        where left-out residuals along this feature are clearly alike: the wave that is strongest in them, as long as
+        leave-one-out gains by it. 0: none. A module keeps its inputs, and so does the network of a callable that makes
+        none of other numbers of features.
     epochs, learning_rate, batch_size
         Of the training with Adam, whose learning rate falls to 0 as a cosine (in a classification it is constant).
     standardize : bool or "auto"
@@ -116,6 +121,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
         Prior standard deviation of the first layer's weights of each feature, for ``groups="input"``.
+    fourier_features_ : list of (int, float)
+        Feature and period, in its units, of each sine and cosine that the network has in addition.
     likelihood_ : {"gaussian", "student-t", "heteroscedastic-gaussian"}
         The noise that was chosen.
     noise_ : float or ndarray, (targets,)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import NonFiniteError, NumericalError, told_later, untold, warn
+from ntk_laplace.errors import NonFiniteError, NTKLaplaceError, NumericalError, told_later, untold, warn
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
@@ -61,6 +61,7 @@ class Trained:
     history: EvidenceHistory | None
     predictive: PredictiveFit | None
     held_out: NDArray[np.intp]  # numbers of the examples that the training did not see, for the predictive
+    waves: Waves = ()  # of the Fourier features that were added
 
 
 def taken(
@@ -144,7 +145,7 @@ def trained(
 
         with _untrusted_untold(later=True):
             fit = posterior.cross_calibrate(train, data, min(_FOLDS, len(data[1])), seed=seed)
-    return Trained(module, posterior, found.history, fit, held)
+    return Trained(module, posterior, found.history, fit, held, waves)
 
 
 _Candidate = tuple[EvidenceTraining, list[str], nn.Module, Waves]  # with its warnings
@@ -159,7 +160,7 @@ def _with_waves(
     The best of M waves gains log M nats by chance, and M is about the number of inputs times that of examples.
     """
     chance = math.log(data[0][0].numel() * len(data[1])) / len(data[1])
-    with suppress(NumericalError, NonFiniteError), untold():  # the training before is a result
+    with suppress(NTKLaplaceError), untold():  # also where a callable makes networks of this many inputs alone
         while len(best[3]) < most and (wave := _wave(best[0])) is not None:
             waves = *best[3], wave
             module = new(waves)

@@ -1,0 +1,186 @@
+"""Fourier features, and the periods that residuals show: beside networks of expanded inputs and least squares."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.posterior.periods import strongest_period
+from ntk_laplace.tools import cli
+from refusals import refused
+
+QUIET = ntkl.Settings(progress=False)
+WAVES = [(2, 1.5), (0, 4.0), (2, 0.7)]
+
+
+def expanded(x: Tensor) -> Tensor:
+    angles = torch.stack([2 * np.pi * x[..., number] / period for number, period in WAVES], -1)
+    return torch.cat([x, torch.sin(angles), torch.cos(angles)], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_they_append_sines_and_cosines(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    features = ntkl.FourierFeatures(WAVES)
+    assert features(x).dtype == dtype
+    torch.testing.assert_close(features(x), expanded(x), rtol=0, atol=10 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(ntkl.FourierFeatures([])(x), x, rtol=0, atol=0)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(features)))
+    assert again.waves == tuple(WAVES) == features.waves and "(2, 1.5)" in repr(features)
+    other = ntkl.FourierFeatures([(1, 1.0)] * 3)
+    other.load_state_dict(features.state_dict())
+    assert torch.equal(other(x), features(x))
+
+
+def test_what_fourier_features_refuse() -> None:
+    for waves, got in (([(0, 0.0)], "(0, 0.0)"), ([(-1, 1.0)], "(-1, 1.0)"), ([(0.5, 1.0)], "(0.5, 1.0)"), (3, "3"),
+                       ([3], "3"), ("ab", "'ab'"), ([(0, float("inf"))], "(0, inf)"), ([(1, 2, 3)], "(1, 2, 3)")):
+        with refused(ntkl.HyperparameterError, "an input's number and a positive period", got, "(0, 12.0)"):
+            ntkl.FourierFeatures(waves)
+    with refused(ntkl.NetworkError, "inputs of at least 3 numbers", "(4, 2)", "from 0"):
+        ntkl.FourierFeatures(WAVES)(torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "diag"])
+def test_a_network_has_the_posterior_of_one_of_expanded_inputs(structure: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 3).double(), torch.randn(12, 2).double()
+    inner = nn.Sequential(nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    outer = nn.Sequential(ntkl.FourierFeatures(WAVES), copy.deepcopy(inner))
+    prior = ntkl.GaussianPrior(2.0, groups="input")
+    with torch.no_grad():
+        plain, own = (ntkl.laplace(network, (inputs, y), ntkl.Gaussian(0.3), prior, structure, settings=QUIET)
+                      for network, inputs in ((inner, expanded(x)), (outer, x)))
+    assert float(own.log_marginal_likelihood()) == pytest.approx(float(plain.log_marginal_likelihood()), rel=1e-12)
+    new = torch.randn(5, 3).double()
+    for found, expected in zip(own.latent_moments(new), plain.latent_moments(expanded(new)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    assert len(own.prior.precision[own.prior.inputs]) == 9
+
+
+def explained(places: np.ndarray, residual: np.ndarray, period: float) -> float:
+    angle = 2 * np.pi * places / period
+    design, total = np.stack([np.sin(angle), np.cos(angle)], 1), 0.0
+    for column in (residual - residual.mean(0)).T:
+        if column.any():
+            fit = design @ np.linalg.lstsq(design, column, rcond=None)[0]
+            total += (fit**2).sum() / (column**2).mean()
+    return total
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_the_period_is_that_of_least_squares(outputs: int) -> None:
+    rng = np.random.default_rng(outputs)
+    places = rng.uniform(100.0, 130.0, 60)
+    residual = rng.normal(size=(60, outputs)) * 10.0 ** np.arange(outputs)
+    residual[:, -1] += 12.0 * 10.0 ** (outputs - 1) * np.sin(places * 2 * np.pi / 3.3 + 0.4)
+    if outputs > 1:
+        residual[:, 1] = 7.0  # says nothing
+    found = strongest_period(places, residual)
+    assert found == pytest.approx(3.3, rel=0.02)
+    best = max(explained(places, residual, period) for period in np.geomspace(2.1, 100.0, 4000))
+    assert explained(places, residual, found) > 0.99 * best
+
+
+def test_few_places_and_equal_residuals_have_no_period() -> None:
+    rng = np.random.default_rng(0)
+    assert strongest_period(np.arange(50.0) % 7, rng.normal(size=(50, 1))) is None
+    assert strongest_period(np.arange(50.0) % 8, rng.normal(size=(50, 1))) is not None
+    assert strongest_period(np.arange(50.0), np.ones((50, 2))) is None
+
+
+def season(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """A year of 12 in the second of three features, over a trend."""
+    rng = np.random.default_rng(seed)
+    x = np.stack([rng.normal(size=n), rng.uniform(0.0, 120.0, n), rng.normal(size=n)], 1)
+    return x, 0.02 * x[:, 1] + np.sin(2 * np.pi * x[:, 1] / 12.0) + 0.5 * x[:, 0] + 0.1 * rng.normal(size=n)
+
+
+def test_lack_of_fit_tells_the_period() -> None:
+    x, y = (torch.as_tensor(part) for part in season(150))
+    design = torch.cat([x, torch.ones(150, 1).double()], 1)
+    network = nn.Linear(3, 1).double()
+    with torch.no_grad():
+        weights = torch.linalg.lstsq(design, y[:, None]).solution
+        network.weight.copy_(weights[:3].mT)
+        network.bias.copy_(weights[3])
+    found = ntkl.laplace(network, (x, y[:, None]), ntkl.Gaussian(0.5), structure="diag").lack_of_fit()
+    assert found.input == 1 and found.period == pytest.approx(12.0, rel=0.02) and found.clear
+    still = ntkl.laplace(network, (x, network(x).detach()), ntkl.Gaussian(0.5), structure="diag").lack_of_fit()
+    assert still.period is None and not still.clear
+
+
+QUICK: dict[str, Any] = {"hidden_layer_sizes": (8,), "epochs": 60, "random_state": 0, "precision": 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the network misses", "ignore:noise is not at the optimum")
+def test_a_regressor_finds_a_season() -> None:
+    (x, y), (x_test, y_test) = season(150), season(200, seed=1)
+    x, x_test = x * [1.0, 1e3, 1.0], x_test * [1.0, 1e3, 1.0]
+    plain, model = (ntkl.LaplaceRegressor(likelihood="gaussian", fourier_features=most, **QUICK).fit(x, y)
+                    for most in (0, 4))
+    assert plain.fourier_features_ == [] and len(model.fourier_features_) == 1
+    (feature, period), = model.fourier_features_
+    assert feature == 1 and period == pytest.approx(12e3, rel=0.01)
+    assert plain.score(x_test, y_test) < 0.7 < 0.95 < model.score(x_test, y_test)
+    assert model.posterior_.lack_of_fit().period is None and plain.posterior_.lack_of_fit().period is not None
+    added = model.posterior_.prior.precision[model.posterior_.prior.inputs].detach().rsqrt().numpy()
+    assert model.relevance_.tolist() == [added[0], max(added[[1, 3, 4]]), added[2]]
+    folds = ntkl.LaplaceRegressor(likelihood="gaussian", predictive="folds", **QUICK).fit(x, y)
+    assert folds.fourier_features_ == model.fourier_features_ and folds.predictive_fit_.objective == "folds"
+    again = pickle.loads(pickle.dumps(model))
+    assert again.fourier_features_ == model.fourier_features_
+    np.testing.assert_array_equal(again.predict(x_test), model.predict(x_test))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the network misses", "ignore:noise is not at the optimum", "ignore:the weights")
+def test_a_classifier_finds_one_and_networks_of_the_caller_keep_their_inputs() -> None:
+    x, y = season(200)
+    labels = np.where(np.sin(2 * np.pi * x[:, 1] / 12.0) > 0, "up", "down")
+    sizes: list[int] = []
+
+    def network(features: int, outputs: int) -> nn.Module:
+        sizes.append(features)
+        return nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+    model = ntkl.LaplaceClassifier(network, **QUICK).fit(x[:150], labels[:150])
+    assert {feature for feature, _ in model.fourier_features_} == {1} and sizes[0] == 3 and 5 in sizes
+    assert model.score(x[150:], labels[150:]) > 0.85
+    def three(features: int, outputs: int) -> nn.Module:
+        return nn.Linear(3, outputs).double()  # whatever is asked for
+
+    for given in (nn.Linear(3, 1).double(), three):
+        own = ntkl.LaplaceRegressor(given, likelihood="gaussian", **QUICK | {"epochs": 5}).fit(x, y)
+        assert own.fourier_features_ == [] and own.posterior_.lack_of_fit().period is not None
+    with refused(ntkl.HyperparameterError, "fourier_features", "-1", "0 for none"):
+        ntkl.LaplaceRegressor(fourier_features=-1).fit(x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the network misses", "ignore:noise is not at the optimum")
+def test_the_command_tells_the_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    x, y = season(100)
+    frame = pandas.DataFrame({"kind": x[:, 0], "month": x[:, 1], "sales": y})
+    frame.to_csv("sales.csv", index=False)
+    assert cli.main(["fit", "sales.csv", "--target", "sales", "--likelihood", "gaussian", "--epochs", "60",
+                     "--hidden", "8", "--out", "out"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"sines and cosines are inputs of the network too: month of period 1[12]\b", told)
+    model = joblib.load("out/model.joblib")
+    assert model.score(frame[["kind", "month"]], y) > 0.95
