@@ -274,11 +274,13 @@ def interval_coverage(
     ndarray, (len(levels),)
         A calibrated prediction has coverage equal to level.
     """
-    middle, spread, truth = _array(mean).ravel(), _array(variance).ravel(), _array(targets).ravel()
+    given = middle, spread, truth = _array(mean), _array(variance), _array(targets)
     wanted = to_tensor(_levels(levels))
-    if not middle.size == spread.size == truth.size or truth.size == 0:
-        raise TargetError(f"as many targets and variances as means, {middle.size}",
-                          f"{truth.size} targets and {spread.size} variances", "Pass one of each for every prediction.")
+    if len({part.squeeze().shape for part in given}) > 1 or truth.size == 0:
+        raise TargetError(f"targets and variances of the shape of the means, {middle.shape}",
+                          f"targets of shape {truth.shape} and variances of shape {spread.shape}",
+                          "Pass one of each for every prediction.")
+    middle, spread, truth = (part.ravel() for part in given)
     _require_present(middle, spread, truth)
     if (spread < 0).any():
         raise DataError("variances of at least 0", f"{spread.min():g}", "Pass the variance of the response.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 from pathlib import Path
@@ -13,10 +14,12 @@ import pandas
 import pytest
 from sklearn.impute import SimpleImputer
 
+import ntk_laplace as ntkl
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.columns import InputColumns
-from ntk_laplace.tools.cli.examples import TrainingExamples, by_row
+from ntk_laplace.tools.cli.estimator_file import load_estimator, save_estimator
+from ntk_laplace.tools.cli.examples import TrainingExamples, by_row, read_examples
 from ntk_laplace.tools.cli.tables import read_table
 from ntk_laplace.tools.cli.values import as_numbers, dates, days
 
@@ -188,6 +191,25 @@ def test_a_model_of_an_earlier_version(frame: pandas.DataFrame) -> None:
     assert cli.main(["predict", "own/model.joblib", "--inputs", "own.csv", "--out", "p.csv"]) == 0
     again = pandas.read_csv("p.csv").iloc[first["row"]].reset_index(drop=True)
     pandas.testing.assert_frame_equal(again, first, rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:noise is not at the optimum")
+def test_a_model_that_was_fitted_again_has_the_columns_of_that_fit(frame: pandas.DataFrame) -> None:
+    """What the command knows of its rows, its categories and its targets is not of other data."""
+    table = argparse.Namespace(data=TABLE, target=["price"], category=[], drop=["code"], fill_missing=False,
+                               source=None, task=None)
+    training = read_examples(table)
+    model = ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(2,), likelihood="gaussian", predictive=None,
+                                  precision=1.0)
+    save_estimator(model.fit(training.x, training.y), Path("own.joblib"), training, table)
+    options = argparse.Namespace(network=(Path("own.joblib"), None), classes_of=None)
+    own = load_estimator(options)
+    assert own.targets == ["price"] and own.dropped == ["code"] and own.columns == training.columns
+    again = joblib.load("own.joblib").fit(pandas.concat([training.x[["height"]]] * 2), np.arange(40.0))
+    joblib.dump(again, "own.joblib")
+    other = load_estimator(options)
+    assert other.targets == ["target"] and not other.dropped and other.rows is None
+    assert other.columns is not None and other.columns.names == ["height"] and not other.columns.categories
 
 
 @pytest.mark.filterwarnings("ignore:noise is not at the optimum")

@@ -25,6 +25,7 @@ from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.described import describe, fitted_words, tell_first
 from ntk_laplace.tools.cli.examples import read_examples, table_labels
+from ntk_laplace.tools.cli.inputs import Files
 from ntk_laplace.tools.cli.scores import score_table
 from ntk_laplace.tools.cli.tables import read_table
 from ntk_laplace.tools.cli.values import scored_classes, target_classes
@@ -228,6 +229,21 @@ def test_the_page_of_explanations_has_the_names_of_the_table(folder: Path) -> No
     assert content("price.csv", "price")["names"] == ["price"]
 
 
+@pytest.mark.parametrize(("target", "known"), [("price", True), ("price", False), ("kind", True), ("kind", False)])
+def test_sources_have_the_change_of_known_targets_alone(
+    target: str, known: bool, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A mean over the inputs would count 0 for each input without a target."""
+    frame = read(f"{target}.csv")
+    frame.assign(month=["may", "june"] * 10).to_csv("data.csv", index=False)
+    new = frame.head(4).astype(object)
+    new.loc[1, target] = new.loc[1, target] if known else None
+    new.to_csv("new.csv", index=False)
+    command = line("explain", "data.csv", target, None, "--inputs", "new.csv", "--group", "month", "--out", "page.html")
+    assert cli.main(command) == 0
+    assert ("change of log p(y)" in capsys.readouterr().out) == known
+
+
 def test_names_of_two_classes_for_one_output(folder: Path, capsys: pytest.CaptureFixture) -> None:
     frame = read("price.csv")
     above = frame["price"] > 0
@@ -304,6 +320,22 @@ def test_columns_may_have_the_name_of_a_missing_value(name: str, folder: Path) -
     assert list(read_table(Path("t.csv"), "data").columns) == [name, "EU", "y"]
 
 
+@pytest.mark.parametrize(("text", "values"), [
+    ("x\n1\n\n3\n", None), ("x\n\n2\n", None), ("x\n1\n \n3\n", None), ("\n\nx\n1\n3\n\n \n", [1, 3]),
+    ('x\n1\n""\n3\n', [1, np.nan, 3]), ("x\nNA\n2\n", [np.nan, 2]), ("x\n1\n", [1]),
+])
+def test_an_empty_line_of_one_column_is_a_missing_value(text: str, values: list[float] | None, folder: Path) -> None:
+    """Without it the rows after it would have the numbers of others."""
+    Path("t.csv").write_text(text)
+    if values is None:
+        with pytest.raises(ntkl.DataError, match="an empty line between others"):
+            read_table(Path("t.csv"), "data")
+    else:
+        np.testing.assert_array_equal(read_table(Path("t.csv"), "data")["x"], values)
+        Path("t.csv").write_text("a,b\n\n1,2\n\n3,4\n")  # no row
+        assert len(read_table(Path("t.csv"), "data")) == 2
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16"])
 @pytest.mark.parametrize(("name", "marks"), [
     ("t.csv", {}), ("t.csv.gz", {}), ("t.csv", {"sep": ";", "decimal": ","}), ("t.csv", {"sep": "\t"}),
@@ -374,6 +406,31 @@ def test_targets_that_are_scored() -> None:
     found, others = scored_classes([1.0, None, 2, "K", 2.5, "fir"], ["1", "2", "K"])
     assert found.tolist() == [0, -1, 1, 2, -1, -1] and others == ["2.5", "fir"]
     assert scored_classes([np.nan, "1", 1.0, True, [1]], [1, 2])[1] == ["[1]"]
+
+
+@pytest.mark.parametrize("spelling", ["true", "TRUE", "True"])
+def test_truth_values_are_classes_in_each_spelling(spelling: str) -> None:
+    """A column of them alone is read as truth values, and later tables as they are written."""
+    column = pandas.Series(["False", spelling], name="kept")
+    assert scored_classes(column.tolist(), ["False", "True"])[0].tolist() == [0, 1]
+    assert target_classes(column, Path("t.csv"), ["False", "True"])[0].tolist() == [0, 1]
+    names = ["TRUE", "True", "true"]  # three classes
+    assert scored_classes([spelling], names)[0].tolist() == [names.index(spelling)]
+
+
+def test_a_later_table_has_names_of_classes_as_they_are_written(folder: Path) -> None:
+    """With one class alone a column looks like numbers, or like truth values."""
+    frame = read("kind.csv")
+    for name in ("01", "true"):
+        frame.assign(kind=np.where(frame["kind"] == "cat", name, frame["kind"])).to_csv("named.csv", index=False)
+        found = pandas.read_csv("named.csv", dtype={"kind": str})
+        found[found["kind"] == name].to_csv("one.csv", index=False)
+        files = Files(torch.float64, ntkl.Categorical(), columns=["kind"])
+        training = files.training(Path("named.csv"))
+        assert training.classes is not None
+        for labeled in (True, False):
+            new = files.like(training, Path("one.csv"), "the inputs", labeled)
+            assert not new.others and (new.y == training.classes.index(name)).all()
 
 
 def test_wide_numbers_can_be_names() -> None:

@@ -189,6 +189,23 @@ def test_the_bounds_hold_for_any_sketch(case: tuple[str, str, str], rank: int) -
     assert float(bound.log_marginal_likelihood()) >= exact - slack
 
 
+@pytest.mark.parametrize("noise", [0.3, 1e-4])
+def test_rounds_at_a_rank_above_the_curvatures_find_nothing_more(noise: float) -> None:
+    """Test vectors less all that is known are rounding, and so are their images."""
+    generator = torch.Generator().manual_seed(7)
+    x, y = (torch.randn(12, k, generator=generator, dtype=torch.float64) for k in (4, 2))
+    weights = (torch.arange(12) % 3 > 0).double()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    full, low = (
+        ntkl.laplace(network, (x, y, weights), ntkl.Gaussian(noise), ntkl.GaussianPrior(1.0), structure)
+        for structure in ("full", ntkl.Nystrom(rank=40, rounds=3))
+    )
+    assert float(low.log_det()) <= float(full.log_det()) * (1.0 + 1e-9)
+    assert relative_error(low.latent_moments(x)[1], full.latent_moments(x)[1]) < 1e-6
+
+
 @pytest.mark.parametrize("case", TURNS[::3], ids=ids)
 def test_streamed_rows_are_kept_rows(case: tuple[str, str, str]) -> None:
     vectors = torch.randn(3, problem(case[0]).theta.numel(), generator=torch.Generator().manual_seed(4)).double()

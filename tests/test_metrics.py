@@ -141,6 +141,8 @@ def test_coverage_of_gaussian_intervals() -> None:
     # ±1 standard deviation holds 68.27 %, so targets at 0.99 and 1.01 deviations tell the level's edge
     mean, variance, y = np.zeros(2), np.full(2, 4.0), np.array([1.98, -2.02])
     np.testing.assert_array_equal(metrics.interval_coverage(mean, variance, y, [0.6827, 0.99, 0.1]), [0.5, 1.0, 0.0])
+    column = metrics.interval_coverage(np.reshape(mean, (-1, 1)), variance, y, [0.6827])
+    np.testing.assert_array_equal(column, [0.5])
     draws = torch.distributions.Normal(1.0, 3.0).sample((20000,)) if torch.manual_seed(0) else None
     found = metrics.interval_coverage(torch.ones(20000), torch.full((20000,), 9.0), draws, [0.5, 0.9])
     np.testing.assert_allclose(found, [0.5, 0.9], atol=0.01)
@@ -194,7 +196,9 @@ def test_coverage_of_sets(table: tuple[np.ndarray, np.ndarray]) -> None:
             DataError,
             "strictly between 0 and 1",
         ),
-        (lambda: metrics.interval_coverage([0.0], [1.0], [0.0, 1.0], [0.5]), TargetError, "2 targets"),
+        (lambda: metrics.interval_coverage([0.0], [1.0], [0.0, 1.0], [0.5]), TargetError, r"targets of shape \(2,\)"),
+        (lambda: metrics.interval_coverage(np.zeros((3, 2)), np.ones((3, 2)), np.zeros((2, 3)), [0.5]), TargetError,
+         r"shape of the means, \(3, 2\); got targets of shape \(2, 3\)"),
         (lambda: metrics.interval_coverage([0.0, 0.0], [1.0, 1.0], [0.0, np.nan], [0.5]), TargetError, "NaN.*Leave"),
         (lambda: metrics.interval_coverage([0.0], [-1.0], [0.0], [0.5]), DataError, "at least 0; got -1"),
         (lambda: metrics.rmse([1.0, 2.0], [1.0, np.nan]), TargetError, "all there; got NaN"),

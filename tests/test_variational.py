@@ -472,6 +472,33 @@ def test_a_posterior_is_a_start(structure: str) -> None:
         assert relative_error(again.posterior.fitted.precision.solve(unit), known) < 1e-6
 
 
+@pytest.mark.parametrize("start", [10.0, "laplace"])
+def test_low_ranks_of_factors_are_averaged(start: float | str) -> None:
+    """They keep the traces of the factors, and so that of H after a step."""
+    network, data = sine()
+    likelihood, prior, found = ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0), []
+    for structure in (ntkl.KFAC(rank=1), "kfac"):
+        own = ntkl.laplace(network, data, likelihood, prior, structure) if start == "laplace" else start
+        fit = ntkl.variational(network, data, likelihood, prior, structure, "lgva", start=own, step_size=0.3, steps=1,
+                               elbo_every=0)
+        found.append(dense(fit.posterior.posterior_precision))
+    assert relative_error(*(precision.trace() for precision in found)) < 1e-9
+    assert relative_error(*found) > 1e-4  # a low rank it is
+
+
+def test_starts_of_other_factors_are_refused() -> None:
+    network, data = sine()
+    for given, other, groups, words in (
+        ("kfac", ntkl.KFAC(rank=3), "layer", "rank=3"), (ntkl.KFAC(rank=3), "kfac", "layer", "rank=None"),
+        (ntkl.KFAC(rank=3), ntkl.KFAC(rank=3), "tensor", "the same groups"),
+        (ntkl.KFAC(damped=True), ntkl.KFAC(damped=True), "tensor", "the same groups"),
+    ):
+        start = ntkl.laplace(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0, groups="layer"), given)
+        with pytest.raises(ntkl.UnsupportedError, match=words):
+            ntkl.variational(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0, groups=groups), other,
+                             start=start, steps=1)
+
+
 def test_auto_leaves_function_space() -> None:
     fit = fit_sine(structure="auto", samples=1, steps=3, seed=4, decay=1e9)
     assert fit.history.rows == []  # 24 rows a step and 19 parameters

@@ -240,13 +240,17 @@ def sketched(
         kept = min(count, int(clear.sum()))
     generator = torch.Generator().manual_seed(seed + 2 + count)
     tests = normal((count - kept, len(like)), like, generator).mul_(scale / len(like) ** 0.5)
+    least = None
     if known is not None and kept:
         drawn, tests = tests, torch.cat([known.factor[-kept:], tests])
         tests[:kept].mul_(scale.square()).mul_(known.values[-kept:].rsqrt().unsqueeze(1))
         # what is known must not hide what is small behind its rounding
-        tests[kept:].addmm_(inner(drawn, tests[:kept], scale.square().reciprocal()), tests[:kept], alpha=-1.0)
+        taken = inner(drawn, tests[:kept], scale.square().reciprocal())
+        tests[kept:].addmm_(taken, tests[:kept], alpha=-1.0)
+        # where nothing else is there, what is left is the rounding of what was taken, and so is its image
+        least = torch.cat([like.new_zeros(kept), taken.square() @ known.values[-kept:] * torch.finfo(like.dtype).eps])
         del drawn
-    found = low_rank(curvature.products, tests, scale, None if draws else curvature.together)
+    found = low_rank(curvature.products, tests, scale, None if draws else curvature.together, least)
     exhausted = count > kept and 2 * (count - len(found.factor)) >= count - kept
     kept_tests, mixing = (tests, found.mixing) if draws else (None, None)
     base = LowRankPrecision(found.factor, found.values, curvature.prior)

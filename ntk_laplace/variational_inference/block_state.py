@@ -61,7 +61,7 @@ class BlockState(VariationalState):
         return self._factorized(self._sums, self._ratio) if self._waited else self._working
 
     def _factorized(self, sums: Sequence[Summary], ratio: Tensor) -> BlockDiagonalPrecision:
-        parts = [(summary, Eigenbasis.of(summary), None) for summary in sums]
+        parts = [(summary, Eigenbasis.of(summary, self.spec.factor_rank), None) for summary in sums]
         return block_precision(self.spec, parts, prior_times(self._prior, ratio), self.mean)
 
     def _refresh(self) -> None:
@@ -95,7 +95,7 @@ class BlockState(VariationalState):
             self._meet(part.rows, fresh)
             products = Products()
             for summary in fresh:
-                summary.add_factors(part.rows, self.spec.sharing, products, part.counts)
+                summary.add_factors(part.rows, self.spec.sharing, products, part.counts, self.spec.factor_rank)
         self._sums = [_averaged(old, new, step_size) for old, new in zip(self._sums, fresh, strict=True)]
         self._ratio = torch.lerp(self._ratio, torch.ones_like(self._ratio), step_size)
         self._waited += step_size
@@ -141,9 +141,17 @@ def _trace(summary: Summary) -> Tensor:
         return sums["squares"].sum()
     if "block" in sums:
         return sums["block"].diagonal().sum()
-    left, right = (sums[name].sum(-1) if summary.block.table and name == "left"
-                   else sums[name].diagonal(dim1=-2, dim2=-1).sum(-1) for name in ("left", "right"))
+    left, right = (_trace_of_side(summary, name) for name in ("left", "right"))
     return (left * right).sum() / summary.count.to(left)
+
+
+def _trace_of_side(summary: Summary, name: str) -> Tensor:
+    """Trace of a Kronecker factor, (G,) or 0-d."""
+    sums = summary.sums
+    if f"{name}_trace" in sums:  # of a wide side of KFAC(rank=...)
+        return sums[f"{name}_trace"]
+    return sums[name].sum(-1) if summary.block.table and name == "left" else sums[name].diagonal(
+        dim1=-2, dim2=-1).sum(-1)
 
 
 def _averaged(old: Summary, new: Summary, step_size: float) -> Summary:

@@ -162,7 +162,17 @@ class Blocks(Representation):
         if not isinstance(structure, StructuredStructure) or structure.spec.name != self.spec.name:
             raise UnsupportedError(f"a Laplace posterior of structure={self.spec.name!r} as start",
                                    f"structure={structure.name!r}", 'Pass start="map", or a precision.')
-        ratio = torch.ones_like(model.prior.precision.detach()).to(model.theta)
+        sums = [(spec.sharing, spec.factor_rank) for spec in (self.spec, structure.spec)]
+        if sums[0] != sums[1]:  # of other factors, with which no average is one
+            raise UnsupportedError(f"a Laplace posterior of structure={self.spec} as start", f"{structure.spec}",
+                                   "Fit the start with the same options.")
+        prior, ratio = model.prior, torch.ones_like(model.prior.precision.detach()).to(model.theta)
+        self.spec.check(prior)
+        if isinstance(self.spec, KFAC) and not self.spec.by_input and any(
+            len({prior.group_of(name) for name in block.names}) > 1
+            for block in structure.parameter_blocks if block.kind == "kronecker"
+        ):
+            raise _other_groups("one precision for a layer's weight and bias together")
         theta, summaries = fitted.theta.to(model.theta), structure.summaries(fitted.model)
         return BlockState(theta, self.spec, summaries, ratio, model.prior)
 
@@ -180,6 +190,10 @@ def _ratio(model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
     ratio = torch.ones_like(prior.precision.detach()).to(diagonal)
     ratio[numbers] = diagonal / own
     if not torch.allclose(ratio[numbers] * own, diagonal, rtol=1e-9):
-        raise UnsupportedError("a start whose prior has the same groups", "precisions that differ within a group",
-                               'Fit the start with the same prior, or pass start="map".')
+        raise _other_groups("precisions that differ within a group")
     return ratio
+
+
+def _other_groups(got: str) -> UnsupportedError:
+    return UnsupportedError("a start whose prior has the same groups", got,
+                            'Fit the start with the same prior, or pass start="map".')

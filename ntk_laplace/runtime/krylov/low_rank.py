@@ -36,7 +36,8 @@ class LowRank:
 
 
 def low_rank(
-    operator: Callable[[Tensor], Tensor], tests: Tensor, scale: Tensor, together: int | None = None
+    operator: Callable[[Tensor], Tensor], tests: Tensor, scale: Tensor, together: int | None = None,
+    least: Tensor | None = None,
 ) -> LowRank:
     """Nyström approximation A Ωᵀ (Ω A Ωᵀ)⁻¹ Ω A for test vectors, the rows of Ω (m, d), from one product each.
 
@@ -54,6 +55,8 @@ def low_rank(
     together : int, optional
         F takes the place of Ω, with so many products at a time: Ω A Ωᵀ is symmetric, and the vectors whose products are
         still to come are all that one half of it needs.
+    least : Tensor, (m,), optional
+        Values of ω A ω up to which a test vector ω is left out: differences of larger vectors have a rounding of those.
     """
     if together is None:
         factor = operator(tests)
@@ -67,8 +70,9 @@ def low_rank(
             del images  # before the next
         core = core.tril() + core.tril(-1).T
     # an image is wrong by a share of its own size: in units of these sizes rounding is the same everywhere
-    sizes = core.diagonal().clamp_min(0.0).sqrt()
-    units = torch.where(sizes > 0, sizes, torch.inf).reciprocal()
+    squares = core.diagonal()
+    seen = squares > (0.0 if least is None else least)
+    units = torch.where(seen, squares.clamp_min(0.0).sqrt(), torch.inf).reciprocal()
     values, vectors = torch.linalg.eigh(0.5 * (core + core.T) * units * units.unsqueeze(1))
     kept = values > 8.0 * len(values) * torch.finfo(tests.dtype).eps
     root = (units.unsqueeze(1) * vectors[:, kept] * values[kept].rsqrt()).to(tests)

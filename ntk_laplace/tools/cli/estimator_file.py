@@ -25,6 +25,7 @@ from ntk_laplace.tools.estimators.base import training_data
 
 _AGAIN = "Pass the model.joblib that ntk-laplace fit wrote, or FILE.py with --checkpoint and --data."
 _TOLD = "_command"  # the attribute with what the command knows beyond the estimator
+_OF = "network"  # in it, that of the fit: another fit, in Python, is of other data
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def save_estimator(model: Model, path: Path, training: TrainingExamples, options
     told: dict[str, Any] = {"targets": training.targets, "group": options.source, "sources": sources,
                             "dropped": list(options.drop or ()), "rows": training.names}
     columns = training.columns
-    model.__dict__[_TOLD] = told | {"columns": None if columns is None else asdict(columns)}
+    model.__dict__[_TOLD] = told | {"columns": None if columns is None else asdict(columns), _OF: model.network_}
     joblib.dump(model, path)
     return Estimator(model, columns=columns, **told)
 
@@ -131,7 +132,9 @@ def load_estimator(options: argparse.Namespace) -> Estimator:
         raise DataError("a model.joblib that ntk-laplace fit wrote", f"{got} in {path}", _AGAIN)
     if not hasattr(found, "training_point_"):
         raise DataError("a model of this version", f"one of an earlier version in {path}", "Fit it again.")
-    told = dict(vars(found).get(_TOLD, {"targets": _names(found)}))  # of an estimator that the command did not fit
+    told = dict(vars(found).get(_TOLD, ()))
+    if not told or told.pop(_OF, found.network_) is not found.network_:  # a fit that is not the command's
+        told = {"targets": _names(found)}
     columns, names = told.pop("columns", None), getattr(found, "feature_names_in_", None)
     if columns is None and names is not None:  # without categories, as in a file of an earlier version
         columns = {"names": list(names), "categories": {}, "filled": {}}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from torch import Tensor
+
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import take
+from ntk_laplace.model.likelihoods import MISSING_LABEL
 from ntk_laplace.tools.cli.estimator_file import load_estimator
 from ntk_laplace.tools.cli.estimator_page import estimator_page, in_words
 from ntk_laplace.tools.cli.files import is_estimator, require_writable
@@ -39,12 +42,17 @@ def _of_network(options: argparse.Namespace) -> tuple[ExplorerPage, str]:
     names = None if new.names is None else new.names[: options.most]
     naming = Naming(classes, options.features or training.features, options.shape, (options.target or ["target"])[0],
                     names, training.names)
-    known = None if y is None or y.isnan().any() else y
+    known = None if y is None or _missing(y, model.likelihood) else y
     sources = None if labels is None else posterior.source_effects(x, labels, y=known)
     page = explore(posterior, x, training.x, y, options.k, naming, options.title,
                    candidates=options.candidates, sources=sources)
     outputs = naming.classes if posterior.num_outputs > 1 else [naming.target]
     return page, "" if sources is None else in_words(sources, outputs)
+
+
+def _missing(y: Tensor, likelihood: ntkl.Likelihood) -> bool:
+    """Whether a target is missing: NaN, or the mark of a missing label."""
+    return bool(y.isnan().any() or (isinstance(likelihood, ntkl.Categorical) and (y == MISSING_LABEL).any()))
 
 
 def _of_estimator(options: argparse.Namespace) -> tuple[ExplorerPage, str]:

@@ -100,7 +100,9 @@ class Files:
         if not is_table(path):
             return Data(*(load_data if labeled else load_inputs)(path, self.dtype, self.targets, what, self.group))
         unused = [name for name in (*(self.dropped or ()), self.group) if name is not None]
-        frame = self._frame(path, what).drop(columns=unused, errors="ignore")
+        named = training.classes is not None and len(self.columns or ()) == 1  # which are as they are written
+        frame = self._frame(path, what, (self.columns or ()) if named else ())
+        frame = frame.drop(columns=unused, errors="ignore")
         columns = require_targets(frame, path, self.columns) if labeled else list(self.columns or ())
         classes = training.classes if len(columns) == 1 else None  # names of several targets are no classes
         x = self._inputs(frame, path, input_columns(frame, path, columns, training.features))
@@ -119,8 +121,8 @@ class Files:
             y = to_tensor(np.where(found.y < 0, MISSING_LABEL, found.y))
         return Data(to_tensor(found.x).to(self.dtype), y, found.files, found.others)
 
-    def _frame(self, path: Path, what: str) -> pandas.DataFrame:
-        frame = read_table(path, what)
+    def _frame(self, path: Path, what: str, text: Sequence[str] = ()) -> pandas.DataFrame:
+        frame = read_table(path, what, text)
         if self.targets is not None:
             raise DataError("--target COLUMN, for a table", f"--targets {self.targets} and {path}",
                             "--targets names an array of an .npz or .pt file.")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas
 from pandas.api.types import infer_dtype
 
@@ -58,6 +59,7 @@ def _csv(path: Path, text: Sequence[str]) -> pandas.DataFrame:
             if mark != ",":
                 raise DataError(expected, f"{path} with {mark!r} between them", f"{_conversion(path, 'commas', mark)}.")
             frame = pandas.read_csv(path, **options)
+            lines = _lines_of_one_column(path) if len(names) == 1 else 0
     except DataError:
         raise
     except pandas.errors.EmptyDataError as cause:
@@ -74,7 +76,18 @@ def _csv(path: Path, text: Sequence[str]) -> pandas.DataFrame:
                         "Name it, or take it out." if names[0] else
                         f"Name it. If it is pandas's own row numbers, take it out in Python: {line}.")
     _require_different(names, path)
+    if lines > len(frame):
+        raise DataError(f"a value in each line of {path}, which has one column", "an empty line between others",
+                        "Write NA where a value is missing, or remove the line.")
     return frame
+
+
+def _lines_of_one_column(path: Path) -> int:
+    """Lines from the first value to the last one of a table of one column; elsewhere an empty line is no row."""
+    first: dict[str, Any] = {"names": ["x"], "usecols": [0], "dtype": str, "keep_default_na": False}
+    texts = pandas.read_csv(path, skip_blank_lines=False, **first)["x"]
+    there = np.flatnonzero(texts.fillna("").str.strip() != "")
+    return int(np.ptp(there)) if len(there) else 0
 
 
 def _require_different(names: pandas.Series | pandas.Index, path: Path) -> None:

@@ -18,6 +18,8 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.tables import missing_word
 from ntk_laplace.tools.cli.words import first_few, row_words
 
+_WHOLE = re.compile(r"^([+-]?\d+)\.0+$")  # a whole number with a fraction of zeros, as beside gaps
+
 
 def numbers(
     frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: bool = False, other: str | None = None
@@ -66,13 +68,29 @@ def scored_classes(values: Sequence[Any], known: Sequence[Any]) -> tuple[NDArray
 
     Values are known by themselves or by their text: in a file without the class "K", the class "2" is the number 2.
     """
-    number = {key: index for index, label in enumerate(known) for key in (str(label), label)}
-    # beside gaps, whole numbers are floating ones
-    whole = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
-    found = np.array([number.get(value, number.get(str(value), -1)) if isinstance(value, Hashable) else -1
-                      for value in whole], np.intp)
+    number = _numbers_of(known)
+    found = np.array([_class_of(value, number) for value in values], np.intp)
     return found, [str(value) for value, index in zip(values, found, strict=True)
                    if index < 0 and not (pandas.api.types.is_scalar(value) and pandas.isna(value))]
+
+
+def _numbers_of(known: Sequence[Any]) -> dict[Any, int]:
+    """Numbers of classes by their values and by their texts; truth values by each text that pandas takes for one."""
+    number = {key: index for index, label in enumerate(known) for key in (str(label), label)}
+    names = [str(label) for label in known]
+    if set(names) <= {"True", "False"}:
+        number |= {text: number[name] for name in names for text in (name.lower(), name.upper())}
+    return number
+
+
+def _class_of(value: Any, number: dict[Any, int]) -> int:
+    """The number of the class that a value is, -1 for none."""
+    if not isinstance(value, Hashable):
+        return -1
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # beside gaps, whole numbers are floating ones
+    keys = value, str(value), _WHOLE.sub(r"\1", str(value))
+    return next((number[key] for key in keys if key in number), -1)
 
 
 def require_64_bits(column: pandas.Series, path: Path, other: str) -> None:
@@ -104,12 +122,13 @@ def target_classes(
     if known is None:
         require_distinct(texts, path)
     names = sorted(texts.unique()) if known is None else list(known)
-    found = pandas.Index(names).get_indexer(texts)
+    number = _numbers_of(names)
+    found = np.array([_class_of(text, number) for text in texts], np.int64)
     if (found < 0).any():
         row = int(np.argmax(found < 0))
         raise DataError(f"classes of the training data ({first_few(names)}) in column {column.name!r} of {path}",
                         f"{texts.iloc[row]!r}{row_words(row)}", "Correct the name, or remove the row.")
-    return found.astype(np.int64), names
+    return found, names
 
 
 def require_names(
