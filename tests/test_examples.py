@@ -733,6 +733,15 @@ def test_starts(tmp_path: Path) -> None:
     assert "| sine of 6x" in printed and "default less it, mean and least" in printed
 
 
+def test_seasons(tmp_path: Path) -> None:
+    printed = run("predictions/seasons.py", tmp_path)
+    cases = figures(tmp_path / "seasons" / "summary.json")["cases"]
+    (own,), (without,) = cases["network, Fourier features"], cases["network"]
+    assert own["period"] == pytest.approx(12.0, rel=0.02) and own["rmse after"] < 0.6 * without["rmse after"]
+    assert (tmp_path / "seasons" / "seasons.png").read_bytes().startswith(b"\x89PNG")
+    assert "| GP, trend and period" in printed and "nats after" in printed
+
+
 def test_intervals_and_sets(tmp_path: Path) -> None:
     printed = run("predictions/intervals.py", tmp_path, "--out", "out", "--alone", "--settings", "ordinary")
     regression, classes = figures(tmp_path / "out" / "intervals.json")["results"]

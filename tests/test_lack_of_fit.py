@@ -133,7 +133,8 @@ def test_means_of_a_leave_one_out_are_used_until_a_hyperparameter_moves(
            for _ in range(2)]
     fit[0].leave_one_out()
     with monkeypatch.context() as context:
-        context.setattr(sys.modules[leave_one_out.__module__], "_without", None)  # nothing is left out again
+        for name in ("without_each", "removal_terms"):  # nothing is left out again
+            context.setattr(sys.modules[leave_one_out.__module__], name, None)
         found = fit[0].lack_of_fit()
     assert found == fit[1].lack_of_fit()
     for posterior in fit:

@@ -43,8 +43,10 @@ class FourierFeatures(nn.Module):
             if not (two and is_whole(pair[0], 0) and is_number(pair[1], above=0)):
                 raise HyperparameterError("pairs of an input's number and a positive period", repr(pair)[:80],
                                           "Pass for example FourierFeatures([(0, 12.0)]).")
-        self.register_buffer("inputs", torch.tensor([int(number) for number, _ in pairs], dtype=torch.long))
-        self.register_buffer("periods", torch.tensor([float(period) for _, period in pairs], dtype=torch.float64))
+        device = torch.get_default_device()
+        numbers, periods = [int(number) for number, _ in pairs], [float(period) for _, period in pairs]
+        self.register_buffer("inputs", torch.tensor(numbers, dtype=torch.long, device=device))
+        self.register_buffer("periods", torch.tensor(periods, dtype=torch.float64, device=device))
 
     @property
     def waves(self) -> tuple[tuple[int, float], ...]:
