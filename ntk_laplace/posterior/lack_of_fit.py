@@ -119,16 +119,21 @@ def _bounded(residual: Tensor) -> Tensor:
 
 
 def _along_each(residual: Tensor, inputs: Tensor, neighbors: int) -> list[tuple[float, float, int | None]]:
-    """Correlation, deviations and number of each input of several along which residuals stand out."""
-    columns = (inputs.amin(0) < inputs.amax(0)).nonzero().flatten().tolist()
-    if inputs.shape[1] == 1:
-        return []
-    largest, found = math.sqrt(2.0 * math.log(max(1, len(columns)))), list[tuple[float, float, int | None]]()
-    for column in columns:
-        correlation, deviations = moran(residual, _nearest_numbers(inputs[:, column], neighbors))
-        if deviations - largest > _STANDS_OUT:
-            found.append((correlation, deviations - largest, column))
-    return found
+    """Correlation, deviations and number of each input of several along which residuals stand out.
+
+    Residuals at equal numbers are added up, so that neighbors differ: what a category or a row of equal examples has
+    in common is no function of the number.
+    """
+    found = list[tuple[float, float, int | None]]()
+    for column in range(inputs.shape[1]):
+        numbers, place, count = inputs[:, column].unique(return_inverse=True, return_counts=True)
+        if len(numbers) >= neighbors + 4:
+            sums = residual.new_zeros(len(numbers), residual.shape[1]).index_add_(0, place, residual)
+            sums /= count.to(sums).sqrt().unsqueeze(1)
+            found.append((*moran(sums, _nearest_sorted(numbers, neighbors)), column))
+    largest = math.sqrt(2.0 * math.log(max(1, len(found))))
+    return [(correlation, deviations - largest, column) for correlation, deviations, column in found
+            if deviations - largest > _STANDS_OUT]
 
 
 def moran(residual: Tensor, nearest: Tensor) -> tuple[float, float]:
@@ -197,16 +202,12 @@ def _nearest(x: Tensor, neighbors: int) -> Tensor:
     return torch.cat(found)
 
 
-def _nearest_numbers(values: Tensor, neighbors: int) -> Tensor:
-    """The same among numbers (n,): of equal ones, such as those of a category, they are drawn at random."""
-    n, generator = len(values), torch.Generator().manual_seed(0)
-    drawn = torch.randperm(n, generator=generator, device="cpu").to(values.device)
-    order = drawn[values[drawn].argsort(stable=True)]
-    ranked = values[order]
-    number, steps = (torch.arange(count, device=values.device) for count in (n, 2 * neighbors + 1))
-    places = number.unsqueeze(1) + steps[steps != neighbors] - neighbors  # both sides of each, in their order
+def _nearest_sorted(numbers: Tensor, neighbors: int) -> Tensor:
+    """The same among different numbers (n,) in ascending order."""
+    n = len(numbers)
+    own, steps = (torch.arange(count, device=numbers.device) for count in (n, 2 * neighbors + 1))
+    places = own.unsqueeze(1) + steps[steps != neighbors] - neighbors  # both sides of each
     outside = (places < 0) | (places >= n)
     places = places.clamp(0, n - 1)
-    distance = (ranked[places] - ranked.unsqueeze(1)).abs().masked_fill(outside, torch.inf)
-    nearest = places.gather(1, distance.topk(neighbors, largest=False).indices)
-    return torch.empty_like(nearest).index_copy_(0, order, order[nearest])
+    distance = (numbers[places] - numbers.unsqueeze(1)).abs().masked_fill(outside, torch.inf)
+    return places.gather(1, distance.topk(neighbors, largest=False).indices)
