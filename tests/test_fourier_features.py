@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from ntk_laplace.posterior.periods import strongest_period
 from ntk_laplace.tools import cli
+from ntk_laplace.tools.estimators import training as estimator_training
 from refusals import refused
 
 QUIET = ntkl.Settings(progress=False)
@@ -84,7 +85,7 @@ def test_the_period_is_that_of_least_squares(outputs: int) -> None:
     rng = np.random.default_rng(outputs)
     places = rng.uniform(100.0, 130.0, 60)
     residual = rng.normal(size=(60, outputs)) * 10.0 ** np.arange(outputs)
-    residual[:, -1] += 12.0 * 10.0 ** (outputs - 1) * np.sin(places * 2 * np.pi / 3.3 + 0.4)
+    residual[:, 0] += 12.0 * np.sin(places * 2 * np.pi / 3.3 + 0.4)  # in the smallest of them
     if outputs > 1:
         residual[:, 1] = 7.0  # says nothing
     found = strongest_period(places, residual)
@@ -119,6 +120,17 @@ def test_lack_of_fit_tells_the_period() -> None:
     assert found.input == 1 and found.period == pytest.approx(12.0, rel=0.02) and found.clear
     still = ntkl.laplace(network, (x, network(x).detach()), ntkl.Gaussian(0.5), structure="diag").lack_of_fit()
     assert still.period is None and not still.clear
+
+
+class Wider(nn.Module):
+    """Takes more inputs, and uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.more = nn.Linear(3, 1), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[:, :3]) + self.more * x[:, 3:].sum(1, keepdim=True)
 
 
 QUICK: dict[str, Any] = {"hidden_layer_sizes": (8,), "epochs": 60, "random_state": 0, "precision": 1.0}
@@ -162,9 +174,11 @@ def test_a_classifier_finds_one_and_networks_of_the_caller_keep_their_inputs() -
     def three(features: int, outputs: int) -> nn.Module:
         return nn.Linear(3, outputs).double()  # whatever is asked for
 
-    for given in (nn.Linear(3, 1).double(), three):
+    for given in (Wider().double(), three):
         own = ntkl.LaplaceRegressor(given, likelihood="gaussian", **QUICK | {"epochs": 5}).fit(x, y)
         assert own.fourier_features_ == [] and own.posterior_.lack_of_fit().period is not None
+    without = ntkl.LaplaceRegressor(likelihood="gaussian", predictive=None, **QUICK).fit(x, y)
+    assert without.fourier_features_ == [] and without.posterior_.lack_of_fit().period is not None
     with refused(ntkl.HyperparameterError, "fourier_features", "-1", "0 for none"):
         ntkl.LaplaceRegressor(fourier_features=-1).fit(x, y)
 
@@ -184,3 +198,20 @@ def test_the_command_tells_the_period(
     assert re.search(r"sines and cosines are inputs of the network too: month of period 1[12]\b", told)
     model = joblib.load("out/model.joblib")
     assert model.score(frame[["kind", "month"]], y) > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the network misses", "ignore:noise is not at the optimum", "ignore:the weights")
+@pytest.mark.parametrize("gain", [0.05, 0.06])
+def test_leave_one_out_gains_more_than_the_best_of_many_waves_by_chance(
+    gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = season(100)  # log(3 * 100)/100 is 0.057
+
+    def rank(training: ntkl.EvidenceTraining, left_out: bool) -> tuple[bool, float]:
+        modules = training.posterior.network.module.modules()
+        return left_out, gain * any(isinstance(module, ntkl.FourierFeatures) for module in modules)
+
+    monkeypatch.setattr(estimator_training, "rank", rank)
+    model = ntkl.LaplaceRegressor(likelihood="gaussian", **QUICK).fit(x, y)
+    assert len(model.fourier_features_) == (gain > 0.057)

@@ -177,6 +177,39 @@ def test_what_is_missed_along_one_input_is_found() -> None:
     assert ntkl.laplace(network, (x, y), likelihood, structure="diag").lack_of_fit().input is None
 
 
+@pytest.mark.parametrize(("share", "along"), [(0.4, None), (0.5, 0)])
+def test_one_input_comes_before_all_of_them_where_it_is_clear(share: float, along: int | None) -> None:
+    rng = np.random.default_rng(1)
+    x = torch.as_tensor(rng.uniform(-1, 1, (200, 2)))
+    y = torch.sin(4 * x[:, :1]) * x[:, 1:].sign() + share * torch.sin(3 * x[:, :1])
+    network = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        network.weight.zero_()
+        network.bias.zero_()
+    found = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure="diag").lack_of_fit()
+    assert found.input == along and found.clear and (found.deviations > 10) == (along is None)
+    assert (found.period is None) == (along is None)
+
+
+def test_residuals_at_equal_numbers_are_one() -> None:
+    rng = np.random.default_rng(5)
+    number = np.minimum(rng.geometric(0.1, 300), 30.0) ** 1.05  # some of them often
+    x = torch.as_tensor(np.stack([number, rng.normal(size=300), rng.normal(size=300), rng.normal(size=300)], 1))
+    y = torch.as_tensor(np.sin(number / 2) + rng.normal(size=300))[:, None]
+    network = nn.Linear(4, 1).double()
+    with torch.no_grad():
+        network.weight.zero_()
+        network.bias.zero_()
+    found = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure="diag").lack_of_fit()
+    centered = y[:, 0].numpy() - y.mean().item()
+    centered = centered.clip(*(np.array([-3, 3]) * centered.std()))
+    values = np.unique(number)
+    sums = np.array([centered[number == value].sum() / (number == value).sum() ** 0.5 for value in values])
+    correlation, deviations = moran(torch.as_tensor(sums)[:, None], torch.as_tensor(nearest(values[:, None], 3)))
+    assert found.input == 0 and found.correlation == pytest.approx(correlation, rel=1e-9)
+    assert found.deviations == pytest.approx(deviations - (2 * np.log(4)) ** 0.5, rel=1e-9)
+
+
 def test_a_constant_input_has_no_distances() -> None:
     x, y = linear()
     network = nn.Linear(3, 1).double()
@@ -258,7 +291,8 @@ def test_what_lack_of_fit_refuses() -> None:
 def test_a_training_that_misses_a_part_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = linear(60)
     options = {"epochs": 20, "batch_size": None, "settings": QUIET}
-    with pytest.warns(ntkl.NTKLaplaceWarning, match="misses a part .* correlate by 0.[0-9]+, .* weaker prior"):
+    words = r"misses a part .* correlate by 0.[0-9]+, .* weaker prior.*, FourierFeatures\(\[\(0, \d"
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=words):
         training = ntkl.train_with_evidence(nn.Linear(2, 1).double(), (x, y), ntkl.Gaussian(), predictive="loo",
                                             **options)
     assert training.lack_of_fit.clear and training.lack_of_fit == training.posterior.lack_of_fit()
