@@ -172,7 +172,7 @@ class ExplanationVerbs(Fitted):
         x : Tensor, optional
             Inputs of the training points, in the order of the fit, for a posterior without its data. They are one array
             of real numbers. Distances are Euclidean, those of a table in standard deviations of its columns, and along
-            each column alone, among its different numbers: among many columns, points that are near in one are far apart
+            each column alone, among its different numbers: of many columns, points that are near in one are far apart
             in others.
         neighbors : int
             Nearest points of each. Of more than 5,000 points as many are drawn.
