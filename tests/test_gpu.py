@@ -75,12 +75,14 @@ def test_every_verb_of_every_structure(network, device, structure):
 def test_residuals_of_neighbors_are_as_alike(device):
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(40, n, generator=generator).double() for n in (3, 1))
-    network, found = torch.nn.Linear(3, 1).double(), []
+    y = y + 9.0 * torch.sin(2.5 * x[:, 1:2])  # a wave along one of them, beside another that is known
+    network, found = torch.nn.Sequential(ntkl.FourierFeatures([(0, 3.0)]), torch.nn.Linear(5, 1)).double(), []
     for name in ("cpu", device):
         data = x.to(name), y.to(name)
         posterior = ntkl.laplace(network.to(name), data, ntkl.Gaussian(1.0), ntkl.GaussianPrior(groups="input"))
         found.append(posterior.lack_of_fit())
     assert found[1].deviations == pytest.approx(found[0].deviations, rel=1e-7) and found[0].left_out
+    assert found[0].input == 1 and found[1].period == pytest.approx(found[0].period, rel=1e-7)
 
 
 @pytest.mark.parametrize("device", DEVICES)
