@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.posterior.periods import strongest_period
+from ntk_laplace.posterior.periods import strongest_wave
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.estimators import training as estimator_training
 from refusals import refused
@@ -70,35 +70,57 @@ def test_a_network_has_the_posterior_of_one_of_expanded_inputs(structure: str) -
     assert len(own.prior.precision[own.prior.inputs]) == 9
 
 
-def explained(places: np.ndarray, residual: np.ndarray, period: float) -> float:
+def share(places: np.ndarray, residual: np.ndarray, period: float) -> float:
     angle = 2 * np.pi * places / period
-    design, total = np.stack([np.sin(angle), np.cos(angle)], 1), 0.0
+    design, shares = np.stack([np.sin(angle), np.cos(angle)], 1), []
     for column in (residual - residual.mean(0)).T:
         if column.any():
             fit = design @ np.linalg.lstsq(design, column, rcond=None)[0]
-            total += (fit**2).sum() / (column**2).mean()
-    return total
+            shares.append((fit**2).sum() / (column**2).sum())
+    return float(np.mean(shares))
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_the_period_is_that_of_least_squares(outputs: int) -> None:
+def test_the_wave_is_that_of_least_squares(outputs: int) -> None:
     rng = np.random.default_rng(outputs)
     places = rng.uniform(100.0, 130.0, 60)
     residual = rng.normal(size=(60, outputs)) * 10.0 ** np.arange(outputs)
     residual[:, 0] += 12.0 * np.sin(places * 2 * np.pi / 3.3 + 0.4)  # in the smallest of them
     if outputs > 1:
         residual[:, 1] = 7.0  # says nothing
-    found = strongest_period(places, residual)
-    assert found == pytest.approx(3.3, rel=0.02)
-    best = max(explained(places, residual, period) for period in np.geomspace(2.1, 100.0, 4000))
-    assert explained(places, residual, found) > 0.99 * best
+    found = strongest_wave(places, residual)
+    assert found is not None and found.period == pytest.approx(3.3, rel=0.02)
+    assert found.share == pytest.approx(share(places, residual, found.period), rel=1e-9)
+    assert found.share > 0.99 * max(share(places, residual, period) for period in np.geomspace(1.1, 100.0, 4000))
 
 
-def test_few_places_and_equal_residuals_have_no_period() -> None:
-    rng = np.random.default_rng(0)
-    assert strongest_period(np.arange(50.0) % 7, rng.normal(size=(50, 1))) is None
-    assert strongest_period(np.arange(50.0) % 8, rng.normal(size=(50, 1))) is not None
-    assert strongest_period(np.arange(50.0), np.ones((50, 2))) is None
+def test_few_places_and_equal_residuals_have_no_wave() -> None:
+    wave = np.sin(np.arange(50.0) * 2.5)[:, None]
+    assert strongest_wave(np.arange(7.0), wave[:7]) is None
+    found = strongest_wave(np.arange(50.0), wave)
+    assert found is not None and found.period == pytest.approx(2 * np.pi / 2.5, rel=1e-3)
+    assert strongest_wave(np.arange(50.0), np.ones((50, 2))) is None
+
+
+@pytest.mark.parametrize("inputs", [1, 20])
+def test_a_wave_of_chance_is_none(inputs: int) -> None:
+    """The bound on the gain, log(inputs n) + 7 nats, from both sides; and the bound on the share."""
+    rng, n = np.random.default_rng(0), 100
+    places = np.sort(rng.uniform(0.0, 10.0, n))
+    wave, noise = np.sin(places * 3.0), rng.normal(size=n)
+    design = np.stack([np.sin(places * 3.0), np.cos(places * 3.0), np.ones(n)], 1)
+    noise -= design @ np.linalg.lstsq(design, noise, rcond=None)[0]
+    wave, noise = (part / (part**2).sum() ** 0.5 for part in (wave - wave.mean(), noise))
+    bound = np.log(inputs * n) + 7.0
+    for nats, there in ((bound - 1.0, False), (bound + 1.5, True)):
+        part = 1.0 - np.exp(-2.0 * nats / n)  # the share with this gain
+        found = strongest_wave(places, (part**0.5 * wave + (1 - part) ** 0.5 * noise)[:, None], inputs)
+        assert (found is not None) == there
+    assert all(strongest_wave(places, rng.normal(size=(n, 1)), inputs) is None for _ in range(50))
+    many = np.arange(1500.0)
+    for amplitude, there in ((0.28, False), (0.37, True)):  # 4 and 6 % of the squares, both beyond chance
+        found = strongest_wave(many, (amplitude * np.sin(many) + rng.normal(size=1500))[:, None])
+        assert (found is not None) == there
 
 
 def season(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.explain import left_out_means
-from ntk_laplace.posterior.periods import strongest_period
+from ntk_laplace.posterior.periods import strongest_wave
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures import FittedModel
@@ -48,9 +48,10 @@ class LackOfFit:
         predictions are cautious.
     input : int or None
         Number of the one input among whose values neighbors are nearest; None where they are nearest among several.
-    period : float or None
-        Period, in units of this one input, of the wave that explains most of the residuals (`FourierFeatures`), where
-        they are clearly alike; None where it has fewer than eight different values.
+    period, explained : float or None, float
+        Period, in units of this one input, of the wave that explains most of the residuals along it
+        (`FourierFeatures`), and the share of their squares that it explains; None and 0 where it may be chance, or
+        there are fewer than eight different values.
     """
 
     correlation: float
@@ -61,6 +62,7 @@ class LackOfFit:
     classes: bool = False
     input: int | None = None
     period: float | None = None
+    explained: float = 0.0
 
     def above(self, correlation: float, deviations: float = 1.0) -> bool:
         """Whether both numbers are larger than these."""
@@ -68,15 +70,17 @@ class LackOfFit:
 
     @property
     def clear(self) -> bool:
-        """Whether the correlation is above 0.2 (0.33 of classes), and more than 3 standard deviations above random."""
-        return self.above(_OF_CLASSES if self.classes else _CLEAR, _DEVIATIONS)
+        """Whether the correlation is above 0.2 (0.33 of classes) and more than 3 deviations, or there is a wave."""
+        return self.period is not None or self.above(_OF_CLASSES if self.classes else _CLEAR, _DEVIATIONS)
 
     def __str__(self) -> str:
         beside = "above" if self.deviations >= 0 else "below"
         along = "" if self.input is None else f" along input {self.input}"
+        wave = "" if self.period is None else (
+            f", and a wave of period {self.period:.4g} explains {self.explained:.0%} of their squares")
         return (f"residuals of {self.num_points:,} points and their {self.neighbors} nearest neighbors{along} "
                 f"correlate by {self.correlation:.3g}, {abs(self.deviations):.2g} standard deviations {beside} that of "
-                "random pairs")
+                f"random pairs{wave}")
 
 
 def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> LackOfFit:
@@ -100,15 +104,11 @@ def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> Lac
         inputs = inputs.to(f.device)
         single = 0 if table and inputs.shape[1] == 1 else None
         metrics = _metrics(fitted, _standardized(inputs) if table else inputs)
-        moments = [(*moran(residual, _nearest(one, neighbors)), single) for one in metrics]
-        moments += _along_each(residual, inputs, neighbors) if table and single is None else []
-    found = [LackOfFit(correlation, deviations, neighbors, len(chosen), left_out, likelihood.classifies, along)
-             for correlation, deviations, along in moments]
-    clear = [one for one in found if one.clear and one.input is not None]  # says more than that of all inputs
-    lack = max(clear or found, key=attrgetter("deviations"))
-    if not clear:
-        return lack
-    return replace(lack, period=strongest_period(inputs[:, lack.input].double().cpu().numpy(), residual.cpu().numpy()))
+        found = [LackOfFit(*moran(residual, _nearest(one, neighbors)), neighbors, len(chosen), left_out,
+                           likelihood.classifies, single) for one in metrics]
+        found += _along_each(found[0], residual, inputs) if table else []
+    waves = [one for one in found if one.period is not None]  # say more than what all inputs show
+    return max(waves, key=attrgetter("explained")) if waves else max(found, key=attrgetter("deviations"))
 
 
 def _bounded(residual: Tensor) -> Tensor:
@@ -118,22 +118,28 @@ def _bounded(residual: Tensor) -> Tensor:
     return residual.clamp(-most, most)
 
 
-def _along_each(residual: Tensor, inputs: Tensor, neighbors: int) -> list[tuple[float, float, int | None]]:
-    """Correlation, deviations and number of each input of several along which residuals stand out.
+def _along_each(like: LackOfFit, residual: Tensor, inputs: Tensor) -> list[LackOfFit]:
+    """What stands out along each input: `like` that of all, with its own correlation, deviations and wave.
 
     Residuals at equal numbers are added up, so that neighbors differ: what a category or a row of equal examples has
     in common is no function of the number.
     """
-    found = list[tuple[float, float, int | None]]()
+    columns = []
     for column in range(inputs.shape[1]):
         numbers, place, count = inputs[:, column].unique(return_inverse=True, return_counts=True)
-        if len(numbers) >= neighbors + 4:
+        if len(numbers) >= like.neighbors + 4:
             sums = residual.new_zeros(len(numbers), residual.shape[1]).index_add_(0, place, residual)
-            sums /= count.to(sums).sqrt().unsqueeze(1)
-            found.append((*moran(sums, _nearest_sorted(numbers, neighbors)), column))
-    largest = math.sqrt(2.0 * math.log(max(1, len(found))))
-    return [(correlation, deviations - largest, column) for correlation, deviations, column in found
-            if deviations - largest > _STANDS_OUT]
+            columns.append((column, numbers.double(), sums / count.to(sums).sqrt().unsqueeze(1)))
+    largest, found = math.sqrt(2.0 * math.log(max(1, len(columns)))), []
+    for column, numbers, sums in columns:
+        correlation, deviations = moran(sums, _nearest_sorted(numbers, like.neighbors))
+        own = replace(like, correlation=correlation, deviations=deviations - largest, input=column)
+        wave = strongest_wave(numbers.cpu().numpy(), sums.cpu().numpy(), len(columns))
+        if wave is not None:
+            own = replace(own, period=wave.period, explained=wave.share)
+        if wave is not None or own.deviations > _STANDS_OUT:
+            found.append(own)
+    return found
 
 
 def moran(residual: Tensor, nearest: Tensor) -> tuple[float, float]:

@@ -42,7 +42,7 @@ def train_from_starts(
         Factors of the prior's precisions at the start of each training.
     misfit : float, optional
         Residuals are alike where the correlation of those of neighbors is above this, and more than a standard
-        deviation above that of random pairs. None: all starts are tried; so they are where inputs are not one array of
+        deviation above that of random pairs, or where they clearly are (`LackOfFit.clear`). None: all starts are tried; so they are where inputs are not one array of
         real numbers.
     options
         Of `train_with_evidence`, by default with ``predictive="loo"``. `optimizer` and `scheduler` are callables that
@@ -94,7 +94,8 @@ def train_from_starts(
 def _enough(best: EvidenceTraining, misfit: float) -> bool:
     """Whether no further start is tried: its residuals are not alike, and nothing speaks against its leave-one-out."""
     lack, fit = best.lack_of_fit, best.predictive
-    return lack is not None and not lack.above(misfit) and (fit is None or fit.trusted)
+    alike = lack is None or lack.clear or lack.above(misfit)
+    return not alike and (fit is None or fit.trusted)
 
 
 def rank(training: EvidenceTraining, left_out: bool) -> tuple[bool, float]:

@@ -86,9 +86,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         "loo" and "folds" train once more with the evidence computed three times as often, and leave-one-out chooses.
     fourier_features : int
         Pairs of a sine and a cosine of a feature, at most, that become inputs of the network too (`FourierFeatures`),
-        where left-out residuals along this feature are clearly alike: the wave that is strongest in them, as long as
-        leave-one-out gains by it. 0: none. A module keeps its inputs, and so does the network of a callable that makes
-        none of other numbers of features.
+        where left-out residuals have a wave along this feature that is beyond chance, as long as leave-one-out gains by
+        it. 0: none. A module keeps its inputs, and so does the network of a callable that makes none of other numbers
+        of features.
     epochs, learning_rate, batch_size
         Of the training with Adam, whose learning rate falls to 0 as a cosine (in a classification it is constant).
     standardize : bool or "auto"

@@ -87,8 +87,8 @@ def trained(
     """Train a network that `new` makes with evidence, or from several precisions.
 
     `predictive` is that of `LaplaceRegressor`; `options_of` has the options of `train_with_evidence` for so many times
-    as many epochs. Where left-out residuals along one input are clearly alike, the network gets their strongest wave
-    as Fourier features, at most `most_waves`, as long as leave-one-out gains more than chance.
+    as many epochs. Where left-out residuals have a wave along one input, the network gets its sine and cosine, of at
+    most `most_waves`, as long as leave-one-out gains more than chance.
     """
     waves: Waves = ()
     module = new(waves)
@@ -173,7 +173,7 @@ def _with_waves(
 
 
 def _wave(training: EvidenceTraining) -> tuple[int, float] | None:
-    """Input and period of the strongest wave in left-out residuals that are clearly alike; None where they are not."""
+    """Input and period of the strongest wave in left-out residuals; None where there is none beyond chance."""
     found = None if training.predictive is None else training.lack_of_fit
     return None if found is None or found.input is None or found.period is None else (found.input, found.period)
 
