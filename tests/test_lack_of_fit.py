@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.posterior.explain import leave_one_out
-from ntk_laplace.posterior.lack_of_fit import moran
+from ntk_laplace.posterior.lack_of_fit import LackOfFit, moran
+from ntk_laplace.posterior.periods import Wave
 from ntk_laplace.runtime import tuning
 from refusals import refused
 
@@ -189,6 +190,20 @@ def test_a_wave_along_one_input_comes_before_all_of_them(share: float, along: in
     found = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure="diag").lack_of_fit()
     assert found.input == along and found.clear and (found.deviations > 10) == (along is None)
     assert (found.period is None) == (along is None)
+
+
+def test_of_several_waves_the_largest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = linear()
+    x = torch.cat([x, torch.ones(30, 1).double(), x.flip(1)], 1)  # one is constant, and not looked at
+    shares, looked = iter([0.1, 0.3, 0.2, 0.25]), []
+
+    def wave(places: np.ndarray, residual: np.ndarray, inputs: int) -> Wave:
+        looked.append(inputs)
+        return Wave(float(len(looked)), next(shares))
+
+    monkeypatch.setattr(sys.modules[LackOfFit.__module__], "strongest_wave", wave)
+    found = ntkl.laplace(nn.Linear(5, 1).double(), (x, y), ntkl.Gaussian(1.0), structure="diag").lack_of_fit()
+    assert (found.input, found.period, found.explained, looked) == (1, 2.0, 0.3, [4, 4, 4, 4])
 
 
 def test_residuals_at_equal_numbers_are_one() -> None:

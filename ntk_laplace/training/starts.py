@@ -42,8 +42,8 @@ def train_from_starts(
         Factors of the prior's precisions at the start of each training.
     misfit : float, optional
         Residuals are alike where the correlation of those of neighbors is above this, and more than a standard
-        deviation above that of random pairs, or where they clearly are (`LackOfFit.clear`). None: all starts are tried; so they are where inputs are not one array of
-        real numbers.
+        deviation above that of random pairs, or where they clearly are (`LackOfFit.clear`). None: all starts are
+        tried; so they are where inputs are not one array of real numbers.
     options
         Of `train_with_evidence`, by default with ``predictive="loo"``. `optimizer` and `scheduler` are callables that
         make one.
