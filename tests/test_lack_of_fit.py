@@ -192,6 +192,22 @@ def test_a_wave_along_one_input_comes_before_all_of_them(share: float, along: in
     assert (found.period is None) == (along is None)
 
 
+def test_classes_that_follow_one_input_are_no_lack_of_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cautious predictions leave the same residual of all points of a class; a wave says more."""
+    monkeypatch.setattr(sys.modules[LackOfFit.__module__], "strongest_wave", lambda *given: None)
+    rng = np.random.default_rng(7)
+    x = torch.as_tensor(rng.normal(size=(60, 3)))
+    y, network = (x[:, 1] > 0).long() + (x[:, 1] > 1).long(), nn.Linear(3, 3).double()
+    with torch.no_grad():
+        network.weight.zero_()
+        network.bias.zero_()
+        network.weight[:, 1] = torch.tensor([-1.5, 0.5, 1.5])
+    found = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure="diag").lack_of_fit()
+    residual = (nn.functional.one_hot(y) - network(x).softmax(1)).detach()
+    alone = moran(residual, torch.as_tensor(nearest(x[:, 1:2].numpy(), 3)))
+    assert alone[0] > 0.33 and alone[1] > 5 and found.input is None
+
+
 def test_of_several_waves_the_largest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = linear()
     x = torch.cat([x, torch.ones(30, 1).double(), x.flip(1)], 1)  # one is constant, and not looked at

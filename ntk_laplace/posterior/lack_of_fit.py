@@ -137,7 +137,7 @@ def _along_each(like: LackOfFit, residual: Tensor, inputs: Tensor) -> list[LackO
         wave = strongest_wave(numbers.cpu().numpy(), sums.cpu().numpy(), len(columns))
         if wave is not None:
             own = replace(own, period=wave.period, explained=wave.share)
-        if wave is not None or own.deviations > _STANDS_OUT:
+        if wave is not None or (own.deviations > _STANDS_OUT and not own.classes):  # neighbors mostly have one class
             found.append(own)
     return found
 
