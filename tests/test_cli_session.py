@@ -74,7 +74,7 @@ def content(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")
+@pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted", "ignore:training to the optimum")
 @pytest.mark.parametrize(("targets", "more"), [
     (["price"], []), (["price", "rent"], []), (["kind"], []), (["count"], []),
     (["price"], ["--likelihood", "student-t"]), (["price"], ["--likelihood", "heteroscedastic-gaussian"]),
@@ -261,6 +261,7 @@ def test_sources_of_equal_rows(folder: Path, capsys: pytest.CaptureFixture) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:training to the optimum", "ignore:the network is not at its optimum")
 def test_the_output_that_is_explained(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """The first target, or the one that is named; of classes the predicted one."""
     fit(["price", "rent"], "--group", "month")
