@@ -322,7 +322,7 @@ def test_what_lack_of_fit_refuses() -> None:
 def test_a_training_that_misses_a_part_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = linear(60)
     options = {"epochs": 20, "batch_size": None, "settings": QUIET}
-    words = r"misses a part .* correlate by 0.[0-9]+, .* weaker prior.*, FourierFeatures\(\[\(0, \d"
+    words = r"misses a part .* correlate by 0.[0-9]+, .* weaker prior.*, such as FourierFeatures\(\[\(0, \d"
     with pytest.warns(ntkl.NTKLaplaceWarning, match=words):
         training = ntkl.train_with_evidence(nn.Linear(2, 1).double(), (x, y), ntkl.Gaussian(), predictive="loo",
                                             **options)

@@ -181,8 +181,9 @@ class ExplanationVerbs(Fitted):
         -------
         LackOfFit
             Moran's I of the residuals, and its distance from that of random pairs in standard deviations: above 3 there
-            is something to find. Of classes small correlations say little, because neighbors mostly have the same one,
-            and cautious predictions the same residuals.
+            is something to find. The input and the period of a wave in them, if there is one beyond chance. Of classes
+            small correlations say little, because neighbors mostly have the same one, and cautious predictions the same
+            residuals.
 
         Raises
         ------

@@ -111,7 +111,7 @@ class EvidenceTraining:
         """Warn where these residuals are clearly alike."""
         found = self.lack_of_fit
         if found is not None and found.clear:
-            wave = "" if found.period is None else f", FourierFeatures([({found.input}, {found.period:.4g})])"
+            wave = "" if found.period is None else f", such as FourierFeatures([({found.input}, {found.period:.4g})])"
             warn(f"{MISSES}: {found}; train it longer, or from a weaker prior (in Python, train_from_starts), take a "
                  f"wider network, or add the inputs that are missing{wave}")
 

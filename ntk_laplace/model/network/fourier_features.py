@@ -55,11 +55,13 @@ class FourierFeatures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, then all sines, then all cosines."""
-        most = max((number for number, _ in self.waves), default=-1)
-        if x.shape[-1] <= most:
-            raise NetworkError(f"inputs of at least {most + 1} numbers", f"shape {tuple(x.shape)}",
-                               "Number the inputs of FourierFeatures from 0.")
-        angle = 2.0 * math.pi * x[..., self.inputs] / self.periods.to(x.dtype)
+        try:  # to read the numbers at each call would wait for a GPU
+            chosen = x[..., self.inputs]
+        except IndexError as cause:
+            most = 1 + max(number for number, _ in self.waves)
+            raise NetworkError(f"inputs of at least {most} numbers", f"shape {tuple(x.shape)}",
+                               "Number the inputs of FourierFeatures from 0.") from cause
+        angle = 2.0 * math.pi * chosen / self.periods.to(x.dtype)
         return torch.cat([x, angle.sin(), angle.cos()], -1)
 
     def extra_repr(self) -> str:
