@@ -113,7 +113,7 @@ def test_a_wave_of_chance_is_none(inputs: int) -> None:
     wave, noise = (part / (part**2).sum() ** 0.5 for part in (wave - wave.mean(), noise))
     bound = np.log(inputs * n) + 7.0
     for nats, there in ((bound - 1.0, False), (bound + 1.5, True)):
-        part = 1.0 - np.exp(-2.0 * nats / n)  # the share with this gain
+        part = 1.0 - np.exp(-2.0 * nats / (n - 3))  # the share with this probability by chance
         found = strongest_wave(places, (part**0.5 * wave + (1 - part) ** 0.5 * noise)[:, None], inputs)
         assert (found is not None) == there
     assert all(strongest_wave(places, rng.normal(size=(n, 1)), inputs) is None for _ in range(50))
@@ -121,6 +121,13 @@ def test_a_wave_of_chance_is_none(inputs: int) -> None:
     for amplitude, there in ((0.28, False), (0.37, True)):  # 4 and 6 % of the squares, both beyond chance
         found = strongest_wave(many, (amplitude * np.sin(many) + rng.normal(size=1500))[:, None])
         assert (found is not None) == there
+
+
+def test_few_numbers_of_noise_have_no_wave_by_chance() -> None:
+    """Ten places and ten frequencies: the best explains half of the noise, and often more."""
+    rng, places = np.random.default_rng(1), np.arange(10.0) ** 1.1
+    found = [strongest_wave(places, rng.normal(size=(10, 1))) for _ in range(2000)]
+    assert sum(wave is not None for wave in found) <= 8  # 2 are expected of independent frequencies
 
 
 def season(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

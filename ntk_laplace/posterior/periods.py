@@ -30,8 +30,8 @@ class Wave:
 def strongest_wave(places: Array, residual: Array, inputs: int = 1) -> Wave | None:
     """The wave whose least squares fit to residuals (n, C) at different places (n,) is best; None if it may be chance.
 
-    Frequencies go from half a wave over all places to one wave over two of them. M of them explain the share ρ by
-    chance where -n/2 log(1 - ρ) is about log M, times the number of `inputs` that are looked at.
+    Frequencies go from half a wave over all places to one wave over two of them. One of them explains a share above ρ
+    of normal noise with the probability (1 - ρ)^((n - 3)/2); the best is compared with all of them, at all `inputs`.
     """
     if len(places) > _MOST:
         chosen = np.random.default_rng(0).permutation(len(places))[:_MOST]
@@ -45,7 +45,7 @@ def strongest_wave(places: Array, residual: Array, inputs: int = 1) -> Wave | No
     fine = best + step * np.arange(1 - _FINER, _FINER) / _FINER
     shares = _shares(places, centered, fine)
     share = min(float(shares.max()), 1.0 - 1e-12)
-    if share < _SHARE or -0.5 * n * math.log1p(-share) < math.log(inputs * n) + _NATS:
+    if share < _SHARE or -0.5 * (n - 3) * math.log1p(-share) < math.log(inputs * n) + _NATS:
         return None
     return Wave(float(2.0 * np.pi / fine[shares.argmax()]), share)
 
