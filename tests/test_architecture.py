@@ -206,6 +206,7 @@ assert state() == before, (before, state())
 assert "matplotlib.pyplot" not in sys.modules, "importing the library imports pyplot"
 assert not {"lightning", "transformers"} & set(sys.modules), "importing the library imports a trainer"
 assert "pandas" not in sys.modules, "importing the library imports what only tables need"
+assert "scipy" not in sys.modules, "importing the library imports what only some verbs need, for a second"
 import ntk_laplace.plotting, ntk_laplace.tools.report
 assert "matplotlib.pyplot" not in sys.modules, "importing what draws imports pyplot"
 """

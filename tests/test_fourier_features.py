@@ -13,6 +13,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from scipy.signal import lombscargle
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
@@ -92,6 +93,22 @@ def test_the_wave_is_that_of_least_squares(outputs: int) -> None:
     assert found is not None and found.period == pytest.approx(3.3, rel=0.02)
     assert found.share == pytest.approx(share(places, residual, found.period), rel=1e-9)
     assert found.share > 0.99 * max(share(places, residual, period) for period in np.geomspace(1.1, 100.0, 4000))
+
+
+@pytest.mark.parametrize("n", [30, 1001])
+def test_no_other_frequency_explains_more(n: int) -> None:
+    """Beside SciPy's periodogram, at frequencies between those of its grid."""
+    rng = np.random.default_rng(n)
+    for frequency in (0.6, 0.13 * n, 0.45 * n):
+        places = np.sort(rng.uniform(-3.0, 7.0, n) if n < 100 else rng.normal(size=n))
+        residual = np.sin(frequency * 2.0 * np.pi * places / np.ptp(places)) + 0.5 * rng.normal(size=n)
+        residual = (residual - residual.mean()) / residual.std() / n**0.5
+        found = strongest_wave(places, residual[:, None])
+        steps = np.pi / np.ptp(places) * np.arange(1.0, n, 0.05)
+        others = 2.0 * lombscargle(places, residual, steps)
+        assert found is not None and others.max() - 1e-3 < found.share < others.max() + 1e-3
+        assert found.share == pytest.approx(
+            2.0 * float(lombscargle(places, residual, np.array([2.0 * np.pi / found.period]))), rel=1e-9)
 
 
 def test_few_places_and_equal_residuals_have_no_wave() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -161,17 +162,56 @@ def test_the_input_factor_gives_the_evidence_at_any_precisions(inputs) -> None:
     """Of KFAC with a precision for each input: value and gradient elsewhere are those of a factorization there."""
     network, data = inputs
     posterior = ntkl.laplace(network, data, ntkl.Gaussian(0.3), ntkl.GaussianPrior(0.7, groups="input"), "kfac")
-    evidence = SpectralEvidence.of(posterior, ["precision", "noise"])
+    moved = {"precision": posterior.prior.log_precision, "noise": posterior.likelihood.log_noise}
+    evidence = SpectralEvidence.of(posterior, moved)
     assert evidence is not None
     with torch.no_grad():
         posterior.prior.log_precision.add_(torch.randn_like(posterior.prior.log_precision))
         posterior.likelihood.log_noise.add_(0.7)
-    moved = {"precision": posterior.prior.log_precision, "noise": posterior.likelihood.log_noise}
     value, gradients = evidence.value_and_gradients(moved)
     expected = posterior.log_marginal_likelihood()
     slopes = torch.autograd.grad(expected, list(moved.values()))
     for one, other in zip((value, evidence.value(), *gradients), (expected, expected, *slopes), strict=True):
         torch.testing.assert_close(one, other.detach().as_subclass(torch.Tensor), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("likelihood", [ntkl.Gaussian(0.3), ntkl.Gaussian(0.3, missing="nan"), ntkl.StudentT(0.3, 4.0)],
+                         ids=["gaussian", "missing", "student"])
+@pytest.mark.parametrize(("structure", "curvature", "groups"), [
+    ("kfac", "ggn", "layer"), ("diag", "ef", "layer"), ("gp", "ggn", "all")], ids=["kfac", "ef", "gp"])
+@pytest.mark.parametrize("moving", [["noise"], ["precision"], ["precision", "noise"]])
+def test_steps_know_the_evidence_of_a_posterior_elsewhere(
+    likelihood: ntkl.Likelihood, structure: str, curvature: str, groups: str, moving: list[str],
+) -> None:
+    """Value and gradient after a move, from the first posterior's sums, beside a posterior that was fitted there."""
+    torch.manual_seed(1)
+    x, weights = torch.randn(15, 3).double(), torch.rand(15).double() + 0.5
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    y = 1e3 * torch.randn(15, 2).double()  # errors far beyond the noise
+    if likelihood.record().get("missing") == "nan":
+        y[3, 1] = y[7] = torch.nan
+    given = (copy.deepcopy(likelihood), ntkl.GaussianPrior(0.7, groups=groups), structure, curvature)
+    posterior = ntkl.laplace(network, (x, y, weights), *given)
+    names = {"precision": posterior.prior.log_precision, "noise": posterior.likelihood.log_noise}
+    moved = {name: names[name] for name in moving}
+    if isinstance(likelihood, ntkl.StudentT):
+        moved |= {"excess": posterior.likelihood.log_excess} if "noise" in moving else {}
+    evidence = SpectralEvidence.of(posterior, moved)
+    if evidence is None:  # gradients of Student's t are no multiples of those at another scale
+        assert isinstance(likelihood, ntkl.StudentT) and curvature == "ef" and "noise" in moving
+        return
+    with torch.no_grad():
+        for parameter in moved.values():
+            parameter.add_(2.0 * torch.rand_like(parameter) + 1.0)
+    again = ntkl.laplace(network, (x, y, weights), copy.deepcopy(posterior.likelihood),
+                         copy.deepcopy(posterior.prior), structure, curvature)
+    own = {"precision": again.prior.log_precision} | {
+        name.removeprefix("log_"): parameter for name, parameter in again.likelihood.named_parameters()}
+    expected = again.log_marginal_likelihood()
+    slopes = torch.autograd.grad(expected, [own[name] for name in moved])
+    value, gradients = evidence.value_and_gradients(moved)
+    for one, other in zip((value, evidence.value(), *gradients), (expected, expected, *slopes), strict=True):
+        torch.testing.assert_close(one, other.detach().as_subclass(Tensor).to(one), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("structure", ["kfac", "gp"])

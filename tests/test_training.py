@@ -742,7 +742,7 @@ def test_an_interruption_in_the_middle_of_things(kind: str, moment: str, monkeyp
     monkeypatch.setattr(tuning, "SNAPSHOT_SHARE", 0)
     whole = mlp(1, 5, 1)
     expected = train(whole, **odd(kind))
-    where = (Variables, "value_and_gradient", 6) if moment == "hyperparameters" else (Objective, "gradient", 16)
+    where = (Variables, "evidence_and_gradient", 6) if moment == "hyperparameters" else (Objective, "gradient", 16)
     own, count = getattr(where[0], where[1]), []
 
     def stops(*arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from ntk_laplace.curvature.given import GivenPrecision
 from ntk_laplace.curvature.given_forms import given_precision
 from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.last_layer import LastLayerPrecision, last_layer
-from ntk_laplace.curvature.log_det_terms import LogDetTerm
+from ntk_laplace.curvature.log_det_terms import LogDetTerm, joined
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock, diagonal_block, find_parameter_blocks
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision
 from ntk_laplace.curvature.structured import BlockDiagonalPrecision, BlockPrecision
@@ -38,5 +38,6 @@ __all__ = [
     "diagonal_block",
     "find_parameter_blocks",
     "given_precision",
+    "joined",
     "last_layer",
 ]

@@ -184,6 +184,13 @@ class Likelihood(nn.Module):
         """Return log c if the hyperparameters affect `residual` only by a scalar factor c; else None."""
         return None
 
+    def density_by_scale(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """k, m and q, (N,) each, if the hyperparameters affect `log_prob` only by the curvature's scale c; else None.
+
+        Where log c, which is linear in the one hyperparameter, grows by s, `log_prob` is ``k + ½ (m s - q eˢ)``.
+        """
+        return None
+
     # --- missing targets ---------------------------------------------------------------------------------
 
     def observed(self, y: Tensor) -> Tensor | None:

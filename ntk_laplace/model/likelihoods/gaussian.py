@@ -157,6 +157,15 @@ class Gaussian(PerOutput):
         count = f.shape[-1] if there is None else there.sum(-1).to(f)
         return -0.5 * (distance + (self._log_det(f, there) + count * math.log(2 * math.pi)))
 
+    def density_by_scale(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The density without its exponent, the number of observed targets, and ``(y - f)ᵀ Σ⁻¹ (y - f)``."""
+        if type(self) is not Gaussian or self.kind != "scalar":
+            return None  # a subclass may override the density
+        error, there = self._error(f, y)
+        count = torch.full_like(f[:, 0], f.shape[-1]) if there is None else there.sum(-1).to(f)
+        constant = -0.5 * (self._log_det(f, there) + count * math.log(2 * math.pi))
+        return constant, count, (self._solved(error, f, there) * error).sum(-1)
+
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``Σ⁻¹ (y - f)`` ([T20] Table 2.1) over the observed targets, 0 for the others, (N, C)."""
         error, there = self._error(f, y)

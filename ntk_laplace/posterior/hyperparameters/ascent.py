@@ -32,20 +32,20 @@ class Ascent:
         """
         variables = Variables(posterior, self.which)
         with variables.alone():
-            spectral = SpectralEvidence.of(posterior, list(variables.parameters)) if steps > 1 else None
+            spectral = SpectralEvidence.of(posterior, variables.parameters) if steps > 1 else None
             evidence: SearchObjective = spectral or Differentiable(posterior.log_marginal_likelihood)
             logs, optimizer = self._bound(variables)
             low, high = variables.box(self.bounds)
             before = None
             for _ in range(steps):
-                value, gradient = variables.value_and_gradient(evidence)
-                before = value - posterior.prior.log_hyperprior().item() if before is None else before
+                value, gradient = variables.evidence_and_gradient(evidence)
+                before = value if before is None else before
                 if not bool(gradient.isfinite().all()):
                     raise _not_finite(value)
                 logs.grad = -gradient
                 optimizer.step()
                 with torch.no_grad():
-                    logs.copy_(torch.minimum(torch.maximum(logs, low), high))
+                    logs.clamp_(low, high)
                 variables.set(logs.detach())
             after = float(evidence.value())
         if not math.isfinite(after):

@@ -66,10 +66,10 @@ def maximize(
     if method == "mackay":
         _require_fixed_point(posterior, set(variables.parameters), correction)
     which = list(variables.parameters)
-    evidence: SearchObjective | None = None if correction else SpectralEvidence.of(posterior, which)
+    evidence: SearchObjective | None = None if correction else SpectralEvidence.of(posterior, variables.parameters)
     # the gradient of an estimate is another estimate: a search needs a function and its own gradient
     searched = evidence is None and not correction and method != "mackay"
-    local = SpectralEvidence.of(posterior, which, local=True) if searched else None
+    local = SpectralEvidence.of(posterior, variables.parameters, local=True) if searched else None
     if estimated and searched and local is None:
         _follow_an_estimate(method, which)
     if evidence is None:
@@ -238,7 +238,7 @@ def _by_local_models(search: _Search, local: SearchObjective) -> None:
             return search.stop(True, f"a local model moves its hyperparameters by {move:.1g} in logarithms")
         before = move
         variables.set(end.logs)
-        found = SpectralEvidence.of(variables.posterior, list(variables.parameters), local=True)
+        found = SpectralEvidence.of(variables.posterior, variables.parameters, local=True)
         assert found is not None
         local = found
     return search.stop(False, f"{tuning.ANCHORS} local models were not enough")

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import LogDetTerm
+from ntk_laplace.curvature import LogDetTerm, joined
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
@@ -121,59 +121,150 @@ class SpectralEvidence(SearchObjective):
     """The evidence from terms of log det B that are known at any precisions ([I21] Eq. 8, 9), or near the present ones.
 
     The first holds for one precision for all parameters, and for Kronecker factors and diagonals in weight space; the
-    second where log det B is estimated. The likelihood may be optimized too if it only multiplies Λ by a scalar (a
-    Gaussian's single noise variance); a fixed likelihood is evaluated once. A step costs O(P), or O(N R), and one
-    eigendecomposition of the first layer's inputs if each has a precision of its own. Autograd differentiates the log
-    likelihood alone, if it is `moving`: a graph of the other few numbers would take longer than they do.
+    second where log det B is estimated. The likelihood may be optimized too if it only multiplies Λ by a scalar c (a
+    Gaussian's single noise variance). A step costs O(P), or O(N R), and one eigendecomposition of the first layer's
+    inputs if each has a precision of its own. Derivatives are written out where they are known: a graph of few numbers
+    would take longer than they do.
     """
 
-    def __init__(self, posterior: Evidence, terms: Sequence[LogDetTerm], moving: bool) -> None:
-        self._posterior, self._terms, self._moving = posterior, terms, moving
-        self._prior, scale = posterior.prior, posterior.log_scale() if moving else None
+    def __init__(self, posterior: Evidence, terms: Sequence[LogDetTerm], likelihood: _LogLikelihood) -> None:
+        self._terms, self._likelihood, self._prior = joined(terms), likelihood, posterior.prior
         with torch.no_grad():
             self._log_precision, self._distances = self._prior.log_precision.detach().clone(), distances_of(posterior)
-            self._log_scale = None if scale is None else scale.detach().clone()
-            self._log_likelihood = plain(posterior.log_likelihood())
 
     @classmethod
-    def of(cls, posterior: Evidence, which: Sequence[str], local: bool = False) -> SpectralEvidence | None:
-        """Over the hyperparameters of these names, near their values if `local`; None where no terms tell it."""
-        moving = bool(set(which) - {"precision"})
-        if moving and posterior.log_scale() is None:
+    def of(
+        cls, posterior: Evidence, parameters: Mapping[str, nn.Parameter], local: bool = False
+    ) -> SpectralEvidence | None:
+        """Over these hyperparameters, near their values if `local`; None where no terms tell it."""
+        likelihood = {name: parameter for name, parameter in parameters.items() if name != "precision"}
+        if likelihood and posterior.log_scale() is None:
             return None
         terms = posterior.local_log_det() if local else posterior.log_det_terms()
-        return None if terms is None else cls(posterior, terms, moving)
+        return None if terms is None else cls(posterior, terms, _log_likelihood_of(posterior, likelihood))
 
+    @torch.no_grad()
     def value(self) -> Tensor:
         """One pass over the terms."""
-        with torch.no_grad():
-            rest, _, _ = self._rest(self._posterior.log_scale() if self._moving else None)
-            joint = plain(self._posterior.log_likelihood()) if self._moving else self._log_likelihood
-            return joint + rest.to(joint)
+        rest, _, _ = self._rest(self._likelihood.change())
+        return _sum(self._likelihood.value(), rest)
 
     def value_and_gradients(self, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
         """From the same pass."""
-        likelihood = {name: parameter for name, parameter in parameters.items() if name != "precision"}
-        with torch.enable_grad():
-            scale = self._posterior.log_scale() if self._moving else None
-            rest, by_precision, by_scale = self._rest(scale)
-            joint, others = self._log_likelihood, iter(list[Tensor]())
-            if scale is not None:
-                joint = plain(self._posterior.log_likelihood())
-                others = iter(_gradients(joint + by_scale.to(joint) * scale.to(joint), likelihood))
-        value = joint.detach() + rest.to(joint)
-        return value, [by_precision if name == "precision" else next(others) for name in parameters]
+        with torch.no_grad():
+            rest, by_precision, by_scale = self._rest(self._likelihood.change())
+        value, others = self._likelihood.value_and_gradients(by_scale)
+        return _sum(value, rest), [others.get(name, by_precision) for name in parameters]
 
-    @torch.no_grad()
-    def _rest(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _rest(self, change: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """-½ Σ δ_g d_g - ½ log det B, and its derivatives in the log precisions, (G,), and in log c."""
         now = self._prior.log_precision
         shift = (now - self._log_precision).double()
-        if scale is not None and self._log_scale is not None:
-            shift = shift - (scale - self._log_scale).double()
-        parts = [term.value_and_slope(shift) for term in self._terms]
-        slope = sum((own for _, own in parts), torch.zeros_like(shift))
+        if change is not None:
+            shift -= change
         energies = now.exp().to(self._distances) * self._distances
-        value = energies.sum() + sum((value for value, _ in parts), shift.new_zeros(()))
-        return -0.5 * value, -0.5 * (energies + slope), 0.5 * slope.sum()
+        value, total = energies.sum(), torch.zeros_like(shift)
+        for term in self._terms:
+            own, slope = term.value_and_slope(shift)
+            value, total = value + own, total + slope
+        return -0.5 * value, -0.5 * (energies + total), 0.5 * total.sum()
 
+
+def _sum(value: Tensor, rest: Tensor) -> Tensor:
+    return value + rest.to(value)
+
+
+class _LogLikelihood:
+    """Σ log p(y_n given f_n) of a likelihood that does not move."""
+
+    def __init__(self, posterior: Evidence) -> None:
+        with torch.no_grad():
+            self.first = plain(posterior.log_likelihood())
+
+    def change(self) -> Tensor | None:
+        """By how much log c is larger than at first, 0-d, float64, without a graph; None if it does not move."""
+        return None
+
+    def value(self) -> Tensor:
+        """At the present hyperparameters, 0-d."""
+        return self.first
+
+    def value_and_gradients(self, by_scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The value, and derivatives in the hyperparameters of it and of a term whose one in log c is `by_scale`."""
+        return self.first, {}
+
+
+class _Differentiated(_LogLikelihood):
+    """One that autograd differentiates."""
+
+    def __init__(self, posterior: Evidence, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(posterior)
+        self._posterior, self._parameters = posterior, parameters
+        self._start = self._scale().detach().clone()
+
+    def _scale(self) -> Tensor:
+        found = self._posterior.log_scale()
+        assert found is not None
+        return found.reshape(())
+
+    def change(self) -> Tensor:
+        return (self._scale().detach() - self._start).double()
+
+    def value(self) -> Tensor:
+        return plain(self._posterior.log_likelihood())
+
+    def value_and_gradients(self, by_scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.enable_grad():
+            joint, scale = self.value(), self._scale()
+            slopes = _gradients(joint + by_scale.to(joint) * scale.to(joint), self._parameters)
+        return joint.detach(), dict(zip(self._parameters, slopes, strict=True))
+
+
+class _Scaled(_LogLikelihood):
+    """``k + ½ (m s - q eˢ)``, where a scale's logarithm, linear in one hyperparameter, is larger by s than at first.
+
+    k, m and q are sums over the examples (`Likelihood.density_by_scale`). The scale of the curvature is another power
+    of it where the curvature is of gradients.
+    """
+
+    def __init__(self, posterior: Evidence, terms: tuple[Tensor, ...], name: str, parameter: nn.Parameter) -> None:
+        super().__init__(posterior)
+        self._name, self._parameter, self._start = name, parameter, parameter.detach().clone()
+        self._constant, self._count, self._distance = (torch.dot(posterior.weights.to(own), own) for own in terms)
+        with torch.enable_grad():
+            scales = posterior.likelihood.log_curvature_scale(), posterior.log_scale()
+            self._slope, self._curvature_slope = (_gradients(scale.sum(), {name: parameter})[0] for scale in scales
+                                                  if scale is not None)
+
+    def _moved(self) -> Tensor:
+        return self._parameter.detach() - self._start
+
+    def change(self) -> Tensor:
+        return (self._moved() * self._curvature_slope).sum().double()
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """s, and q eˢ."""
+        s = (self._moved() * self._slope).sum().to(self._distance)
+        return s, self._distance * s.exp()
+
+    def value(self) -> Tensor:
+        s, distance = self._parts()
+        return self._constant + 0.5 * (self._count * s - distance)
+
+    def value_and_gradients(self, by_scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        s, distance = self._parts()
+        slope = self._slope * (0.5 * (self._count - distance)).to(self._slope)
+        slope += self._curvature_slope * by_scale.to(self._slope)
+        return self._constant + 0.5 * (self._count * s - distance), {self._name: slope}
+
+
+def _log_likelihood_of(posterior: Evidence, parameters: Mapping[str, nn.Parameter]) -> _LogLikelihood:
+    """With these of its hyperparameters moving."""
+    if not parameters:
+        return _LogLikelihood(posterior)
+    with torch.no_grad():
+        terms = posterior.likelihood.density_by_scale(posterior.f, posterior.targets)
+    if terms is None or len(parameters) > 1:
+        return _Differentiated(posterior, parameters)
+    (name, parameter), = parameters.items()
+    return _Scaled(posterior, terms, name, parameter)

@@ -104,10 +104,13 @@ class Variables:
 
     def value_and_gradient(self, objective: SearchObjective) -> tuple[float, Tensor]:
         """An objective with the prior's `log_hyperprior` at the current values, and its gradient in the logarithms."""
+        value, gradient = self.evidence_and_gradient(objective)
+        return value + (self._prior.log_hyperprior().item() if self._prior.has_hyperprior else 0.0), gradient
+
+    def evidence_and_gradient(self, objective: SearchObjective) -> tuple[float, Tensor]:
+        """The objective without the hyperprior, whose slope is in the gradient."""
         value, gradients = objective.value_and_gradients(self.parameters)
         if self._prior.has_hyperprior:
-            with torch.no_grad():
-                value = value + self._prior.log_hyperprior().to(value)
             own = self._prior.hyperprior_slope()
             gradients = [gradient + own.to(gradient) if name == "precision" else gradient
                          for name, gradient in zip(self.parameters, gradients, strict=True)]
