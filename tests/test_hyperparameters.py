@@ -178,7 +178,8 @@ def test_the_input_factor_gives_the_evidence_at_any_precisions(inputs) -> None:
 @pytest.mark.parametrize("likelihood", [ntkl.Gaussian(0.3), ntkl.Gaussian(0.3, missing="nan"), ntkl.StudentT(0.3, 4.0)],
                          ids=["gaussian", "missing", "student"])
 @pytest.mark.parametrize(("structure", "curvature", "groups"), [
-    ("kfac", "ggn", "layer"), ("diag", "ef", "layer"), ("gp", "ggn", "all")], ids=["kfac", "ef", "gp"])
+    ("kfac", "ggn", "layer"), ("diag", "ef", "layer"), ("gp", "ggn", "all"), ("full", "ggn", "parameter"),
+    ("full", "ef", "input")], ids=["kfac", "ef", "gp", "full", "full-ef"])
 @pytest.mark.parametrize("moving", [["noise"], ["precision"], ["precision", "noise"]])
 def test_steps_know_the_evidence_of_a_posterior_elsewhere(
     likelihood: ntkl.Likelihood, structure: str, curvature: str, groups: str, moving: list[str],

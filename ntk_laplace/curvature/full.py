@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.log_det_terms import LogDetTerm, MatrixTerm
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import (
     add_outer_lower_,
     cholesky_,
@@ -89,6 +91,16 @@ class FullPrecision(PosteriorPrecision):
             return None
         scale = self.prior_precision.rsqrt()
         return symmetric_eigenvalues(self.ggn * scale * scale.unsqueeze(1))
+
+    def log_det_terms(self) -> Sequence[LogDetTerm] | None:
+        """From the spectrum, or where precisions differ from a factorization at each of them, of a small matrix.
+
+        That of a large one takes the time of a step, and the posterior's own makes room for it.
+        """
+        if self._num_groups == 1:
+            return super().log_det_terms()
+        few = self.num_parameters <= tuning.STEP_MATRIX
+        return [MatrixTerm(self.ggn, self.prior_precision, self.groups)] if few else None
 
     def log_det_at(self, factor: float) -> Tensor:
         """log det B with all prior precisions multiplied by a factor, from another H."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.linalg import symmetric_eigen
+from ntk_laplace.runtime.linalg import cholesky_, cholesky_log_det, symmetric_eigen
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.panels import panels
 
 
@@ -101,3 +102,32 @@ class InputTerm(LogDetTerm):
         used = ratio.div_(ratio + 1).sum(1).unsqueeze(2)
         own = (vectors.square() @ used).flatten().to(shift)
         return total, torch.zeros_like(shift).index_add_(0, self.group.flatten(), own, alpha=-1.0)
+
+
+@dataclass(frozen=True)
+class MatrixTerm(LogDetTerm):
+    """log det(G + P0 eˢ) - log det(P0 eˢ), for a matrix G that mixes entries of different precisions.
+
+    Attributes
+    ----------
+    ggn : Tensor, (P, P)
+        G, of which the lower triangle is read.
+    prior_precision : Tensor, (P,)
+        Diagonal of P0.
+    group : Tensor, (P,)
+        Prior group of each entry.
+    """
+
+    ggn: Tensor
+    prior_precision: Tensor
+    group: Tensor
+
+    def value_and_slope(self, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """From one Cholesky factorization H = L Lᵀ, ∂/∂s_g = -γ_g = -Σ_{i in g} (1 - P_ii (H⁻¹)_ii)."""
+        precision = self.prior_precision * shift.exp().to(self.prior_precision)[self.group]
+        matrix = self.ggn.clone()
+        matrix.diagonal().add_(precision)
+        cholesky_(matrix)
+        used = 1.0 - precision * LowerTriangle.of(matrix).inverse_diagonal(1).flatten()
+        total = cholesky_log_det(matrix).to(shift) - precision.to(shift).log().sum()
+        return total, torch.zeros_like(shift).index_add_(0, self.group, used.to(shift), alpha=-1.0)

@@ -57,6 +57,7 @@ HESSIAN_BYTES = 64 * MIB  # output Hessians of examples that are looked at or co
 BLOCK_REFRESH = 0.05  # steps of variational inference, in units of step size, between two eigendecompositions
 BLOCK_CHANGE = 0.05  # relative change of a block's trace that makes its decomposition anew due earlier
 INPUTS_WITH_PRECISIONS = 128  # features up to which estimators learn one precision for each
+STEP_MATRIX = 2_000  # parameters up to which H at other precisions is factored beside the posterior's own
 EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 
 # --- linear algebra
