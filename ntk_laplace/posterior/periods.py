@@ -14,7 +14,7 @@ _FINER = 32  # parts of a step of the grid, around the best frequency
 # of 1,000 tables has such a wave
 _SHARE, _NATS = 0.05, 7.0
 _NEAR = 0.5  # of a wave's share, which one of the coarse frequencies beside it explains at least: sinc² ¼ = 0.81
-_SPREAD = 12  # grid points on each side of a place, for rounding of 1e-12 (Greengard and Lee 2004)
+_SPREAD = 6  # grid points on each side of a place, for six digits (Greengard and Lee 2004): the best is computed anew
 
 Array = NDArray[np.float64]
 Complex = NDArray[np.complex128]
