@@ -721,7 +721,7 @@ def test_estimators_beside_others(tmp_path: Path) -> None:
 def test_outliers(tmp_path: Path) -> None:
     printed = run("predictions/outliers.py", tmp_path)
     found = figures(tmp_path / "outliers" / "outliers.json")["results"]
-    assert len(found) == 6 and all(math.isfinite(one["log likelihood"][0]) for one in found.values())
+    assert len(found) == 3 and all(math.isfinite(one["log likelihood"][0]) for one in found.values())
     assert "| sine, outliers |" in printed and "The evidence agrees" in printed
 
 
