@@ -48,6 +48,21 @@ def line(n: int = 25, outputs: int = 1) -> tuple[Tensor, Tensor]:
     return x, torch.sin(2 * x) * torch.arange(1, outputs + 1) + 0.3 * torch.randn(n, outputs).double()
 
 
+def unfinished(data: tuple[Tensor, Tensor], noise: ntkl.Likelihood, steps: int = 60) -> ntkl.Posterior:
+    """Of a network with kinks, after few steps."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 20), nn.ReLU(), nn.Linear(20, data[1].shape[1])).double()
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
+    weights = torch.linspace(0.5, 2.0, len(data[0])).double()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        error = torch.where(data[1].isnan(), 0.0, network(data[0]) - data[1].nan_to_num())
+        energy = sum((p.square().sum() for p in network.parameters()), torch.zeros(()))
+        (0.25 * energy + (weights * error.square().sum(1)).sum() / 0.1).backward()
+        optimizer.step()
+    return ntkl.laplace(network, (*data, weights), noise, ntkl.GaussianPrior(0.5, groups="layer"))
+
+
 @pytest.fixture(scope="module")
 def classifier() -> ntkl.Posterior:
     x, y = classes(50, seed=3)  # the best scale is not zero here
@@ -466,3 +481,83 @@ def test_unknown_objectives_and_parameters(classifier: ntkl.Posterior, arguments
 def test_calibrations_are_numbers(numbers: dict) -> None:
     with pytest.raises(ntkl.HyperparameterError, match="a finite"):
         ntkl.Calibration(**numbers)
+
+
+# --- weights that are at no optimum
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize("points", [None, [3, 7, 11, 20]])
+@pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
+def test_points_are_left_out_of_ridge_regressions_where_weights_are_at_no_optimum(
+    structure: str, points: list[int] | None
+) -> None:
+    """Written out: the linearized model is solved again without each point, and its densities are calibrated."""
+    x, y = line()
+    first = unfinished((x, y), ntkl.Gaussian(0.05))
+    network, weights = first.network.module, torch.linspace(0.5, 2.0, len(x)).double()
+    posterior = ntkl.laplace(network, (x, y, weights), ntkl.Gaussian(0.05), ntkl.GaussianPrior(0.5), structure)
+    fit = posterior.fit_predictive("loo", strict=False, points=points)
+    assert fit.reliability is not None and fit.reliability.decrement > 0.02 and fit.reliability.at_optimum
+
+    values = {name: p.detach() for name, p in network.named_parameters()}
+    rows = torch.func.jacrev(lambda v: torch.func.functional_call(network, v, (x,)))(values)
+    jac = torch.cat([rows[name].flatten(2).squeeze(1) for name in values], 1)
+    f, start = network(x).detach().flatten(), torch.cat([value.flatten() for value in values.values()])
+    prior = 0.5 * torch.eye(len(start), dtype=torch.float64)
+
+    def density(n: int, scale: float, factor: float) -> float:
+        counted = weights.clone()
+        counted[n] = 0.0
+        scaled = jac.T * (counted / 0.05)
+        hessian = scaled @ jac + prior
+        step = torch.linalg.solve(hessian, scaled @ (y.flatten() - f) - prior @ start)
+        variance = scale * jac[n] @ torch.linalg.solve(hessian, jac[n]) + factor * 0.05
+        return torch.distributions.Normal(f[n] + jac[n] @ step, variance.sqrt()).log_prob(y[n, 0]).item()
+
+    found = fit.calibration
+    chosen = range(len(x)) if points is None else points
+    total = sum(float(weights[n]) for n in chosen)
+    for value, scale, factor in ((fit.after, found.scale, found.noise), (fit.before, 1.0, 1.0),
+                                 (fit.network, 0.0, 1.0)):
+        expected = sum(float(weights[n]) * density(n, float(scale), float(factor)) for n in chosen) / total
+        assert value == pytest.approx(expected, rel=1e-8)
+    # the numbers are those of the refit, and the mean stays the network's
+    refit = posterior.refit()
+    again = refit.fit_predictive("loo", strict=False, points=points)
+    assert again.after == pytest.approx(fit.after, rel=1e-8) and not again.reliability.at_optimum
+    torch.testing.assert_close(posterior.predict(x).mean, network(x).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_weights_far_from_the_optimum_are_told() -> None:
+    """Up to 0.1 nats a point are trusted; far from it the network's errors may be others."""
+    data = line()
+    near, far = (unfinished(data, ntkl.Gaussian(0.05), steps) for steps in (600, 5))
+    with pytest.raises(ntkl.UnsupportedError, match=r"far from the optimum.*decrement is \d.*at most 0\.1"):
+        far.fit_predictive()
+    fit = near.fit_predictive()
+    assert 0.02 < fit.reliability.decrement < 0.1 and fit.trusted
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="not at the optimum of this model"):
+        near.leave_one_out()  # which is at its weights
+
+
+@pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
+def test_other_posteriors_leave_points_out_at_their_weights() -> None:
+    """At the optimum, for other noise, and for structures that are not exact."""
+    data = line()
+    kfac = ntkl.laplace(unfinished(data, ntkl.Gaussian(0.05)).network.module, data, ntkl.Gaussian(0.05),
+                        structure="kfac")
+    x, y = data
+    converged = ntkl.laplace(trained(ntkl.Gaussian(0.05), x, y, 1), data, ntkl.Gaussian(0.05))
+    for posterior in (unfinished(data, ntkl.StudentT(0.05)), kfac, converged):
+        assert not posterior.fit_predictive("loo", strict=False).reliability.at_optimum
+
+
+@pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
+def test_missing_targets_of_several_responses_are_left_out_at_the_optimum() -> None:
+    x, y = line(outputs=2)
+    y[3, 1] = y[9, 0] = y[12] = math.nan
+    posterior = unfinished((x, y), ntkl.Gaussian(torch.tensor([0.05, 0.1]).double(), missing="nan"))
+    fit, again = (own.fit_predictive("loo", strict=False) for own in (posterior, posterior.refit()))
+    assert fit.reliability.at_optimum and fit.after == pytest.approx(again.after, rel=1e-8)
+    assert fit.num_points == again.num_points == 24

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_flags, warn
+from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_choice, require_flags, warn
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior.calibrate import LeftOut, PredictiveFit, densities, fit_calibration, log_density_terms
 from ntk_laplace.posterior.conditional import TEMPERATURES
 from ntk_laplace.posterior.explain import Reliability, leave_one_out, leave_some_out
+from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT, newton_decrement
 from ntk_laplace.posterior.folds import fold_of_each, parts_of
 from ntk_laplace.posterior.prediction import PredictionVerbs
 from ntk_laplace.runtime.means import error_of_mean
 from ntk_laplace.runtime.progress import track
+from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.points import TrainingPoints
-from ntk_laplace.structures.what_if import Indices, drawn
+from ntk_laplace.structures.what_if import Indices, at_optimum, drawn
 
 # training points that are left out at most: of an exact structure, and of others, which are fitted again without them
 _MOST_LEFT_OUT, _LEFT_OUT = 50_000, 300
@@ -38,8 +40,10 @@ class CalibrationVerbs(PredictionVerbs):
 
         The response at x is that of f/T for f ~ N(m(x), c V(x)), with the noise multiplied by s. The numbers are fitted
         to p(y_n given all other training points) in closed form, without a validation set, and compared with the
-        network alone, c = 0. `predict` uses them until a hyperparameter changes; the latent moments, the evidence and
-        explanations do not change. Posteriors of other data start without.
+        network alone, c = 0. With normal noise, weights whose Newton decrement is above 0.02 nats a point are at no
+        optimum: points are then left out of the linearized model at its own, where that is exact, and the numbers are
+        used for the network's function all the same. `predict` uses them until a hyperparameter changes; the latent
+        moments, the evidence and explanations do not change. Posteriors of other data start without.
 
         Parameters
         ----------
@@ -216,6 +220,7 @@ class CalibrationVerbs(PredictionVerbs):
                                    "Pass held-out data, calibrate(data).")
         counted = fitted.points.observed_counts(self.likelihood).nonzero().flatten().cpu()  # others predict nothing
         most = _MOST_LEFT_OUT if fitted.exact else _LEFT_OUT
+        fitted, decrement = _at_optimum(fitted)
         if points is None and fitted.exact and len(counted) <= most:
             index: Tensor | slice = slice(None)
             found = leave_one_out(fitted, samples=1)  # the draws are for its densities, which are not used here
@@ -226,7 +231,9 @@ class CalibrationVerbs(PredictionVerbs):
             index = found.index
         likelihood, scalar = self.likelihood.at(index).counted_once(), self.network.scalar
         kept = LeftOut.of(fitted.points.subset(index), likelihood, found.mean, found.covariance, scalar)
-        return kept, likelihood, found.reliability
+        measured = found.reliability
+        return kept, likelihood, measured if decrement is None else replace(
+            measured, decrement=decrement, at_optimum=True, refitted=False)
 
     def _held_out(self, data: Any, likelihood: Likelihood) -> LeftOut:
         """Moments of held-out points, in one pass over them."""
@@ -242,3 +249,23 @@ class CalibrationVerbs(PredictionVerbs):
         points = TrainingPoints(f, likelihood.targets(torch.cat(targets), *f.shape).to(f.device),
                                 None if weights is None else weights.to(f))
         return LeftOut.of(points, likelihood, f, torch.cat(covariances), self.network.scalar)
+
+
+def _at_optimum(fitted: FittedModel) -> tuple[FittedModel, float | None]:
+    """The model whose points are left out, and the Newton decrement of the weights if these are not its own.
+
+    Leave-one-out at weights that are no optimum keeps a part of what each point's own label did. With normal noise it
+    is exact at the optimum of the linearized model, whose errors are those of the network's function.
+    """
+    alone = fitted.settings.reducer.world_size == 1
+    additive = fitted.likelihood.additive_noise(fitted.points.f) is not None
+    if not (alone and additive and fitted.exact) or fitted.model.refitted:
+        return fitted, None
+    decrement = newton_decrement(fitted)
+    if decrement <= MOST_DECREMENT:
+        return fitted, None
+    try:
+        with torch.inference_mode(False):
+            return at_optimum(fitted), decrement
+    except NumericalError:  # rounding: the weights are what is left
+        return fitted, None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from typing_extensions import Self
@@ -18,7 +17,6 @@ from ntk_laplace.errors import (
     require_choice,
     require_number,
     require_whole,
-    told_later,
     warn,
 )
 from ntk_laplace.model.objective import Objective
@@ -33,13 +31,9 @@ from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.structures import KFAC, FittedModel, LinearizedModel, StructureSpec
 from ntk_laplace.structures.data_passes import read_points
 from ntk_laplace.structures.points import coarsest
-from ntk_laplace.structures.what_if import at_optimum
 
 _AIM = 0.1  # of the tolerance
 _WIDE = 1024  # inputs or outputs of a layer
-_GAIN = 0.05  # of leave-one-out, nats per point, for which a posterior need not have the network's function
-
-P = TypeVar("P", bound=CalibrationVerbs)
 
 
 class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
@@ -180,35 +174,4 @@ def fitted_if_possible(posterior: CalibrationVerbs, predictive: str) -> Predicti
         return posterior.fit_predictive(predictive, strict=False)
     except NTKLaplaceError as error:
         warn(f"no predictive is fitted, because leave-one-out fails: {error}")
-        return None
-
-
-def with_predictive(
-    posterior: P, predictive: str, derived: Callable[[FittedModel], P]
-) -> tuple[P, PredictiveFit | None]:
-    """The posterior with a fitted predictive, or that at the optimum of the linearized model, if it is better.
-
-    Outputs with kinks have no optimum that training reaches. The linearized model has one; and for normal noise its
-    leave-one-out is exact there, which chooses. `derived` makes a posterior of it.
-    """
-    with told_later() as told:
-        found = fitted_if_possible(posterior, predictive)
-    doubts = None if found is None else found.reliability
-    if found is not None and doubts is not None and doubts.additive and doubts.decrement > MOST_DECREMENT:
-        with told_later() as of_refit:
-            refit = _refit(posterior, predictive, derived)
-        if refit is not None and refit[1].after > found.after + _GAIN:
-            posterior, found = refit
-            told = of_refit
-    for message in told:
-        warn(message)
-    return posterior, found
-
-
-def _refit(posterior: P, predictive: str, derived: Callable[[FittedModel], P]) -> tuple[P, PredictiveFit] | None:
-    """The posterior at the optimum of the linearized model, with its predictive; None where there is none."""
-    try:
-        refit = derived(at_optimum(posterior.fitted))
-        return refit, refit.fit_predictive(predictive, strict=False)
-    except NTKLaplaceError:
         return None

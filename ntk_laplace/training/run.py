@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ntk_laplace.posterior.convergence import WatchedFit, converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.posterior.hyperparameters import Ascent, Variables
 from ntk_laplace.posterior.hyperparameters.objectives import Differentiable
-from ntk_laplace.posterior.retraining import with_predictive
+from ntk_laplace.posterior.retraining import fitted_if_possible
 from ntk_laplace.runtime.serialization import FileFormat, load_optimizer, load_random, random_state, require_same
 from ntk_laplace.structures import FittedModel, Settings
 from ntk_laplace.structures.points import present_values, unmoved
@@ -184,7 +183,7 @@ class Run:
         found = None
         if fitted.exact:
             _tell_slope(posterior, self.ascent.which, fitted.total)
-            posterior, found = with_predictive(posterior, predictive, partial(Posterior, reason=reason))
+            found = fitted_if_possible(posterior, predictive)
         else:
             warn("no predictive is fitted, because leave-one-out needs an exact posterior; call "
                  f"posterior.calibrate(held_out_data). The posterior is {reason}")

@@ -18,6 +18,7 @@ from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
 # measured against retraining: examples/selection/leave_one_out.py
 MOST_DECREMENT = 0.02  # nats per point
+MOST_FROM_OPTIMUM = 0.1  # nats per point, where points are left out of the linearized model at its optimum
 LEAST_RATIO = 0.03  # of δ‖θ-μ0‖² to γ
 MOST_FLAGGED = 0.5  # of the points
 MOST_LEFT = 0.1  # of a Newton step
@@ -79,6 +80,9 @@ class Reliability:
     linear : bool
         Whether the network is linear in its weights, the noise Gaussian and the curvature exact: one Newton step from
         the optimum is then exact under every prior. Looked at only where the prior is vague or `gain` negative.
+    at_optimum : bool
+        Whether points were left out of the linearized model at its own optimum, and not at the weights, as
+        `fit_predictive` does for normal noise where these are at no optimum.
     """
 
     decrement: float
@@ -98,6 +102,7 @@ class Reliability:
     gain: float | None = None
     density: float | None = None
     linear: bool = False
+    at_optimum: bool = False
 
     @property
     def trusted(self) -> bool:
@@ -117,7 +122,13 @@ class Reliability:
                 f"the means without the points were still moving, with {self.unfinished:.2g} of a Newton step in the "
                 f"last passes over the data (at most {MOST_LEFT:g})"
             )
-        if not self.decrement <= MOST_DECREMENT:
+        if self.at_optimum and not self.decrement <= MOST_FROM_OPTIMUM:
+            found.append(
+                "the weights are far from the optimum of the linearized model, of which points were left out: the "
+                f"Newton decrement is {self.decrement:.2g} nats a point (at most {MOST_FROM_OPTIMUM:g}), and its "
+                "errors may not be the network's"
+            )
+        elif not self.at_optimum and not self.decrement <= MOST_DECREMENT:
             since = ", as hyperparameters have changed since the fit" if self.moved else ""
             found.append(
                 f"the weights are not at the optimum of this model{since}: the Newton decrement is "
