@@ -73,7 +73,7 @@ class EvidenceTraining:
     ----------
     posterior : Posterior
         Posterior at the weights and hyperparameters of the best evidence; with ``predictive="loo"`` at the optimum of
-        these hyperparameters, of the network or of the linearized model, with a calibration.
+        these hyperparameters, with a calibration.
     history : EvidenceHistory
     stopped : str
         Why the training ended.

@@ -89,9 +89,8 @@ def train_with_evidence(
         on the data of the evidence, until the Newton decrement is at most 0.02 nats a point: leave-one-out needs an
         optimum. The posterior is then exact ("auto", curvature "ggn") if that fits in memory and takes at most 1e12
         operations (1e14 on a GPU), else that of the training, as ``posterior.reason`` says; and
-        ``posterior.fit_predictive("loo", strict=False)`` is called. Outputs with kinks may have no such optimum. With
-        normal noise the posterior is then `Posterior.refit`, at the optimum of the linearized model, if left-out points
-        gain more than 0.05 nats each by it; its mean is not the network's function.
+        ``posterior.fit_predictive("loo", strict=False)`` is called. Outputs with kinks may have no such optimum;
+        with normal noise points are then left out of the linearized model at its own.
     scheduler : scheduler or callable, optional
         A torch learning rate scheduler over this optimizer, or a factory that takes the optimizer.
     scheduler_interval : str
