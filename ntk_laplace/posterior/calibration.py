@@ -259,7 +259,7 @@ def _at_optimum(fitted: FittedModel) -> tuple[FittedModel, float | None]:
     """
     alone = fitted.settings.reducer.world_size == 1
     additive = fitted.likelihood.additive_noise(fitted.points.f) is not None
-    if not (alone and additive and fitted.exact) or fitted.model.refitted:
+    if not (alone and additive and fitted.exact):
         return fitted, None
     decrement = newton_decrement(fitted)
     if decrement <= MOST_DECREMENT:
