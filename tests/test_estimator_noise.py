@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is not at the optimum of the evidence"),
     pytest.mark.filterwarnings("ignore:the network is not at its optimum"),
 ]
-QUICK: dict[str, Any] = {"epochs": 40, "hidden_layer_sizes": (8,), "precision": 1.0, "random_state": 0}
+QUICK: dict[str, Any] = {"epochs": 10, "learning_rate": 0.1, "hidden_layer_sizes": (8,), "precision": 1.0,
+                         "random_state": 0, "fourier_features": 0}
 
 
 def problem(outliers: bool = True, targets: int = 1, n: int = 120) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +58,17 @@ def test_the_evidence_chooses_the_noise(found: ntkl.LaplaceRegressor) -> None:
 
 
 def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The networks are trained once for all of these."""
     x, y = problem()
+    train, trainings = ntkl.LaplaceRegressor._run, dict[type, Trained]()
+
+    def once(model: Any, new: Any, data: Any, likelihood: ntkl.Likelihood, **options: Any) -> Trained:
+        kind = type(likelihood)
+        if kind not in trainings:
+            trainings[kind] = train(model, new, data, likelihood, **options)
+        return trainings[kind]
+
+    monkeypatch.setattr(ntkl.LaplaceRegressor, "_run", once)
     normal = ntkl.LaplaceRegressor(likelihood="gaussian", **QUICK).fit(x, y)
 
     def fit(fails: Any) -> ntkl.LaplaceRegressor:
@@ -78,6 +89,7 @@ def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.Monk
             isinstance(one.posterior.likelihood, ntkl.Gaussian), score(one)[1])),
     ):
         assert np.array_equal(fit(fails).predict(x), normal.predict(x))
+    assert fit(lambda patch: None).likelihood_ == "student-t" and len(trainings) == 3
 
 
 def of_likelihood(likelihood: ntkl.Likelihood, structure: str = "full") -> Trained:
@@ -154,7 +166,7 @@ def test_equal_targets_are_no_normal_noise_with_outliers() -> None:
     """The density of Student's t at them has no bound: its intervals would hold these targets alone."""
     draws = np.random.default_rng(0)
     x, y = draws.uniform(-2, 2, (120, 1)), np.where(np.arange(120) % 4 < 3, 7.0, 7.0 + 3.0 * draws.standard_normal(120))
-    model = ntkl.LaplaceRegressor(**QUICK | {"epochs": 15}).fit(x, y)
+    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
     assert model.likelihood_ == "gaussian"
     lower, upper = model.predict_quantiles(x, (0.005, 0.995)).T
     assert ((lower <= y) & (y <= upper)).mean() > 0.9
@@ -210,7 +222,7 @@ def test_noise_that_depends_on_the_inputs() -> None:
     x = draws.uniform(-2, 2, (200, 1))
     deviation = 0.2 + 5.0 * np.maximum(x[:, 0], 0)
     y = 50 + 20 * x[:, 0] + deviation * draws.standard_normal(200)
-    model = ntkl.LaplaceRegressor(**QUICK | {"epochs": 60}).fit(x, y)
+    model = ntkl.LaplaceRegressor(**QUICK | {"epochs": 20}).fit(x, y)
     assert model.likelihood_ == "heteroscedastic-gaussian" and model.posterior_.num_outputs == 2
     weights = np.where(x[:, 0] > 0, 3.0, 1.0)
     weighted = ntkl.LaplaceRegressor(likelihood=model.likelihood_, **QUICK).fit(x, y, weights)
@@ -221,7 +233,8 @@ def test_noise_that_depends_on_the_inputs() -> None:
     alone = model.predict_distribution(x[:5], "map")
     np.testing.assert_allclose(alone.variance, model.explain(x[:5], 1).f[:, 1].exp(), rtol=1e-9)
     single = nn.Sequential(nn.Linear(1, 8), nn.SiLU(), nn.Linear(8, 1)).double()
-    assert ntkl.LaplaceRegressor(single, standardize=True, **QUICK).fit(x, y).posterior_.num_outputs == 1
+    alone = ntkl.LaplaceRegressor(single, standardize=True, **QUICK | {"epochs": 5}).fit(x, y)
+    assert alone.posterior_.num_outputs == 1
     with refused(ntkl.DataError, "2 outputs, a mean and a log variance for each", "1", "last layer"):
         ntkl.LaplaceRegressor(single, likelihood="heteroscedastic-gaussian", **QUICK).fit(x, y)
 
