@@ -149,6 +149,7 @@ def test_the_docs_build_without_warnings(tmp_path: Path) -> None:
                      tags=["without_sources"])
         app.connect("html-page-context", sidebar_of_the_first_page(), priority=0)
         app.builder.search = False  # the index of all words
+        app.env.settings["stylesheet_path"] = ""  # those of docutils, which it would look for once a page
         app.build()
     assert app.statuscode == 0 and said.getvalue() == "", said.getvalue()[-4000:]
     assert len(list(built.rglob("*.html"))) > len(PAGES) and (built / "index.html").exists()

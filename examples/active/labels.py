@@ -72,11 +72,11 @@ def images(name: str, folder: Path | None) -> tuple[Tensor, Tensor]:
     return nn.functional.avg_pool2d(x.unsqueeze(1), 2).flatten(1), y
 
 
-def train(x: Tensor, y: Tensor, width: int) -> nn.Module:
+def train(x: Tensor, y: Tensor, width: int, steps: int = 150) -> nn.Module:
     """The MAP of a perceptron, by L-BFGS."""
     network = mlp((x.shape[1], width, 10)).double()
     weights = list(network.parameters())
-    optimizer = torch.optim.LBFGS(weights, max_iter=150, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(weights, max_iter=steps, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
         optimizer.zero_grad()
@@ -100,7 +100,7 @@ def labeled(name: str, choice: Choice, seed: int, options: Any) -> dict[str, lis
     known, found = list(range(START)), {"labels": [], "accuracy": [], "log_likelihood": []}
     while True:
         torch.manual_seed(seed)
-        network = train(pool[known], pool_y[known], 8 if options.small else 32)
+        network = train(pool[known], pool_y[known], *((8, 20) if options.small else (32,)))
         posterior = ntkl.laplace(network, (pool[known], pool_y[known]), ntkl.Categorical(), ntkl.GaussianPrior(1.0))
         response = posterior.predict(x_test, samples=256)
         found["labels"].append(len(known))

@@ -101,7 +101,7 @@ def peer(problem: Problem, arrays: dict[str, np.ndarray], kind: str, settings: d
     return Row(name, float(result["seconds"]), problem.gaussian(result["mean"], precision))
 
 
-def judge(problem: Problem, row: Row, samples: int) -> dict[str, float | str]:
+def judge(problem: Problem, row: Row, samples: int, draws: int) -> dict[str, float | str]:
     """ELBO of the network, and mean log likelihoods of the test points by weight samples."""
     found: dict[str, float | str] = {"name": row.name, "seconds": row.seconds, "words": row.words}
     if row.posterior is None:
@@ -111,7 +111,7 @@ def judge(problem: Problem, row: Row, samples: int) -> dict[str, float | str]:
     found |= {"elbo": float(elbo), "error": elbo.standard_error}
     for part, (x, y) in problem.tests.items():
         for method in ("nn", "glm"):
-            shown = row.posterior.predict(x, method, samples=1000, generator=torch.Generator().manual_seed(0))
+            shown = row.posterior.predict(x, method, samples=draws, generator=torch.Generator().manual_seed(0))
             found[f"{part} {method}"] = shown.log_prob(y).mean().item()
     return found
 
@@ -129,7 +129,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("variational_peers.json"))
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    steps, samples = (20, 50) if options.small else (options.steps, 4000)
+    steps, samples, draws = (20, 50, 50) if options.small else (options.steps, 4000, 1000)
     problem = Problem(options.data, options.small)
     arrays = to_arrays(problem.network) | {"x": problem.x.numpy(), "y": problem.y.numpy(),
                                            "noise": np.array(NOISE), "precision": np.array(PRECISION)}
@@ -159,7 +159,7 @@ def main() -> None:
         for kind, settings in tasks:
             rows.append(peer(problem, arrays, kind, settings, options.peer_steps, options))
             print(rows[-1].name, rows[-1].seconds, rows[-1].words, flush=True)
-    found = [judge(problem, row, samples) for row in rows]
+    found = [judge(problem, row, samples, draws) for row in rows]
     names = ["name", "elbo", "seconds", "inside nn", "inside glm", "gap nn", "gap glm", "words"]
 
     def shown(value: float | str | None) -> str:

@@ -54,24 +54,29 @@ def ours(model: ntkl.LaplaceRegressor, x_new: np.ndarray, y_new: np.ndarray) -> 
     return model.predict_distribution(x_new).log_prob(torch.from_numpy(y_new)).numpy()
 
 
-def laplace_regressor(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray) -> np.ndarray:
+def laplace_regressor(
+    x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, **options: Any
+) -> np.ndarray:
     """Ours, with defaults."""
-    return ours(ntkl.LaplaceRegressor(random_state=0).fit(x, y), x_new, y_new)
+    return ours(ntkl.LaplaceRegressor(random_state=0, **options).fit(x, y), x_new, y_new)
 
 
-def gaussian_process(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray) -> np.ndarray:
+def gaussian_process(
+    x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, restarts: int = 2
+) -> np.ndarray:
     """RBF with a length for each feature, and white noise."""
     kernel = ConstantKernel(1.0) * RBF(np.full(x.shape[1], 3.0), (1e-1, 1e3)) + WhiteKernel(0.1)
-    model = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=2, random_state=0).fit(x, y)
+    model = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=restarts, random_state=0)
+    model.fit(x, y)
     return normal(y_new, *model.predict(x_new, return_std=True))
 
 
 def perceptron(
-    x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, inner: int = 5
+    x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, inner: int = 5, epochs: int = 2000
 ) -> np.ndarray:
     """The noise is the mean square of residuals in inner folds."""
     mean, scale = y.mean(), y.std()
-    model = MLPRegressor(hidden_layer_sizes=(32,), activation="tanh", max_iter=2000, random_state=0)
+    model = MLPRegressor(hidden_layer_sizes=(32,), activation="tanh", max_iter=epochs, random_state=0)
     held_out = cross_val_predict(model, x, (y - mean) / scale, cv=inner)
     noise = scale * np.sqrt(np.mean((held_out - (y - mean) / scale) ** 2))
     return normal(y_new, model.fit(x, (y - mean) / scale).predict(x_new) * scale + mean, noise)
@@ -81,9 +86,11 @@ def _of_label(model: Any, x_new: np.ndarray, y_new: np.ndarray) -> np.ndarray:
     return np.log(np.maximum(model.predict_proba(x_new)[np.arange(len(y_new)), y_new], 1e-15))
 
 
-def laplace_classifier(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray) -> np.ndarray:
+def laplace_classifier(
+    x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, **options: Any
+) -> np.ndarray:
     """Ours, with defaults."""
-    return _of_label(ntkl.LaplaceClassifier(random_state=0).fit(x, y), x_new, y_new)
+    return _of_label(ntkl.LaplaceClassifier(random_state=0, **options).fit(x, y), x_new, y_new)
 
 
 def process_classifier(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray) -> np.ndarray:
@@ -93,10 +100,10 @@ def process_classifier(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: n
 
 
 def calibrated_perceptron(
-    x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, inner: int = 5
+    x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, inner: int = 5, epochs: int = 2000
 ) -> np.ndarray:
     """By inner folds."""
-    model = MLPClassifier(hidden_layer_sizes=(32,), activation="tanh", max_iter=2000, random_state=0)
+    model = MLPClassifier(hidden_layer_sizes=(32,), activation="tanh", max_iter=epochs, random_state=0)
     return _of_label(CalibratedClassifierCV(model, cv=inner).fit(x, y), x_new, y_new)
 
 
@@ -127,6 +134,13 @@ METHODS: dict[bool, dict[str, Score]] = {
     True: {"Laplace": laplace_classifier, "Gaussian process": process_classifier, "perceptron": calibrated_perceptron},
 }
 
+# in miniature
+SMALL: dict[Score, Score] = {
+    laplace_regressor: partial(laplace_regressor, epochs=2), laplace_classifier: partial(laplace_classifier, epochs=2),
+    gaussian_process: partial(gaussian_process, restarts=0), perceptron: partial(perceptron, inner=2, epochs=200),
+    calibrated_perceptron: partial(calibrated_perceptron, inner=2, epochs=200),
+}
+
 
 def scores(name: str, method: str, small: bool) -> dict[str, Any]:
     """Log likelihood of each example when its fold is left out, and processor time."""
@@ -134,7 +148,7 @@ def scores(name: str, method: str, small: bool) -> dict[str, Any]:
     (x, y), score = read(), METHODS[classes][method]
     if small:
         x, y = x[::4][:60], y[::4][:60]
-        score = partial(score, inner=2) if score in (perceptron, calibrated_perceptron) else score
+        score = SMALL.get(score, score)
     folds = (StratifiedKFold if classes else KFold)(2 if small else 5, shuffle=True, random_state=0)
     found, began = np.empty(len(y)), time.process_time()
     for kept, held_out in folds.split(x, y):
@@ -162,10 +176,10 @@ def undone(draw: int, small: bool) -> dict[str, float]:
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the other's optimizer
-        process = gaussian_process(*own, *new).mean()
+        process = (SMALL[gaussian_process] if small else gaussian_process)(*own, *new).mean()
+    regressor = SMALL[laplace_regressor] if small else laplace_regressor
     for name, options in list(DEFAULTS.items())[:shown]:
-        model = ntkl.LaplaceRegressor(random_state=0, **options).fit(*own)
-        found[name] = float(ours(model, *new).mean() - process)
+        found[name] = float(regressor(*own, *new, **options).mean() - process)
     return found
 
 

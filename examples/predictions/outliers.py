@@ -143,13 +143,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")  # of leave-one-out that is not to be trusted
     options.out.mkdir(parents=True, exist_ok=True)
-    seeds, epochs, n = (1, 10, 40) if options.small else (4, 400, 300)
+    seeds, epochs, n = (1, 4, 30) if options.small else (4, 400, 300)
     made = {"sine, outliers": lambda seed: sine(seed, n), "heavy tails": lambda seed: heavy_tails(seed, n)}
     for name in REGRESSION[-1:] if options.small else REGRESSION:
         if options.data or name not in FILES:
             made[name] = lambda seed, own=name: of_file(own, options.data, seed, options.small)
     rows, results, right, by_estimator = [], {}, [], {}
-    most = 5 if options.small else 300
+    most = 2 if options.small else 300
     more = {"growing noise": growing, "counts": counts, "skewed targets": skewed}
     tables = {**made, **{name: lambda seed, own=own: own(seed, n) for name, own in more.items()}}
     for name, read in tables.items():

@@ -126,7 +126,7 @@ def main() -> None:
     tables = [name for name in REGRESSION if options.data or name not in FILES]
     names = [tables[-1], "linear", "sine of 6x"] if options.small else [*tables, *FUNCTIONS]
     options.out.mkdir(parents=True, exist_ok=True)
-    seeds, epochs, points = (range(1), 5, 30) if options.small else (range(10, 16), 300, 200)
+    seeds, epochs, points = (range(1), 2, 30) if options.small else (range(10, 16), 300, 200)
     found: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         found[name] = []

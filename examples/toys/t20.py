@@ -163,7 +163,7 @@ def draw_band(axes: Axes, toy: Toy, x: Tensor, mean: Tensor, deviation: Tensor, 
 
 def regressions(options: argparse.Namespace) -> dict[str, Any]:
     """Figures 5.2 and 5.4."""
-    size, points, layers, epochs = (4, 40, 2, 150) if options.small else (9, 150, 5, options.epochs)
+    size, points, layers, epochs, samples = (4, 40, 2, 150, 50) if options.small else (9, 150, 5, options.epochs, 500)
     toy = regression(points)
     torch.manual_seed(0)
     template = network(1, layers)
@@ -198,8 +198,8 @@ def regressions(options: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     draws = {"nn": posterior.sample(3, generator=generator), "glm": None, "blr": None}
     for place, method in enumerate(draws):
-        prediction = posterior.predict(grid, method, samples=500, generator=torch.Generator().manual_seed(0))
-        at_test = posterior.predict(toy.x_test, method, samples=500, generator=torch.Generator().manual_seed(0))
+        prediction = posterior.predict(grid, method, samples=samples, generator=torch.Generator().manual_seed(0))
+        at_test = posterior.predict(toy.x_test, method, samples=samples, generator=torch.Generator().manual_seed(0))
         scores[method] = at_test.log_prob(toy.y_test).mean().item()
         draw_band(axes[0, place], toy, grid, prediction.mean, prediction.variance.sqrt(), SHADES[place])
         axes[0, place].set(title=f'"{method}": test log likelihood {scores[method]:.2f}', xlabel="")
@@ -227,7 +227,7 @@ def draw_points(axes: Axes, toy: Toy) -> None:
 
 def classifications(options: argparse.Namespace) -> dict[str, Any]:
     """Figures 5.3 and 5.5."""
-    size, points, layers, epochs = (4, 40, 2, 150) if options.small else (17, 150, 5, options.epochs)
+    size, points, layers, epochs, samples = (4, 40, 2, 150, 50) if options.small else (17, 150, 5, options.epochs, 500)
     toy = moons(points)
     torch.manual_seed(0)
     precision = torch.logspace(-2, 2, size, dtype=torch.float64)
@@ -267,8 +267,8 @@ def classifications(options: argparse.Namespace) -> dict[str, Any]:
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     axes = figure.subplots(2, 3)
     for place, method in enumerate(("nn", "glm", "map")):
-        prediction = posterior.predict(at, method, samples=500, generator=torch.Generator().manual_seed(0))
-        at_test = posterior.predict(toy.x_test, method, samples=500, generator=torch.Generator().manual_seed(0))
+        prediction = posterior.predict(at, method, samples=samples, generator=torch.Generator().manual_seed(0))
+        at_test = posterior.predict(toy.x_test, method, samples=samples, generator=torch.Generator().manual_seed(0))
         scores[method] = at_test.log_prob(toy.y_test).mean().item()
         picture = axes[0, place].contourf(*plane, prediction.probs.detach().reshape(plane[0].shape), **whole)
         draw_points(axes[0, place], toy)

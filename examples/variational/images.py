@@ -52,8 +52,8 @@ class Images:
             x, y = torch.as_tensor(data.images / 16.0).float()[:, None], torch.as_tensor(data.target)
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
             x, y = x[order], y[order]
-            n = 200 if options.small else 1000
-            self.x, self.y, self.x_test, self.y_test = x[:n], y[:n], x[1000:], y[1000:]
+            n, end = (200, 1100) if options.small else (1000, len(y))
+            self.x, self.y, self.x_test, self.y_test = x[:n], y[:n], x[1000:end], y[1000:end]
         else:
             with np.load(options.data / "mnist.npz") as found:
                 arrays = {key: torch.as_tensor(found[key]) for key in ("X_train", "y_train", "X_test", "y_test")}
