@@ -71,7 +71,8 @@ def case(posterior: ntkl.Posterior, problem: Problem) -> dict[str, Any]:
         "precision_spread": measured.precision_spread if measured.moved else 1.0,
         "moved": measured.moved, "posterior speaks": not measured.trusted, "fitted speaks": not fit.trusted,
     }
-    for name, left_out, calibrated in (("posterior", fit.before, False), ("fitted", fit.after, True)):
+    own = float(found.log_density.mean())  # at the weights
+    for name, left_out, calibrated in (("posterior", own, False), ("fitted", fit.after, True)):
         scores = posterior.predict(problem.x_test, calibrated=calibrated).log_prob(problem.y_test)
         row |= {f"{name} gap": left_out - float(scores.mean()), f"{name} test": float(scores.mean()),
                 f"{name} error": float(scores.std()) / math.sqrt(len(scores))}
