@@ -14,6 +14,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import warn
+from ntk_laplace.tools.estimators import base
 from ntk_laplace.tools.estimators import noise as choice
 from ntk_laplace.tools.estimators.noise import Errors, tail_gain
 from ntk_laplace.tools.estimators.training import Trained
@@ -60,15 +61,15 @@ def test_the_evidence_chooses_the_noise(found: ntkl.LaplaceRegressor) -> None:
 def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The networks are trained once for all of these."""
     x, y = problem()
-    train, trainings = ntkl.LaplaceRegressor._run, dict[type, Trained]()
+    train, trainings = base.trained, dict[type, Trained]()
 
-    def once(model: Any, new: Any, data: Any, likelihood: ntkl.Likelihood, **options: Any) -> Trained:
+    def once(new: Any, data: Any, likelihood: ntkl.Likelihood, *options: Any) -> Trained:
         kind = type(likelihood)
         if kind not in trainings:
-            trainings[kind] = train(model, new, data, likelihood, **options)
+            trainings[kind] = train(new, data, likelihood, *options)
         return trainings[kind]
 
-    monkeypatch.setattr(ntkl.LaplaceRegressor, "_run", once)
+    monkeypatch.setattr(base, "trained", once)
     normal = ntkl.LaplaceRegressor(likelihood="gaussian", **QUICK).fit(x, y)
 
     def fit(fails: Any) -> ntkl.LaplaceRegressor:
