@@ -532,13 +532,25 @@ def test_points_are_left_out_of_ridge_regressions_where_weights_are_at_no_optimu
 def test_weights_far_from_the_optimum_are_told() -> None:
     """Up to 0.1 nats a point are trusted; far from it the network's errors may be others."""
     data = line()
-    near, far = (unfinished(data, ntkl.Gaussian(0.05), steps) for steps in (600, 5))
+    near, far = (unfinished(data, ntkl.Gaussian(0.05), steps) for steps in (600, 60))
     with pytest.raises(ntkl.UnsupportedError, match=r"far from the optimum.*decrement is \d.*at most 0\.1"):
         far.fit_predictive()
     fit = near.fit_predictive()
     assert 0.02 < fit.reliability.decrement < 0.1 and fit.trusted
     with pytest.warns(ntkl.NTKLaplaceWarning, match="not at the optimum of this model"):
         near.leave_one_out()  # which is at its weights
+
+
+@pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
+def test_a_network_that_explains_less_than_left_out_points_has_other_errors() -> None:
+    """The linearized model at its optimum has learned the targets, and the network has not been trained."""
+    posterior = unfinished(line(), ntkl.Gaussian(0.05), steps=0)
+    fit = posterior.fit_predictive("loo", strict=False)
+    refit = posterior.refit().fit_predictive("loo", strict=False)
+    assert not fit.reliability.at_optimum and not fit.trusted and fit.after < refit.after - 0.3
+    posterior.predictive = refit.calibration  # which would be sure of the network's errors
+    x, y = line()
+    assert posterior.predict(x).log_prob(y).mean() < refit.after
 
 
 @pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")

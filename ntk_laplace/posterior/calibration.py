@@ -42,8 +42,9 @@ class CalibrationVerbs(PredictionVerbs):
         to p(y_n given all other training points) in closed form, without a validation set, and compared with the
         network alone, c = 0. With normal noise, weights whose Newton decrement is above 0.02 nats a point are at no
         optimum: points are then left out of the linearized model at its own, where that is exact, and the numbers are
-        used for the network's function all the same. `predict` uses them until a hyperparameter changes; the latent
-        moments, the evidence and explanations do not change. Posteriors of other data start without.
+        used for the network's function, unless it explains the targets worse. `predict` uses them until a
+        hyperparameter changes; the latent moments, the evidence and explanations do not change. Posteriors of other
+        data start without.
 
         Parameters
         ----------
@@ -79,8 +80,10 @@ class CalibrationVerbs(PredictionVerbs):
             if objective != "loo":
                 raise UnsupportedError('objective "loo", or held-out data', repr(objective),
                                        'Pass (X, y) or a DataLoader, or "loo".')
-            left_out, likelihood, found = self._left_out_moments(points, seed)
-            fit = self._fitted_calibration(left_out, likelihood, "loo", parameters, found)
+            fit = self._left_out_at_optimum(points, seed, parameters)
+            if fit is None:
+                left_out, likelihood, found, _ = self._left_out_moments(self._fitted, points, seed)
+                fit = self._fitted_calibration(left_out, likelihood, "loo", parameters, found)
             if strict and not fit.trusted:
                 raise UnsupportedError(
                     "leave-one-out predictions that approximate retraining", "; ".join(fit.reasons),
@@ -212,15 +215,46 @@ class CalibrationVerbs(PredictionVerbs):
         self.predictive = fit.calibration
         return fit
 
-    def _left_out_moments(self, points: Indices | None, seed: int) -> tuple[LeftOut, Likelihood, Reliability]:
-        """Moments of training points given all others, and the likelihood of these points."""
+    def _left_out_at_optimum(
+        self, points: Indices | None, seed: int, parameters: Sequence[str] | None
+    ) -> PredictiveFit | None:
+        """The calibration by points that are left out of the linearized model at its own optimum.
+
+        None where the weights are at an optimum, or leave-one-out is not exact at it; and where the network's function
+        explains its training targets worse than the linearized model those that it has not seen: then its errors are
+        others.
+        """
         fitted = self._fitted
+        alone = fitted.settings.reducer.world_size == 1
+        additive = fitted.likelihood.additive_noise(fitted.points.f) is not None
+        if not (alone and additive and fitted.exact and fitted.curvature_type.kind == "ggn"):
+            return None
+        decrement = newton_decrement(fitted)
+        if decrement <= MOST_DECREMENT:
+            return None
+        try:
+            with torch.inference_mode(False):
+                optimum = at_optimum(fitted)
+        except NumericalError:  # rounding: the weights are what is left
+            return None
+        left_out, likelihood, found, index = self._left_out_moments(optimum, points, seed)
+        found = replace(found, decrement=decrement, at_optimum=True, refitted=False)
+        fit = self._fitted_calibration(left_out, likelihood, "loo", parameters, found)
+        own = replace(left_out, mean=fitted.points.subset(index).f)
+        with torch.inference_mode(False):
+            likelihood, parts = own.by_position(likelihood)
+            explained = float(log_density_terms(densities(likelihood, parts), fit.calibration).sum())
+        return fit if explained >= fit.after else None
+
+    def _left_out_moments(
+        self, fitted: FittedModel, points: Indices | None, seed: int
+    ) -> tuple[LeftOut, Likelihood, Reliability, Tensor | slice]:
+        """Moments of training points given all others, the likelihood of these points, and their numbers."""
         if fitted.curvature_type.kind != "ggn":
             raise UnsupportedError('curvature="ggn" for the objective "loo"', f"curvature={self.curvature_type.kind!r}",
                                    "Pass held-out data, calibrate(data).")
         counted = fitted.points.observed_counts(self.likelihood).nonzero().flatten().cpu()  # others predict nothing
         most = _MOST_LEFT_OUT if fitted.exact else _LEFT_OUT
-        fitted, decrement = _at_optimum(fitted)
         if points is None and fitted.exact and len(counted) <= most:
             index: Tensor | slice = slice(None)
             found = leave_one_out(fitted, samples=1)  # the draws are for its densities, which are not used here
@@ -231,9 +265,7 @@ class CalibrationVerbs(PredictionVerbs):
             index = found.index
         likelihood, scalar = self.likelihood.at(index).counted_once(), self.network.scalar
         kept = LeftOut.of(fitted.points.subset(index), likelihood, found.mean, found.covariance, scalar)
-        measured = found.reliability
-        return kept, likelihood, measured if decrement is None else replace(
-            measured, decrement=decrement, at_optimum=True, refitted=False)
+        return kept, likelihood, found.reliability, index
 
     def _held_out(self, data: Any, likelihood: Likelihood) -> LeftOut:
         """Moments of held-out points, in one pass over them."""
@@ -249,23 +281,3 @@ class CalibrationVerbs(PredictionVerbs):
         points = TrainingPoints(f, likelihood.targets(torch.cat(targets), *f.shape).to(f.device),
                                 None if weights is None else weights.to(f))
         return LeftOut.of(points, likelihood, f, torch.cat(covariances), self.network.scalar)
-
-
-def _at_optimum(fitted: FittedModel) -> tuple[FittedModel, float | None]:
-    """The model whose points are left out, and the Newton decrement of the weights if these are not its own.
-
-    Leave-one-out at weights that are no optimum keeps a part of what each point's own label did. With normal noise it
-    is exact at the optimum of the linearized model, whose errors are those of the network's function.
-    """
-    alone = fitted.settings.reducer.world_size == 1
-    additive = fitted.likelihood.additive_noise(fitted.points.f) is not None
-    if not (alone and additive and fitted.exact):
-        return fitted, None
-    decrement = newton_decrement(fitted)
-    if decrement <= MOST_DECREMENT:
-        return fitted, None
-    try:
-        with torch.inference_mode(False):
-            return at_optimum(fitted), decrement
-    except NumericalError:  # rounding: the weights are what is left
-        return fitted, None

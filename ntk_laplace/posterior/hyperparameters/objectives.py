@@ -230,7 +230,8 @@ class _Scaled(_LogLikelihood):
     def __init__(self, posterior: Evidence, terms: tuple[Tensor, ...], name: str, parameter: nn.Parameter) -> None:
         super().__init__(posterior)
         self._name, self._parameter, self._start = name, parameter, parameter.detach().clone()
-        self._constant, self._count, self._distance = (torch.dot(posterior.weights.to(own), own) for own in terms)
+        weights = posterior.weights.double()
+        self._constant, self._count, self._distance = (torch.dot(weights, own.double()) for own in terms)
         with torch.enable_grad():
             scales = posterior.likelihood.log_curvature_scale(), posterior.log_scale()
             self._slope, self._curvature_slope = (_gradients(scale.sum(), {name: parameter})[0] for scale in scales
