@@ -101,12 +101,13 @@ def joint(found: Any) -> Tensor:
     return found.distribution.covariance_matrix
 
 
-CASES = list(itertools.product((1, 3), ((), (2,), (2, 3)), (1, 4), (torch.float64, torch.float32), (False, True)))
+CASES = [*itertools.product((1, 3), ((), (2, 3)), (1, 4), (torch.float64,), (False, True)),
+         *itertools.product((1, 3), ((2,),), (4,), (torch.float32,), (False, True))]
 
 
 @pytest.mark.parametrize(("m", "batch", "q", "dtype", "transforms"), CASES)
 class TestConformance:
-    """Laws for every number of outputs, batch shape, number of joint points, dtype, with and without transforms."""
+    """Laws for numbers of outputs, batch shapes, numbers of joint points, dtypes, with and without transforms."""
 
     def test_posterior(self, m: int, batch: tuple, q: int, dtype: torch.dtype, transforms: bool) -> None:
         """Shapes; each batch is `Posterior.latent` at its points, in units of the outcomes; noise; samples."""

@@ -29,9 +29,7 @@ def data(likelihood: str, network: str = CASE) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------ one eigendecomposition
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize(("likelihood", "prior", "structure"), pairwise(LIKELIHOODS, PRIORS, STRUCTURES))
 def test_the_eigendecomposition_is_the_cholesky_factorization(likelihood, prior, structure):
     """Every precision scaled at once: the curve from one spectrum against a factorization for each factor."""
     posterior = ntkl.laplace(

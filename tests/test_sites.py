@@ -25,6 +25,7 @@ from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.variational_inference.block_state import BlockState
 from ntk_laplace.variational_inference.sites import AnchoredSites, AnchoredWeights
 from ntk_laplace.variational_inference.states import DataTerms
+from pairwise import pairwise
 from reference import relative_error
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import jacobians
@@ -299,11 +300,9 @@ def test_optimum_is_that_of_gpytorch() -> None:
 # --- block-diagonal states
 
 
-@pytest.mark.parametrize("start", ["laplace", "number"])
-@pytest.mark.parametrize("spec", [KFAC(), Diagonal()], ids=["kfac", "diag"])
-@pytest.mark.parametrize("network", [
+@pytest.mark.parametrize(("network", "spec", "start"), pairwise([
     "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "layer_twice", "lstm", "embedding_as_head",
-])
+], [KFAC(), Diagonal()], ["laplace", "number"]))
 def test_averages_of_sums(network: str, spec: BlockSpec, start: str) -> None:
     """With the inputs of every layer fixed, H is linear in the sums, so the dense recursion is exact for KFAC too."""
     case = problem(network)

@@ -179,9 +179,7 @@ def dense(case: tuple[str, str, str], structure: str, verb: str) -> Changed:
 VERBS = ["remove", "reweight", "relabel", "add", "one after the other"]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("structure", NAMES)
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize(("case", "structure", "verb"), pairwise(CASES, NAMES, VERBS))
 def test_structured_changes_are_dense_ones_of_the_structure(case, structure, verb):
     """Mean, covariance, evidence and effective parameters, from the dense H of the structure, changed densely."""
     expected, posterior, own = dense(case, structure, verb), fit(*case, "ggn", structure), problem(case[0])

@@ -26,6 +26,7 @@ from ntk_laplace.variational_inference.examples import Examples
 from ntk_laplace.variational_inference.iteration import SampledIteration
 from ntk_laplace.variational_inference.representations import Matrix, Representation, Rows
 from ntk_laplace.variational_inference.states import DataTerms, DenseState, FunctionSpaceState
+from pairwise import pairwise
 from ranks import on_ranks
 from reference import relative_error
 from refusals import refused
@@ -72,9 +73,9 @@ def dense(precision: ntkl.PosteriorPrecision) -> Tensor:
 # --- 1. OGGN with γ = 1 is the refitted linear model
 
 
-@pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("network", ["deep_mlp", "cnn_groups", "transformer_tied"])
+@pytest.mark.parametrize(("network", "likelihood", "space"), pairwise(
+    ["deep_mlp", "cnn_groups", "transformer_tied"], LIKELIHOODS, SPACES,
+))
 def test_one_step_is_the_refitted_linear_model(network: str, likelihood: str, space: str) -> None:
     slow, jac = truth(network, likelihood, "layer"), jacobians(network)[1]
     one = started(network, likelihood, "layer", OGGN(), space)
@@ -103,8 +104,7 @@ def conjugate(algorithm: Algorithm, space: str = "full", seed: int = 0) -> Sampl
 
 
 @pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("algorithm", [OGGN(), VOGGN(2), VOGGN(4), LGVA(), SampledLGVA(2), VOGGN(1), VOGGN(3)],
-                         ids=repr)
+@pytest.mark.parametrize("algorithm", [OGGN(), VOGGN(2), LGVA(), SampledLGVA(2), VOGGN(3)], ids=repr)
 def test_conjugate_models_are_solved_exactly(algorithm: Algorithm, space: str) -> None:
     """H approaches its limit as (1-γ)^t with any samples; with pairs the mean has no noise."""
     slow, run, size = truth("linear_model", "gaussian", "layer"), conjugate(algorithm, space), 0.3
@@ -115,7 +115,7 @@ def test_conjugate_models_are_solved_exactly(algorithm: Algorithm, space: str) -
         left = dense(run.precision) - slow.posterior_precision
         assert (left - (1 - size) ** step * start).abs().max() < 1e-11
     paired = getattr(algorithm, "samples", 2) % 2 == 0
-    for _ in range(20 if paired else 0):
+    for _ in range(14 if paired else 0):
         run.step(0.9)
     if paired:
         assert relative_error(run.mean, optimum) < 1e-9
@@ -364,8 +364,10 @@ LIKELIHOOD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("structure", ["full", "gp", "auto", "kfac", "diag"])
-@pytest.mark.parametrize(("network", "likelihood"), LIKELIHOOD_CASES)
+@pytest.mark.parametrize(("network", "likelihood", "structure"), [  # each structure with two likelihoods
+    (*LIKELIHOOD_CASES[(number + step) % 4], structure)
+    for number, structure in enumerate(["full", "gp", "auto", "kfac", "diag"]) for step in (0, 2)
+])
 def test_ends_in_a_posterior(network: str, likelihood: str, structure: str) -> None:
     """Its mean and H are those of the last step, and its ELBOs those of the history; the caller's network stays."""
     case, seen = problem(network), []
@@ -389,7 +391,8 @@ def test_ends_in_a_posterior(network: str, likelihood: str, structure: str) -> N
         posterior.log_marginal_likelihood()
     frame = history.to_dataframe()
     assert frame["step"].tolist() == [0, 1, 2, 3] and frame["elbo_nn"].notna().tolist() == [True, False, True, True]
-    assert len(history.plot().axes) == 2
+    if structure == "full":  # a picture takes longer than the run
+        assert len(history.plot().axes) == 2
     assert "3 steps" in str(fit) and "natural_gradient" not in repr(fit)
 
 
@@ -555,7 +558,8 @@ def test_an_average_that_never_began_is_told() -> None:
 ], ids=str)
 def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> None:
     """Bit-identical, from the error and from the file."""
-    whole = fit_sine(elbo_every=3, **arguments)
+    arguments = {"elbo_every": 3, "elbo_samples": 4} | arguments
+    whole = fit_sine(**arguments)
 
     def interrupt(step: Any) -> None:
         if step.step == 7:  # in the half that is averaged
@@ -564,16 +568,16 @@ def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> No
     path = tmp_path / "state"
     slow = _every_step()
     with slow, pytest.raises(ntkl.VariationalInterrupted, match="resume") as caught:
-        fit_sine(elbo_every=3, **arguments, callbacks=interrupt, settings=ntkl.Settings(checkpoint=path))
+        fit_sine(**arguments, callbacks=interrupt, settings=ntkl.Settings(checkpoint=path))
     assert len(caught.value.state["history"]["step_size"]) == 6
     for state in (caught.value.state, path):
-        again = fit_sine(elbo_every=3, **arguments, settings=ntkl.Settings(resume=state))
+        again = fit_sine(**arguments, settings=ntkl.Settings(resume=state))
         assert torch.equal(again.posterior.network.theta, whole.posterior.network.theta)
         assert again.history == whole.history
         assert torch.equal(*(one.posterior.sample(2, generator=torch.Generator().manual_seed(0))
                              for one in (again, whole)))
     with pytest.raises(ntkl.UnsupportedError, match="seed of the interrupted run"):
-        fit_sine(elbo_every=3, **arguments, seed=1, settings=ntkl.Settings(resume=path))
+        fit_sine(**arguments, seed=1, settings=ntkl.Settings(resume=path))
     with pytest.raises(ntkl.DataError, match="state of variational inference"):
         fit_sine(settings=ntkl.Settings(resume=tmp_path / "nothing"))
     with pytest.raises(ntkl.DataError, match="interrupted run"):
