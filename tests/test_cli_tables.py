@@ -559,11 +559,12 @@ def test_fit_of_numbers_with_outliers(folder: Path, capsys: pytest.CaptureFixtur
         assert rmse == pytest.approx(((target - found["mean"]) ** 2).mean() ** 0.5, rel=5.1e-4)
     assert "StudentT likelihood" in Path("out/explanations.html").read_text()
     for command in (["predict", "out/model.joblib", "--inputs", "t.csv", "--out", "again.csv"],
-                    ["explain", "out/model.joblib", "--inputs", "t.csv"], ["evidence", "out/model.joblib"]):
+                    ["explain", "out/model.joblib", "--inputs", "t.csv", "--most", "3"],
+                    ["evidence", "out/model.joblib"]):
         assert cli.main(command) == 0
     again = read("again.csv").iloc[found["row"]]
     np.testing.assert_allclose(again[["mean", "lower", "upper"]], found[["mean", "lower", "upper"]], rtol=1e-9)
-    assert cli.main(["fit", "t.csv", "--target", "price", "--likelihood", "gaussian", *options]) == 0
+    assert cli.main(["fit", "t.csv", "--target", "price", "--likelihood", "gaussian", *QUICK]) == 0
     assert joblib.load("out/model.joblib").likelihood_ == "gaussian"
 
 

@@ -252,9 +252,8 @@ def test_a_checkpoint_has_the_rows(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_shares_are_one_data_set(world_size: int) -> None:
-    network, x, y = digits_like()
+def test_shares_are_one_data_set() -> None:
+    world_size, (network, x, y) = 3, digits_like(50)
 
     def look(data: tuple[Tensor, ...], **settings: Any) -> list[Tensor]:
         posterior = ntkl.laplace(network, data, ntkl.Categorical(), ntkl.GaussianPrior(0.1, groups="layer"),
