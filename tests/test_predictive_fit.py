@@ -554,6 +554,15 @@ def test_a_network_that_explains_less_than_left_out_points_has_other_errors() ->
 
 
 @pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
+def test_noise_of_a_network_that_fits_all_its_targets_is_found() -> None:
+    """The training error says nothing of it: the factor is a hundred million."""
+    x, y = line()
+    fits = [unfinished((x, y), ntkl.Gaussian(noise)).fit_predictive("loo", strict=False) for noise in (1e-9, 1e-7)]
+    assert all(fit.calibration.noise > 1e5 and "noise" not in fit.at_bounds for fit in fits)
+    assert fits[0].after == pytest.approx(fits[1].after, abs=0.1) and fits[0].after > -2.0
+
+
+@pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
 def test_other_posteriors_leave_points_out_at_their_weights() -> None:
     """At the optimum, for other noise, and for structures that are not exact."""
     data = line()

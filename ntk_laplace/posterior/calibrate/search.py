@@ -44,7 +44,7 @@ AXES = {
     "scale": Axis(1e-7, 20.0, 1e-3, 10.0, 6),
     "temperature": Axis(0.25, 10.0, 0.25, 6.0, 5),
     "average_temperature": Axis(0.25, 10.0, 0.25, 6.0, 5),
-    "noise": Axis(0.05, 1e5, 0.05, 1e3, 9),
+    "noise": Axis(0.05, 1e10, 0.05, 1e3, 9),
 }
 COMMON = "common"
 """One factor for the covariance of f and the noise."""
