@@ -174,31 +174,43 @@ def _sum(value: Tensor, rest: Tensor) -> Tensor:
     return value + rest.to(value)
 
 
-class _LogLikelihood:
-    """Σ log p(y_n given f_n) of a likelihood that does not move."""
+class _LogLikelihood(ABC):
+    """Σ log p(y_n given f_n), in a search."""
+
+    @abstractmethod
+    def change(self) -> Tensor | None:
+        """By how much log c is larger than at first, 0-d, float64, without a graph; None if it does not move."""
+
+    @abstractmethod
+    def value(self) -> Tensor:
+        """At the present hyperparameters, 0-d."""
+
+    @abstractmethod
+    def value_and_gradients(self, by_scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The value, and derivatives in the hyperparameters of it and of a term whose one in log c is `by_scale`."""
+
+
+class _Fixed(_LogLikelihood):
+    """One that does not move, evaluated once."""
 
     def __init__(self, posterior: Evidence) -> None:
         with torch.no_grad():
-            self.first = plain(posterior.log_likelihood())
+            self._value = plain(posterior.log_likelihood())
 
-    def change(self) -> Tensor | None:
-        """By how much log c is larger than at first, 0-d, float64, without a graph; None if it does not move."""
+    def change(self) -> None:
         return None
 
     def value(self) -> Tensor:
-        """At the present hyperparameters, 0-d."""
-        return self.first
+        return self._value
 
     def value_and_gradients(self, by_scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The value, and derivatives in the hyperparameters of it and of a term whose one in log c is `by_scale`."""
-        return self.first, {}
+        return self._value, {}
 
 
 class _Differentiated(_LogLikelihood):
     """One that autograd differentiates."""
 
     def __init__(self, posterior: Evidence, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(posterior)
         self._posterior, self._parameters = posterior, parameters
         self._start = self._scale().detach().clone()
 
@@ -228,7 +240,6 @@ class _Scaled(_LogLikelihood):
     """
 
     def __init__(self, posterior: Evidence, terms: tuple[Tensor, ...], name: str, parameter: nn.Parameter) -> None:
-        super().__init__(posterior)
         self._name, self._parameter, self._start = name, parameter, parameter.detach().clone()
         weights = posterior.weights.double()
         self._constant, self._count, self._distance = (torch.dot(weights, own.double()) for own in terms)
@@ -253,16 +264,16 @@ class _Scaled(_LogLikelihood):
         return self._constant + 0.5 * (self._count * s - distance)
 
     def value_and_gradients(self, by_scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        s, distance = self._parts()
+        _, distance = self._parts()
         slope = self._slope * (0.5 * (self._count - distance)).to(self._slope)
         slope += self._curvature_slope * by_scale.to(self._slope)
-        return self._constant + 0.5 * (self._count * s - distance), {self._name: slope}
+        return self.value(), {self._name: slope}
 
 
 def _log_likelihood_of(posterior: Evidence, parameters: Mapping[str, nn.Parameter]) -> _LogLikelihood:
     """With these of its hyperparameters moving."""
     if not parameters:
-        return _LogLikelihood(posterior)
+        return _Fixed(posterior)
     with torch.no_grad():
         terms = posterior.likelihood.density_by_scale(posterior.f, posterior.targets)
     if terms is None or len(parameters) > 1:
