@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 import ntk_laplace as ntkl
+from networks import NETWORKS, NetworkCase
 from ntk_laplace.model.data import Batches, InputDtype
 from ntk_laplace.model.network import Caller
-from ntk_laplace.model.objective import Objective
+from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.model.optimum import Descent
 from ntk_laplace.posterior.explain.reliability import newton_decrement
 from ntk_laplace.posterior.hyperparameters import Variables
@@ -356,6 +357,80 @@ class Moody(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append((self.training and self.norm.training and self.drop.training, len(x)))
         return self.last(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+class Overwriting(nn.Linear):
+    """Writes into its inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2.0))
+
+
+class Narrow(nn.Linear):
+    """Computes in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).to(x)
+
+
+class Elsewhere(nn.Module):
+    """Reads its weights where they are not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+        self.parts = [self.first, torch.tanh, self.last]
+        self.read = dict(self.last.named_parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.parts[1](self.first(x)), self.read["weight"], self.read["bias"])
+
+
+def rows(n: int) -> Tensor:
+    return torch.randn(n, 3, dtype=F64)
+
+
+PROBED = [
+    NetworkCase("writes into its inputs", lambda: (Overwriting(3, 2).double(), rows), 2),
+    NetworkCase("reads elsewhere", lambda: (Elsewhere(), rows), 2),
+    NetworkCase("constant rows", lambda: (
+        nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 2)).double(),
+        lambda n: torch.randint(0, 5, (n, 2))), 2),
+    NetworkCase("computes in 16 bits", lambda: (Narrow(3, 2).double(), rows), 2),
+    *(NETWORKS[name] for name in (
+        "cnn_float32", "cnn_groups", "decoder_dict", "embedding_bag", "gru", "norms", "resnet_batchnorm",
+        "scalar_outputs", "transformer_tied")),
+]
+
+
+def probed(posterior: ntkl.Posterior) -> dict[str, Any]:
+    """What the probe of a network found."""
+    own = posterior.network
+    return {"outputs": (own.num_outputs, own.scalar), "precision": own.precision, "follows": own.follows_values,
+            "copies": own.caller.copies_inputs, "constant": sorted(own.constant_rows), "format": own.channels_last,
+            "inputs": repr(own.input_format)}
+
+
+@pytest.mark.parametrize("case", PROBED, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:no factor rule covers")
+def test_an_evidence_with_the_plans_of_the_first_is_that_of_a_fit(case: NetworkCase) -> None:
+    network, draw = case.build()
+    x, y = draw(8), torch.randn(8, case.outputs, dtype=F64)
+    evidences = []
+
+    def compare(state: ntkl.TrainingState) -> None:
+        found = state.posterior
+        assert found is not None
+        with in_mode(state.network, training=False):
+            anew = ntkl.laplace(state.network, (x, y), found.likelihood, found.prior, "gp")
+        assert probed(found) == probed(anew)
+        evidences.append([float(one.log_marginal_likelihood()) for one in (found, anew)])
+
+    schedule = ntkl.EvidenceSchedule(1, 2)
+    train(network, (x, y), ntkl.Gaussian(0.5), structure="gp", epochs=3, schedule=schedule, callbacks=compare)
+    assert len(evidences) == 3
+    for evidence, expected in evidences:
+        assert evidence == pytest.approx(expected, rel=1e-9 if case.dtype == F64 else 1e-5)
 
 
 @pytest.mark.parametrize("training", [True, False])

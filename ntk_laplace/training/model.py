@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import untold
+from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.objective import in_mode
@@ -39,6 +40,8 @@ class Model:
     settings: Settings
     output: str | int | None = None
     targets: str | None = None
+    # the last pass over the Jacobian, by whether it keeps factors: its plans hold at other weights
+    _passes: dict[bool, JacobianPass] = field(default_factory=dict, repr=False, compare=False)
 
     def posterior(self, quietly: bool = False) -> Posterior:
         """Fit at the current weights and hyperparameters in eval mode; `quietly` suppresses the library's warnings."""
@@ -46,8 +49,19 @@ class Model:
             return fitted_to(self.spec, *self._linearized())
 
     def _linearized(self) -> tuple[LinearizedModel, Batches]:
-        return linearized(self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature,
-                          dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets)
+        model, batches = linearized(
+            self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature, dtype=self.dtype,
+            settings=self.settings, output=self.output, targets=self.targets)
+        own = model.jacobian_pass
+        earlier = self._passes.get(own.keep_factors)
+        if earlier is not None and model.network.probed_like(earlier.network):
+            own = earlier.on(model.network, own.dtype)
+        self._passes[own.keep_factors] = own
+        return replace(model, jacobian_pass=own), batches
+
+    def on(self, data: Any) -> Model:
+        """The same model with other data, whose examples are probed anew."""
+        return replace(self, data=data, _passes={})
 
     @property
     def spec(self) -> StructureSpec | Auto:

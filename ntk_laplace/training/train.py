@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -256,7 +255,7 @@ def _rehearse(
     if few is None:
         return
     try:
-        posterior = replace(model, data=few).posterior(quietly=True)
+        posterior = model.on(few).posterior(quietly=True)
     except NumericalError:  # two examples may be too few
         return
     Variables(posterior, moving)
