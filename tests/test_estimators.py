@@ -117,7 +117,7 @@ def test_folds_are_trainings_of_the_estimator() -> None:
             schedule=ntkl.EvidenceSchedule(5, steps=0), epochs=5, settings=ntkl.Settings(progress=False),
         ).posterior
 
-    found = posterior.cross_calibrate(train, (inputs, targets), seed=seed)
+    found = posterior.cross_calibrate(train, (inputs, targets), seed=seed).shifted(-float(np.log(y.std())))
     assert (found.scale, found.noise, found.after) == pytest.approx((fit.scale, fit.noise, fit.after), rel=1e-6)
     assert np.allclose(other.predict(x, return_std=True)[1], model.predict(x, return_std=True)[1], rtol=1e-6)
     names = np.array(["b", "c"])[(y > np.median(y)).astype(int)]
@@ -749,11 +749,30 @@ def test_constant_columns_are_zero_in_any_unit() -> None:
     assert (scaled[:, [0, 2]] == 0).all() and np.abs(scaled[:, 1]).max() <= 1 and found.scale[2] == 1
     assert np.average(scaled[:, 3:], axis=0, weights=weight) == pytest.approx([0, 0], abs=1e-12)
     assert np.average(scaled[:, 3:] ** 2, axis=0, weights=weight) == pytest.approx([1, 1], rel=1e-9)
-    unit = np.array([[-2.0], [2.0], [0.0], [0.0]]) / 2**0.5
-    assert Standardized.of(unit, None, True, ["x"]).scale[0] == pytest.approx(1)
     model = ntkl.LaplaceRegressor(**SINGLE).fit(table[:, [0, 3, 4]], y)
     assert np.isfinite(model.predict(table[:, [0, 3, 4]])).all()
 
+
+def test_columns_that_are_standardized_already_stay_as_they_are() -> None:
+    """Their variance is 1 up to rounding, and of many its root is exactly 1."""
+    table = np.random.default_rng(0).standard_normal((50, 300))
+    table = (table - table.mean(0)) / table.std(0)
+    assert ((table.var(0) != 1.0) & (table.std(0) == 1.0)).sum() > 30
+    assert Standardized.of(table, None, True, ["x"] * 300)(table) == pytest.approx(table, abs=1e-12)
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_densities_of_the_predictive_fit_are_of_targets_in_their_own_units(targets: int) -> None:
+    x, y = sine(30)
+    y = y if targets == 1 else np.column_stack([y, 1e3 * x[:, 0] ** 2])
+    model = ntkl.LaplaceRegressor(likelihood="gaussian", **SINGLE).fit(x, y)
+    found, own = model.predictive_fit_, model.posterior_.fit_predictive("loo", strict=False)
+    shift = -np.log(y.std(0)).sum()
+    assert found.calibration == own.calibration
+    for name in ("before", "after", "network"):
+        assert getattr(found, name) == pytest.approx(getattr(own, name) + shift, rel=1e-6)
+    assert found.reliability.density == pytest.approx(own.reliability.density + shift, rel=1e-6)
+    assert found.gain == pytest.approx(own.gain, rel=1e-6) and found.reasons == own.reasons
 
 @pytest.mark.slow
 def test_units_of_any_size() -> None:

@@ -4,7 +4,8 @@
 
 Posteriors on the networks of table.py: as trained with ordinary or almost no weight decay; after
 `fit_hyperparameters` at fixed weights; refitted by leave-one-out (regression); retrained; trained with evidence. A case
-is bad if leave-one-out is off by more than 0.1 nats a point, and by more than two standard errors of the test mean.
+is bad if leave-one-out is off by more than 0.1 nats a point, and by more than two standard errors of the difference:
+both are means over points, of the training data and of the test data.
 The script prints how often `Reliability` (for the posterior as it is) and `PredictiveFit` (for the fitted predictive)
 speak in bad and in good cases, and the area under the ROC curve of each diagnostic. Every case is added to
 OUT/guards.jsonl, and one that is there already is not computed again.
@@ -72,10 +73,13 @@ def case(posterior: ntkl.Posterior, problem: Problem) -> dict[str, Any]:
         "moved": measured.moved, "posterior speaks": not measured.trusted, "fitted speaks": not fit.trusted,
     }
     own = float(found.log_density.mean())  # at the weights
-    for name, left_out, calibrated in (("posterior", own, False), ("fitted", fit.after, True)):
+    own_error = float(found.log_density.std()) / math.sqrt(len(found.log_density))
+    for name, left_out, error, calibrated in (
+        ("posterior", own, own_error, False), ("fitted", fit.after, fit.standard_error, True),
+    ):
         scores = posterior.predict(problem.x_test, calibrated=calibrated).log_prob(problem.y_test)
         row |= {f"{name} gap": left_out - float(scores.mean()), f"{name} test": float(scores.mean()),
-                f"{name} error": float(scores.std()) / math.sqrt(len(scores))}
+                f"{name} error": math.hypot(error, float(scores.std()) / math.sqrt(len(scores)))}
     return row
 
 

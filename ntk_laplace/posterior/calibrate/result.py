@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.posterior.explain import Reliability
@@ -87,6 +87,12 @@ class PredictiveFit:
         lie = "lies" if len(upper) == 1 else "lie"
         bound = (f"the best {words} {lie} at the bound of the search",) if upper else ()
         return (*found, *bound)
+
+    def shifted(self, nats: float) -> PredictiveFit:
+        """The same of responses in other units, whose log densities are higher by so much."""
+        before, after, network = self.before + nats, self.after + nats, self.network + nats
+        reliability = None if self.reliability is None else self.reliability.shifted(nats)
+        return replace(self, before=before, after=after, network=network, reliability=reliability)
 
     def __str__(self) -> str:
         doubt = "" if self.trusted else f"; not to be trusted: {'; '.join(self.reasons)}"

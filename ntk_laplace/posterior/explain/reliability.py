@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -103,6 +103,11 @@ class Reliability:
     density: float | None = None
     linear: bool = False
     at_optimum: bool = False
+
+    def shifted(self, nats: float) -> Reliability:
+        """The same of responses in other units, whose log densities are higher by so much."""
+        alone, density = (None if one is None else one + nats for one in (self.without_inputs, self.density))
+        return replace(self, without_inputs=alone, density=density)
 
     @property
     def trusted(self) -> bool:

@@ -119,13 +119,15 @@ class LaplaceEstimator(_Fitted):
                 data = *data, to_tensor(weight, dtype=torch.float64)
             fit = partial(self._run, new, data, prior=prior, starts=starts, seed=seed)
             found = self._of_likelihoods(fit, likelihood)
-        self.history_, self.predictive_fit_ = found.history, found.predictive
+        self.history_ = found.history
         if found.history is not None:
             self.n_iter_ = len(found.history.loss)
         self._keep_apart(found.held_out)
         if found.predictive is not None and not found.predictive.trusted:
             found.posterior.predictive = None
         self.posterior_, self.network_, self._waves = found.posterior, found.module, found.waves
+        total = self.posterior_.fitted.total
+        self.predictive_fit_ = found.predictive and found.predictive.shifted(self._log_jacobian / total)
         evidence = self.posterior_.log_marginal_likelihood()
         self.log_marginal_likelihood_value_ = float(evidence.detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value

@@ -109,7 +109,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     history_ : EvidenceHistory or None
         Of the training.
     predictive_fit_ : PredictiveFit or None
-        Of the predictive, with reasons if it is not trusted.
+        Of the predictive, with reasons if it is not trusted; its log densities are of targets in their own units.
     training_index_ : ndarray
         Row in the data of `fit` of each training point of the posterior. Equal examples are one training point, whose
         weight is the sum of theirs: leave-one-out predicts none from its copy.

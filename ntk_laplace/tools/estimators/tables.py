@@ -37,7 +37,7 @@ class Standardized:
         found = StandardScaler().fit(table.astype(np.float64), sample_weight=weight)
         low, high = table.min(0).astype(np.float64), table.max(0).astype(np.float64)
         mean = np.where(low == high, low, found.mean_)  # a sum of large numbers is rounded
-        rounded = (found.scale_ == 1.0) & (found.var_ != 1.0)  # what StandardScaler takes for constant
+        rounded = (found.scale_ == 1.0) & (np.sqrt(found.var_) != 1.0)  # what StandardScaler takes for constant
         return cls(mean, np.where(rounded, np.maximum(1.0, np.abs([low - mean, high - mean]).max(0)), found.scale_))
 
     def __call__(self, table: Array) -> Array:
