@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace import errors
+from pairwise import pairwise
 from refusals import N, inputs, labels, network, refused
 
 
@@ -478,9 +479,9 @@ def test_networks_that_mix_examples_without_statistics():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
-@pytest.mark.parametrize("structure", ["gp", "kfac", "diag"])
-@pytest.mark.parametrize("most", [4, 10])
-@pytest.mark.parametrize("of", ["one example", "the mean", "a constant"])
+@pytest.mark.parametrize(("of", "most", "structure"), pairwise(
+    ["one example", "the mean", "a constant"], [4, 10], ["gp", "kfac", "diag"]
+))
 def test_networks_that_mix_examples_in_large_batches_alone(of, most, structure):
     """The probe's few examples do not show it, and rows from a fallback, one example at a time, do not either."""
     mean = {"one example": lambda h: h[7:8], "the mean": lambda h: h.mean(0), "a constant": lambda h: h.detach().sum()}

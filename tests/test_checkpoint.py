@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -319,15 +320,21 @@ def test_verbs_that_read_the_data_work_after_single_precision(name: str, tmp_pat
         posterior.elbo("nn", samples=4, x=x + 1e-3)
 
 
+@functools.cache
+def compiled() -> tuple[nn.Module, nn.Module, nn.Module]:
+    """One network as it is, compiled, and with a layer that is; fits leave them alone."""
+    plain, whole, layer = network(), network(), network()
+    layer[4] = torch.compile(layer[4], backend="aot_eager")
+    return plain, torch.compile(whole, backend="aot_eager"), layer
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:INF's low-rank part")
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_torch_compile_between_saving_and_loading(name: str, tmp_path: Path) -> None:
     """Its wrappers have a word of their own in all names, in those of the prior's groups too."""
     x, path = data(5)[0], tmp_path / "posterior.pt"
-    plain, whole, layer = network(), network(), network()
-    whole = torch.compile(whole, backend="aot_eager")
-    layer[4] = torch.compile(layer[4], backend="aot_eager")
+    plain, whole, layer = compiled()
     for one in (plain, whole, layer):
         names = [name for name, _ in one.named_parameters()]
         layers = {name.rpartition(".")[0] for name in names[:-2]}

@@ -584,8 +584,10 @@ FORMS: dict[str, Any] = {"matrix": "matrix", "mapping": "mapping", "rows": "gp",
                          "damped": ntkl.KFAC(damped=True)}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("groups", ["all", "tensor", {"last": ["2"], "first": ["0"]}], ids=str)
+@pytest.mark.parametrize(("form", "groups"), [  # every form with two of three groupings
+    (form, ["all", "tensor", {"last": ["2"], "first": ["0"]}][(number + step) % 3])
+    for number, form in enumerate(FORMS) for step in (0, 1)
+], ids=str)
 def test_checkpoints_of_given_gaussians(form: str, groups: Any, tmp_path: Path) -> None:
     """A tensor, and the factorized precision of a structure, in the prior groups of that structure."""
     model, x, y, prior = problem()

@@ -25,6 +25,7 @@ from ntk_laplace.gp import NTKKernel
 from ntk_laplace.jacobian import JacobianPass
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, fresh
+from registry_cases import jacobians
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -82,7 +83,7 @@ def test_values_are_the_dense_ones(name: str, prior: str) -> None:
     case = fresh(name)
     kernel, precision = kernel_of(case, prior), PRIORS[prior].dense(case)[0]
     x, z = flat(case.x), flat(case.x_new)
-    j, k = jacobian(case.network, case.x), jacobian(case.network, case.x_new)
+    j, k = jacobians(name)
     assert relative_error(kernel(x).to_dense(), dense_gram(j, j, precision)) < 1e-10
     assert relative_error(kernel(x, z).to_dense(), dense_gram(j, k, precision)) < 1e-10
     assert relative_error(kernel(x, diag=True), dense_gram(j, j, precision).diagonal()) < 1e-10

@@ -14,6 +14,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.posterior.hyperparameters import Ascent, SpectralEvidence, Variables
 from ntk_laplace.posterior.hyperparameters.maximize import _Search
 from ntk_laplace.runtime import tuning
+from pairwise import pairwise
 
 STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=10), "diag": "diag"}
 pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part", "ignore:the evidence's maximum was not reached")
@@ -175,14 +176,14 @@ def test_the_input_factor_gives_the_evidence_at_any_precisions(inputs) -> None:
         torch.testing.assert_close(one, other.detach().as_subclass(torch.Tensor), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("likelihood", [ntkl.Gaussian(0.3), ntkl.Gaussian(0.3, missing="nan"), ntkl.StudentT(0.3, 4.0)],
-                         ids=["gaussian", "missing", "student"])
-@pytest.mark.parametrize(("structure", "curvature", "groups"), [
-    ("kfac", "ggn", "layer"), ("diag", "ef", "layer"), ("gp", "ggn", "all"), ("full", "ggn", "parameter"),
-    ("full", "ef", "input")], ids=["kfac", "ef", "gp", "full", "full-ef"])
-@pytest.mark.parametrize("moving", [["noise"], ["precision"], ["precision", "noise"]])
+@pytest.mark.parametrize(("likelihood", "fitted", "moving"), pairwise(
+    [ntkl.Gaussian(0.3), ntkl.Gaussian(0.3, missing="nan"), ntkl.StudentT(0.3, 4.0)],
+    [("kfac", "ggn", "layer"), ("diag", "ef", "layer"), ("gp", "ggn", "all"), ("full", "ggn", "parameter"),
+     ("full", "ef", "input")],
+    [("noise",), ("precision",), ("precision", "noise")],
+), ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value.record().get("missing", "")))
 def test_steps_know_the_evidence_of_a_posterior_elsewhere(
-    likelihood: ntkl.Likelihood, structure: str, curvature: str, groups: str, moving: list[str],
+    likelihood: ntkl.Likelihood, fitted: tuple[str, str, str], moving: tuple[str, ...],
 ) -> None:
     """Value and gradient after a move, from the first posterior's sums, beside a posterior that was fitted there."""
     torch.manual_seed(1)
@@ -191,6 +192,7 @@ def test_steps_know_the_evidence_of_a_posterior_elsewhere(
     y = 1e3 * torch.randn(15, 2).double()  # errors far beyond the noise
     if likelihood.record().get("missing") == "nan":
         y[3, 1] = y[7] = torch.nan
+    structure, curvature, groups = fitted
     given = (copy.deepcopy(likelihood), ntkl.GaussianPrior(0.7, groups=groups), structure, curvature)
     posterior = ntkl.laplace(network, (x, y, weights), *given)
     names = {"precision": posterior.prior.log_precision, "noise": posterior.likelihood.log_noise}

@@ -178,8 +178,8 @@ def test_a_complete_sketch_is_full_weight_space(case: tuple[str, str, str]) -> N
     assert relative_error(found.posterior_precision.solve(gradient), exact.posterior_precision.solve(gradient)) < limit
 
 
-# one of the two ranks for each network
-@pytest.mark.parametrize(("case", "rank"), one_each(TURNS, (1, 4)), ids=lambda v: ids(v) if v in TURNS else str(v))
+# one of the two ranks for every second network
+@pytest.mark.parametrize(("case", "rank"), one_each(TURNS[::2], (1, 4)), ids=lambda v: ids(v) if v in TURNS else str(v))
 def test_the_bounds_hold_for_any_sketch(case: tuple[str, str, str], rank: int) -> None:
     exact = float(fit(*case, "full").log_marginal_likelihood())
     slack = (1e-9 if NETWORKS[case[0]].dtype == torch.float64 else 1e-5) * (1.0 + abs(exact))

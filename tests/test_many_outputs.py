@@ -18,6 +18,7 @@ from ntk_laplace.curvature import FunctionSpacePrecision, LastLayerPrecision
 from ntk_laplace.errors import MemoryBudgetError
 from ntk_laplace.runtime.meter import PeakMemory
 from ntk_laplace.structures import function_space
+from pairwise import pairwise
 from reference import relative_error
 from scripts import run_script
 
@@ -214,9 +215,9 @@ STRUCTURED = ["kfac", "ekfac", "diag", "inf"]
 
 
 @pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
-@pytest.mark.parametrize("groups", ["layer", "tensor"])
-@pytest.mark.parametrize("likelihood", ["categorical", "missing labels", "noise by output"])
-@pytest.mark.parametrize("structure", STRUCTURED)
+@pytest.mark.parametrize(("structure", "likelihood", "groups"), pairwise(
+    STRUCTURED, ["categorical", "missing labels", "noise by output"], ["layer", "tensor"]
+))
 def test_sums_in_closed_form_are_those_of_backward_passes(structure, likelihood, groups):
     build, targets = LIKELIHOODS[likelihood]
     x, y = data()

@@ -138,9 +138,7 @@ def test_a_network_in_16_bits_is_the_exact_one_up_to_rounding(case, half, struct
     assert relative_error(found.latent_moments(data[0])[1], exact.latent_moments(data[0])[1]) < 2 * limit
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("keep_factors", [False, True])
+@pytest.mark.parametrize(("keep_factors", "case", "half"), pairwise([False, True], CASES, HALVES))
 def test_rows_in_16_bits(case, half, keep_factors, data):
     """Layers keep their factors, in the floating type of the algebra."""
     plain, rounded, context = CASES[case](HALVES[half])

@@ -49,10 +49,10 @@ def compare(data: Callable[[], Any], structure: Any, likelihood: Callable[[], nt
 # --- shares
 
 
-@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+@pytest.mark.parametrize(("structure", "ranks"), [(each, 3 if each == "gp" else 2) for each in STRUCTURES], ids=str)
 @pytest.mark.filterwarnings("ignore:INF")
-def test_processes_share_the_data_that_all_are_given(structure: Any) -> None:
-    compare(lambda: (inputs(), labels()), structure)
+def test_processes_share_the_data_that_all_are_given(structure: Any, ranks: int) -> None:
+    compare(lambda: (inputs(), labels()), structure, ranks=ranks)
 
 
 @pytest.mark.parametrize("structure", ["gp", "ekfac"])

@@ -12,6 +12,7 @@ from ntk_laplace.posterior.explain import ranking
 from ntk_laplace.posterior.explain.joint_removal import GroupRemoval
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reduction import SingleProcess
+from pairwise import pairwise
 from ranks import on_ranks
 from reference import outputs, relative_error
 from reference_effects import dense_effects
@@ -28,9 +29,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("by", ["output", "probability", "variance", "probability_variance"])
-@pytest.mark.parametrize("structure", [name for name in STRUCTURES if "reduce" not in name])
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize(("case", "structure", "by"), pairwise(
+    CASES, [name for name in STRUCTURES if "reduce" not in name],
+    ["output", "probability", "variance", "probability_variance"],
+), ids=lambda value: value if isinstance(value, str) else "-".join(value))
 def test_effects_are_the_dense_ones_of_the_structure(case, structure, by):
     """All effects, and the heap's choice among them, with data in pieces of two rows."""
     reference, own = truth(*case, "ggn", structure), problem(case[0])

@@ -66,13 +66,13 @@ def test_shares_are_one_data_set(structure: Any, world_size: int) -> None:
 
 @pytest.mark.parametrize("structure", ["gp", "full", "iterative", "kfac", "ekfac", "diag"])
 def test_drawn_labels_have_global_numbers(structure: str) -> None:
-    compare((inputs(), labels()), 3, ntkl.Categorical, structure=structure,
+    compare((inputs(), labels()), 2, ntkl.Categorical, structure=structure,
             curvature=CurvatureType("mc", samples=2, seed=3))
 
 
 @pytest.mark.parametrize("structure", ["gp", "full", "iterative", "kfac", "ekfac", "diag"])
 def test_noise_per_point_has_global_numbers(structure: str) -> None:
-    compare((inputs(), real()), 3, noise_per_point, structure=structure)
+    compare((inputs(), real()), 2, noise_per_point, structure=structure)
 
 
 @pytest.mark.parametrize("structure", ["gp", "full", "iterative", "kfac", "ekfac", "diag"])

@@ -20,6 +20,7 @@ from exact_cases import TURNS, fit, ids, trained, truth
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.posterior.conditional import rest_given
 from ntk_laplace.posterior.scores import orders
+from pairwise import one_each
 from reference import Dense, call, relative_error, take
 from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NOISE, PRIORS, problem, targets
@@ -42,20 +43,20 @@ def half(n: int) -> int:
 # --- conditional evidence in closed form
 
 
-@pytest.mark.parametrize("case", TURNS, ids=ids)
-def test_conditional_evidence_is_the_difference_of_two_evidences(case):
+@pytest.mark.parametrize(("case", "structure"), one_each(TURNS, ("gp", "full")),
+                         ids=lambda value: value if isinstance(value, str) else ids(value))
+def test_conditional_evidence_is_the_difference_of_two_evidences(case, structure):
     """[L22] Eq. 5 with the evidence of [T20] Theorem 3.3 of all points, less that of the first m, each on its own."""
     reference, limit = truth(*case), tolerance(case[0], 1e-8)
     n = len(reference.log_prob)
     m, whole = half(n), reference.regression_evidence()
     first = part(reference, torch.arange(m)).regression_evidence()
     each = [part(reference, order[:m]).regression_evidence() for order in orders(n, 3, 5)]
-    for structure in ("gp", "full"):
-        posterior = fit(*case, structure)
-        own = posterior.conditional_log_marginal_likelihood(m, permutations=0)
-        assert relative_error(own, whole - first) < limit
-        mean = posterior.conditional_log_marginal_likelihood(m, permutations=3, seed=5)
-        assert relative_error(mean, whole - torch.stack(each).mean()) < limit
+    posterior = fit(*case, structure)
+    own = posterior.conditional_log_marginal_likelihood(m, permutations=0)
+    assert relative_error(own, whole - first) < limit
+    mean = posterior.conditional_log_marginal_likelihood(m, permutations=3, seed=5)
+    assert relative_error(mean, whole - torch.stack(each).mean()) < limit
 
 
 @pytest.mark.parametrize("case", TURNS, ids=ids)

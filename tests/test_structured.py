@@ -202,15 +202,15 @@ def test_a_bias_apart_that_is_too_large_for_a_block_keeps_its_diagonal(monkeypat
 # -------------------------------------------------------------------------------------------------------- identities
 
 
-@pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("network", CROSSED)
-def test_diagonal_is_the_diagonal_of_the_full_matrix(network, curvature):
+@pytest.mark.parametrize(
+    ("network", "curvature", "structure"), pairwise(CROSSED, CURVATURES, ("diag", ntkl.INF(rank=1), ntkl.INF(rank=0.7)))
+)
+def test_diagonal_is_the_diagonal_of_the_full_matrix(network, curvature, structure):
     """Identity 4, for "diag" and for INF at every rank, even one."""
     likelihood = CHOSEN[network][0]
     exact = structured(network, likelihood, "scalar", curvature).exact.diagonal()
-    for structure in ("diag", ntkl.INF(rank=1), ntkl.INF(rank=0.7)):
-        found = fresh_fit(network, likelihood, "scalar", curvature, structure).posterior_precision.information()
-        assert relative_error(found.diagonal(), exact) < 1e-9
+    found = fresh_fit(network, likelihood, "scalar", curvature, structure).posterior_precision.information()
+    assert relative_error(found.diagonal(), exact) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -419,9 +419,9 @@ class Bare(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("groups", ["all", "layer"])
-@pytest.mark.parametrize("structure", ["gp", "full", *STRUCTURES])
-@pytest.mark.parametrize("n", [1, 12])
+@pytest.mark.parametrize(
+    ("n", "structure", "groups"), pairwise([1, 12], ["gp", "full", *STRUCTURES], ["all", "layer"])
+)
 def test_layers_without_entries_change_nothing(structure, groups, n):
     """nn.Linear(3, 0) has no parameters at all, nn.Linear(0, 4) a bias alone."""
     x, y = torch.randn(12, 3).double(), torch.randn(n, 2).double()

@@ -364,9 +364,10 @@ LIKELIHOOD_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("network", "likelihood", "structure"), [  # each structure with two likelihoods
+@pytest.mark.parametrize(("network", "likelihood", "structure"), [  # the exact ones, and "auto", with two likelihoods
     (*LIKELIHOOD_CASES[(number + step) % 4], structure)
-    for number, structure in enumerate(["full", "gp", "auto", "kfac", "diag"]) for step in (0, 2)
+    for number, structure in enumerate(["full", "gp", "auto", "kfac", "diag"])
+    for step in ((0, 2) if number < 3 else (0,))
 ])
 def test_ends_in_a_posterior(network: str, likelihood: str, structure: str) -> None:
     """Its mean and H are those of the last step, and its ELBOs those of the history; the caller's network stays."""
