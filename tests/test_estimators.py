@@ -242,7 +242,7 @@ def test_folds_say_nothing_of_trainings_without_a_predictive(monkeypatch: pytest
 def test_a_training_that_is_not_trusted_is_told_of_only_if_it_stays() -> None:
     """Labels at random: leave-one-out has little to judge by, and a tenth of many examples takes its place."""
     rng = np.random.default_rng(0)
-    options = {"epochs": 2, "hidden_layer_sizes": (20, 20), "precision": 1e-4, "random_state": 0}
+    options = {"epochs": 2, "hidden_layer_sizes": (10, 10), "precision": 1e-4, "random_state": 0}
     x, y = rng.normal(size=(1100, 9)), rng.normal(size=1100)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -345,7 +345,7 @@ def test_a_classifier_that_misses_its_classes_is_trained_longer_from_weaker_prio
     rng = np.random.default_rng(0)
     x = rng.uniform(0, 3, (170, 2))
     y = np.where(np.floor(x).sum(1) % 2, "black", "white")
-    options = {"epochs": 20, "learning_rate": 0.05, "random_state": 0}
+    options = {"epochs": 20, "hidden_layer_sizes": (20,), "learning_rate": 0.05, "random_state": 0}
     one, auto = (ntkl.LaplaceClassifier(**options, precision=precision).fit(x[:120], y[:120])
                  for precision in (1.0, "auto"))
     assert one.posterior_.lack_of_fit().clear and auto.n_iter_ == 60

@@ -427,7 +427,7 @@ def test_the_tables_numbers(monkeypatch) -> None:
 def test_the_toys_of_t20(tmp_path: Path) -> None:
     run("toys/t20.py", tmp_path, "--out", "out")
     found = figures(tmp_path / "out" / "t20.json")
-    for toy, count in (("regression", 16), ("classification", 4)):
+    for toy, count in (("regression", 16), ("classification", 3)):
         evidences = [row["evidence"] for row in found[toy]["grid"]]
         assert len(evidences) == count and max(evidences) == evidences[found[toy]["marks"]["★"]]
         # weights sampled around a point are no functions around its function

@@ -83,7 +83,7 @@ def labeled(name: str, choice: Choice, seed: int, options: Any) -> dict[str, lis
         network = mlp((x.shape[1], 50, 1)).double()
         posterior = ntkl.train_with_evidence(
             network, (x[known], y[known]), ntkl.Gaussian(noise=0.1), structure="gp", schedule=schedule,
-            epochs=20 if options.small else 200, settings=ntkl.Settings(progress=False),
+            epochs=10 if options.small else 200, settings=ntkl.Settings(progress=False),
         ).posterior
         response = posterior.predict(x_test)
         found["labels"].append(len(known))

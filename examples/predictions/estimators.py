@@ -136,9 +136,10 @@ METHODS: dict[bool, dict[str, Score]] = {
 
 # in miniature
 SMALL: dict[Score, Score] = {
-    laplace_regressor: partial(laplace_regressor, epochs=2), laplace_classifier: partial(laplace_classifier, epochs=2),
-    gaussian_process: partial(gaussian_process, restarts=0), perceptron: partial(perceptron, inner=2, epochs=200),
-    calibrated_perceptron: partial(calibrated_perceptron, inner=2, epochs=200),
+    laplace_regressor: partial(laplace_regressor, epochs=2, hidden_layer_sizes=(8,)),
+    laplace_classifier: partial(laplace_classifier, epochs=2, hidden_layer_sizes=(8,)),
+    gaussian_process: partial(gaussian_process, restarts=0), perceptron: partial(perceptron, inner=2, epochs=40),
+    calibrated_perceptron: partial(calibrated_perceptron, inner=2, epochs=40),
 }
 
 
@@ -147,7 +148,7 @@ def scores(name: str, method: str, small: bool) -> dict[str, Any]:
     read, classes = DATA[name]
     (x, y), score = read(), METHODS[classes][method]
     if small:
-        x, y = x[::4][:60], y[::4][:60]
+        x, y = x[::4][:50], y[::4][:50]
         score = SMALL.get(score, score)
     folds = (StratifiedKFold if classes else KFold)(2 if small else 5, shuffle=True, random_state=0)
     found, began = np.empty(len(y)), time.process_time()

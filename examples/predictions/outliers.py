@@ -103,13 +103,13 @@ def case(data: Table, seed: int, epochs: int) -> dict[str, Any]:
     return found
 
 
-def estimator_case(data: Table, seed: int, epochs: int) -> dict[str, Any]:
+def estimator_case(data: Table, seed: int, epochs: int, **options: Any) -> dict[str, Any]:
     """Mean test log likelihood, error and processor seconds of `LaplaceRegressor`, by its likelihood."""
     x, y, x_test, y_test = (part.numpy() for part in data)
     found = {}
     for name in ("gaussian", "auto"):
         start = time.process_time()
-        model = ntkl.LaplaceRegressor(likelihood=name, epochs=epochs, random_state=seed).fit(x, y[:, 0])
+        model = ntkl.LaplaceRegressor(likelihood=name, epochs=epochs, random_state=seed, **options).fit(x, y[:, 0])
         found[name] = {
             "seconds": time.process_time() - start,
             "log likelihood": float(model.predict_distribution(x_test).log_prob(data[3][:, 0]).mean()),
@@ -149,12 +149,12 @@ def main() -> None:
         if options.data or name not in FILES:
             made[name] = lambda seed, own=name: of_file(own, options.data, seed, options.small)
     rows, results, right, by_estimator = [], {}, [], {}
-    most = 2 if options.small else 300
+    most, network = (2, dict(hidden_layer_sizes=(8,), precision=1.0)) if options.small else (300, {})
     more = {"growing noise": growing, "counts": counts, "skewed targets": skewed}
     tables = {**made, **{name: lambda seed, own=own: own(seed, n) for name, own in more.items()}}
     for name, read in tables.items():
         by_estimator[name] = [once(options.out / f"estimator {name} {seed}.json", [str(options.small)],
-                                   lambda read=read, seed=seed: estimator_case(read(seed), seed, most))
+                                   lambda read=read, seed=seed: estimator_case(read(seed), seed, most, **network))
                               for seed in range(seeds)]
     for name, read in made.items():
         found = [once(options.out / f"{name} {seed}.json", [str(options.small)],

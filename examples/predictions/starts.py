@@ -76,12 +76,12 @@ def classes(name: str, data: Path | None, seed: int, small: bool) -> tuple[np.nd
     return x[:n], y[:n], x[n:], y[n:]
 
 
-def case_of_classes(data: tuple[np.ndarray, ...], seed: int, epochs: int) -> dict[str, float]:
+def case_of_classes(data: tuple[np.ndarray, ...], seed: int, epochs: int, **network: Any) -> dict[str, float]:
     """Test log likelihood, accuracy, seconds and correlation of one start and of the default."""
     x, y, x_test, y_test = data
     row: dict[str, float] = {}
     for name in ("one", "default"):
-        model = ntkl.LaplaceClassifier(epochs=epochs, random_state=seed, **WAYS[name])
+        model = ntkl.LaplaceClassifier(epochs=epochs, random_state=seed, **WAYS[name], **network)
         start = time.process_time()
         probabilities = model.fit(x, y).predict_proba(x_test)
         row[f"{name}_seconds"] = time.process_time() - start
@@ -99,13 +99,13 @@ def made(name: str, seed: int, n: int) -> Table:
     return standardized(x, function(x) + noise * generator.normal(size=(n + 500, 1)), n)
 
 
-def case(data: Table, seed: int, epochs: int) -> dict[str, Any]:
+def case(data: Table, seed: int, epochs: int, **network: Any) -> dict[str, Any]:
     """Test log likelihood, seconds and correlation of each way."""
     x, y, x_test, y_test = data
     row: dict[str, Any] = {}
     left_out: dict[str, float] = {}
     for name, options in WAYS.items():
-        model = ntkl.LaplaceRegressor(likelihood="gaussian", epochs=epochs, random_state=seed, **options)
+        model = ntkl.LaplaceRegressor(likelihood="gaussian", epochs=epochs, random_state=seed, **options, **network)
         start = time.process_time()
         model.fit(x.numpy(), y[:, 0].numpy())
         row[f"{name}_seconds"] = time.process_time() - start
@@ -127,13 +127,14 @@ def main() -> None:
     names = [tables[-1], "linear", "sine of 6x"] if options.small else [*tables, *FUNCTIONS]
     options.out.mkdir(parents=True, exist_ok=True)
     seeds, epochs, points = (range(1), 2, 30) if options.small else (range(10, 16), 300, 200)
+    network = dict(hidden_layer_sizes=(8,)) if options.small else {}
     found: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         found[name] = []
         for seed in seeds:
             data = of_file(name, options.data, seed, options.small) if name in tables else made(name, seed, points)
             found[name].append(once(options.out / f"{name} {seed}.json", [str(options.small)],
-                                    lambda data=data, seed=seed: case(data, seed, epochs)))
+                                    lambda data=data, seed=seed: case(data, seed, epochs, **network)))
     rows = []
     for name, cases in found.items():
         mean = {key: float(np.mean([case[key] for case in cases])) for key in cases[0]}
@@ -154,7 +155,7 @@ def main() -> None:
     for name in ["wine", "product"] if options.small else [*tables, *CLASSES]:
         data = {seed: classes(name, options.data, seed, options.small) for seed in seeds}
         by_class[name] = [once(options.out / f"{name} {seed}.json", [str(options.small)],
-                               lambda one=one, seed=seed: case_of_classes(one, seed, min(epochs, 100)))
+                               lambda one=one, seed=seed: case_of_classes(one, seed, min(epochs, 100), **network))
                           for seed, one in data.items()]
     rows = []
     for name, cases in by_class.items():

@@ -163,7 +163,7 @@ def draw_band(axes: Axes, toy: Toy, x: Tensor, mean: Tensor, deviation: Tensor, 
 
 def regressions(options: argparse.Namespace) -> dict[str, Any]:
     """Figures 5.2 and 5.4."""
-    size, points, layers, epochs, samples = (4, 40, 2, 150, 50) if options.small else (9, 150, 5, options.epochs, 500)
+    size, points, layers, epochs, samples = (4, 40, 2, 80, 50) if options.small else (9, 150, 5, options.epochs, 500)
     toy = regression(points)
     torch.manual_seed(0)
     template = network(1, layers)
@@ -227,7 +227,7 @@ def draw_points(axes: Axes, toy: Toy) -> None:
 
 def classifications(options: argparse.Namespace) -> dict[str, Any]:
     """Figures 5.3 and 5.5."""
-    size, points, layers, epochs, samples = (4, 40, 2, 150, 50) if options.small else (17, 150, 5, options.epochs, 500)
+    size, points, layers, epochs, samples = (3, 40, 2, 80, 50) if options.small else (17, 150, 5, options.epochs, 500)
     toy = moons(points)
     torch.manual_seed(0)
     precision = torch.logspace(-2, 2, size, dtype=torch.float64)
