@@ -58,7 +58,7 @@ def logistic(seed: int) -> tuple[ntkl.Posterior, float]:
     y = (torch.rand(15, 1, generator=seeded(seed + 10_000), dtype=torch.float64) < torch.sigmoid(2 * x[:, :1])).double()
     network = nn.Linear(2, 1, bias=False).double()
     optimum(network, lambda f: -nn.functional.binary_cross_entropy_with_logits(f, y, reduction="sum"), x, 0.5)
-    line = torch.linspace(-15, 15, 301, dtype=torch.float64)
+    line = torch.linspace(-15, 15, 601, dtype=torch.float64)
     weights = torch.cartesian_prod(line, line)
     f = weights @ x.T
     log_density = (y.T * f - nn.functional.softplus(f)).sum(1) - 0.25 * weights.square().sum(1)
@@ -236,7 +236,7 @@ def main() -> None:
                 for width, both in result["starts"].items() for name, (shape, share, annealed) in both.items()]
         print("\nstarts\n" + table(["units", "Gaussian", "khat", "effective", "effective, annealed"], rows), flush=True)
     if "chains" in parts:
-        result["chains"] = chains(*((2, 3) if small else (64, 10)))
+        result["chains"] = chains(*((4, 4) if small else (64, 10)))
         rows = [[model, *(f"{result['chains'][model][key]:.3g}" for key in ("together", "alone", "ratio"))]
                 for model in ("nn", "glm")]
         print("\nchains\n" + table(["model", "at once, s", "one by one, s", "ratio"], rows))
