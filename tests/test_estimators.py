@@ -174,7 +174,7 @@ def test_the_evidence_at_other_hyperparameters() -> None:
 
 
 @pytest.mark.slow
-def test_relevance_is_learned_for_the_inputs_of_a_perceptron() -> None:
+def test_relevance_is_learned_for_the_inputs_of_a_perceptron(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four inputs have no effect. Other networks, structures and tables have one precision for each layer."""
     draws = np.random.default_rng(0)
     x = draws.uniform(-2, 2, (80, 4))
@@ -187,10 +187,44 @@ def test_relevance_is_learned_for_the_inputs_of_a_perceptron() -> None:
     found = ntkl.LaplaceRegressor(**SINGLE).fit(constant, y).relevance_
     assert (found[:4] > 0).all() and found[4:].tolist() == [0.0, 0.0]
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    wide = np.concatenate([x] * 33, 1)
+    wide = np.concatenate([x] * 3, 1)
+    monkeypatch.setattr(tuning, "INPUTS_WITH_PRECISIONS", 11)
     for options, table in (({"structure": "ekfac"}, x), ({"network": net}, x), ({"groups": "layer"}, x), ({}, wide)):
         other = ntkl.LaplaceRegressor(**SINGLE | {"epochs": 1} | options).fit(table, y)
         assert other.posterior_.prior.groups == "layer" and not hasattr(other, "relevance_")
+
+
+def test_the_perceptron_of_a_wide_table_has_a_linear_part() -> None:
+    x = np.random.default_rng(0).normal(size=(20, 65))
+    y, quick = x[:, 0], SINGLE | {"epochs": 1, "predictive": None}
+    cases = {1: ntkl.LaplaceRegressor(likelihood="gaussian", **quick).fit(x, y),
+             2: ntkl.LaplaceRegressor(likelihood="heteroscedastic-gaussian", **quick).fit(x, y),
+             3: ntkl.LaplaceClassifier(**quick).fit(x, np.arange(20) % 3)}
+    for outputs, model in cases.items():
+        network, inputs = model.network_, model.network_inputs(x)
+        weight, bias = network.first.weight, network.first.bias
+        assert weight.shape == (outputs + 5, 65) and len(model.relevance_) == 65
+        assert model.posterior_.prior.groups == "input" and model.posterior_.prior.spread == 1.0
+        linear = inputs @ weight[:outputs].T + bias[:outputs]
+        hidden = network.rest[0](inputs @ weight[outputs:].T + bias[outputs:])
+        expected = linear + hidden @ network.rest[-1].weight.T + network.rest[-1].bias
+        assert torch.allclose(network(inputs), expected, rtol=1e-12)
+    for options, table in (({}, x[:, :64]), ({"groups": "layer"}, x), ({"hidden_layer_sizes": ()}, x)):
+        model = ntkl.LaplaceRegressor(likelihood="gaussian", **quick | options).fit(table, y)
+        assert isinstance(model.network_, nn.Sequential)
+        assert model.posterior_.prior.spread == (3.0 if table.shape[1] == 64 else 1.0)
+
+
+@pytest.mark.slow
+def test_few_of_many_columns_are_found() -> None:
+    """A perceptron without a linear part, with a precision for each layer, has a score of 0.69."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 150))
+    y = x[:, 0] + 2 * x[:, 1] - x[:, 2] + 0.5 * rng.normal(size=300)
+    model = ntkl.LaplaceRegressor(likelihood="gaussian", epochs=100, precision=1.0, random_state=0, fourier_features=0)
+    model.fit(x[:150], y[:150])
+    assert model.score(x[150:], y[150:]) > 0.9
+    assert set(np.argsort(-model.relevance_)[:3]) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("classes", [True, False])

@@ -733,6 +733,13 @@ def test_starts(tmp_path: Path) -> None:
     assert "| sine of 6x" in printed and "default less it, mean and least" in printed
 
 
+def test_wide_tables(tmp_path: Path) -> None:
+    printed = run("predictions/wide.py", tmp_path)
+    cases = figures(tmp_path / "wide" / "wide.json")["cases"]
+    assert len(cases) == 2 and all(math.isfinite(value) for one in cases.values() for value in one.values())
+    assert "| factors of 66 " in printed and "perceptron alone" in printed
+
+
 def test_seasons(tmp_path: Path) -> None:
     printed = run("predictions/seasons.py", tmp_path)
     cases = figures(tmp_path / "seasons" / "summary.json")["cases"]

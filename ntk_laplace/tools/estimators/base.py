@@ -102,15 +102,17 @@ class LaplaceEstimator(_Fitted):
         self._inputs = Standardized.of(x, weight, self._standardized, [f"column {name!r} of X" for name in columns])
         self._constant = np.ptp(x, axis=0) <= 4 * np.finfo(x.dtype).eps * np.abs(x).max(0)  # up to rounding
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        groups, starts = self._prior_groups(x.shape[1]), self._starts
-        spread = self._spread if isinstance(groups, str) and groups == "input" else 1.0
+        features, groups, starts = x.shape[1], self._prior_groups(x.shape[1]), self._starts
+        each, wide = isinstance(groups, str) and groups == "input", features > tuning.INPUTS_WITHOUT_LINEAR
+        spread = self._spread if each and not wide else 1.0
         given = 1.0 if starts.first is not None or self._automatic else self.precision
         prior = GaussianPrior(given, groups=groups, spread=spread)
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             def new(likelihood: Likelihood, waves: Waves = ()) -> nn.Module:
                 torch.manual_seed(seed)
-                outputs, inputs = responses * _outputs_of_each(likelihood), x.shape[1] + 2 * len(waves)
-                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation)
+                outputs, inputs = responses * _outputs_of_each(likelihood), features + 2 * len(waves)
+                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation,
+                                  linear=each and wide)
                 made = nn.Sequential(FourierFeatures(waves), made) if waves else made
                 return with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
 

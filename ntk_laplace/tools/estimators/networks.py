@@ -51,16 +51,36 @@ class _TwoLogits(nn.Module):
         return nn.functional.pad(f.reshape(-1, 1), (1, 0))
 
 
+class SkipPerceptron(nn.Module):
+    """A perceptron and a linear function, added: the first layer has a unit more for each output, which skips the rest.
+
+    So the weights of an input share their prior precision, whichever of the two they belong to.
+    """
+
+    def __init__(self, inputs: int, hidden: int, outputs: int, rest: nn.Module) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.first = nn.Linear(inputs, outputs + hidden)
+        self.rest = rest
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear, hidden = self.first(x).split([self.outputs, self.first.out_features - self.outputs], -1)
+        found: Tensor = linear + self.rest(hidden)
+        return found
+
+
 def network_of(
-    network: object, inputs: int, outputs: int, hidden_layer_sizes: Sequence[int], activation: str
+    network: object, inputs: int, outputs: int, hidden_layer_sizes: Sequence[int], activation: str, linear: bool = False
 ) -> nn.Module:
     """A new network for data of this many features and outputs: "mlp" in double precision, or a copy of the caller's.
+
+    A perceptron may have a linear part.
 
     UnsupportedError or HyperparameterError if it is no "mlp", callable, module or skorch net, or makes no module;
     NetworkError if the callable raises an error.
     """
     if isinstance(network, str) and network == "mlp":
-        return _mlp(inputs, outputs, hidden_layer_sizes, activation)
+        return _mlp(inputs, outputs, hidden_layer_sizes, activation, linear)
     if isinstance(network, nn.Module):
         return copy.deepcopy(network)
     if hasattr(network, "get_params_for"):
@@ -102,7 +122,7 @@ def is_module(network: object) -> bool:
     return isinstance(network, nn.Module) or hasattr(network, "get_params_for")
 
 
-def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str) -> nn.Sequential:
+def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str, linear: bool) -> nn.Module:
     sizes = tuple(hidden) if isinstance(hidden, (Sequence, np.ndarray)) else (hidden,)
     if not all(is_whole(size, 1) for size in sizes):
         raise HyperparameterError("hidden_layer_sizes of positive whole numbers", repr(hidden), "Pass (32,), say.")
@@ -111,10 +131,12 @@ def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str
     require_memory(8 * weights, torch.device("cpu"), f"the {weights:,} weights of hidden_layer_sizes={hidden}",
                    "Pass fewer units.")
     layers: list[nn.Module] = []
-    for size in sizes:
-        layers += [nn.Linear(inputs, int(size)), ACTIVATIONS[activation]()]
-        inputs = int(size)
-    return nn.Sequential(*layers, nn.Linear(inputs, outputs)).double()
+    for before, after in pairwise((inputs, *map(int, sizes))):
+        layers += [nn.Linear(before, after), ACTIVATIONS[activation]()]
+    layers.append(nn.Linear(int(sizes[-1]) if sizes else inputs, outputs))
+    if not (linear and sizes):
+        return nn.Sequential(*layers).double()
+    return SkipPerceptron(inputs, int(sizes[0]), outputs, nn.Sequential(*layers[1:])).double()
 
 
 def _of_skorch(net: Any) -> nn.Module:

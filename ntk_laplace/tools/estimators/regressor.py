@@ -46,8 +46,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     Parameters
     ----------
     network : "mlp", callable, nn.Module or skorch net
-        "mlp": a multilayer perceptron. A callable gets (features, outputs) and returns a module. A module is copied,
-        as is the module of a skorch net; the caller's stays as it is.
+        "mlp": a multilayer perceptron, with a linear part where each of more than 64 features has a precision of its
+        own. A callable gets (features, outputs) and returns a module. A module is copied, as is the module of a skorch
+        net; the caller's stays as it is.
     hidden_layer_sizes : sequence of int
         Units of the hidden layers of "mlp".
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
@@ -59,8 +60,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         epochs from 1e-4, and then from 1e-6.
     groups : {"auto", "input", "layer", "all", "tensor"} or mapping
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
-        network is "mlp" with at most 128 features and the structure supports it, else those of each layer. The spread
-        of those of each input is 3; in a classification 1.
+        network is "mlp" with at most 1,024 features and the structure supports it, else those of each layer. The
+        spread of those of each input is 3; in a classification, and with more than 64 features, 1.
     likelihood : {"auto", "gaussian", "student-t", "heteroscedastic-gaussian"}
         "student-t": noise with heavy tails, for targets with outliers (`StudentT`), whose degrees of freedom are
         learned too. "heteroscedastic-gaussian": noise that depends on the inputs; the network has two outputs for each
