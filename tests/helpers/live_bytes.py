@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.peak = self._now = self._collected = 0
         self._sizes: dict[int, int] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch wraps the method below otherwise, which takes longer than the method."""
+        return False
 
     def __enter__(self) -> LiveBytes:
         gc.collect()
@@ -40,22 +47,23 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in tree_iter(out):
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        for value in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if isinstance(value, Tensor):
                 self._count(value.untyped_storage())
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage.data_ptr()
-        if key not in self._sizes and storage.nbytes():
-            self._sizes[key] = storage.nbytes()
-            self._now += storage.nbytes()
-            weakref.finalize(storage, self._free, key)
+        if key not in self._sizes and (size := storage.nbytes()):
+            self._sizes[key] = size
+            self._now += size
+            self._storages[key] = weakref.ref(storage, partial(self._free, key))
             if self._now > 1.05 * self._collected:
                 gc.collect()
                 self._collected = max(self._collected, self._now)
             self.peak = max(self.peak, self._now)
 
-    def _free(self, key: int) -> None:
-        self._now -= self._sizes.pop(key, 0)
+    def _free(self, key: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+        self._now -= self._sizes.pop(key)
+        del self._storages[key]
