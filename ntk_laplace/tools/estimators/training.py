@@ -121,7 +121,8 @@ def trained(
             other = new(waves)
             with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
                 again, of_again = _recorded(run, other, **more)
-                if rank(again, left_out=True) > rank(found, left_out=True):
+                sure = likelihood.classifies and "starts" in more and _looks_sure(again, found)
+                if not sure and rank(again, left_out=True) > rank(found, left_out=True):
                     found, told, module = again, of_again, other
                     better = more
         posterior, fit = found.posterior, found.predictive
@@ -146,6 +147,16 @@ def trained(
         with _untrusted_untold(later=True):
             fit = posterior.cross_calibrate(train, data, min(_FOLDS, len(data[1])), seed=seed)
     return Trained(module, posterior, found.history, fit, held, waves)
+
+
+def _looks_sure(weak: EvidenceTraining, other: EvidenceTraining) -> bool:
+    """Whether a training from a weak prior only looks better than another: its posterior as it is predicts worse.
+
+    Leave-one-out keeps the features, which know each label. From a weak prior the network alone looks sure of all
+    labels that are left out, where the posterior, whose variances are large, says that it knows next to nothing.
+    """
+    fits = weak.predictive, other.predictive
+    return fits[0] is not None and fits[1] is not None and fits[0].before < fits[1].before
 
 
 _Candidate = tuple[EvidenceTraining, list[str], nn.Module, Waves]  # with its warnings
