@@ -64,6 +64,7 @@ class SkipPerceptron(nn.Module):
         self.rest = rest
 
     def forward(self, x: Tensor) -> Tensor:
+        """The linear units and the rest of the others, (n, outputs)."""
         linear, hidden = self.first(x).split([self.outputs, self.first.out_features - self.outputs], -1)
         found: Tensor = linear + self.rest(hidden)
         return found
