@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import joblib
@@ -18,7 +19,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.columns import InputColumns
-from ntk_laplace.tools.cli.estimator_file import load_estimator, save_estimator
+from ntk_laplace.tools.cli.estimator_file import Estimator, load_estimator, save_estimator
 from ntk_laplace.tools.cli.examples import TrainingExamples, by_row, read_examples
 from ntk_laplace.tools.cli.tables import read_table
 from ntk_laplace.tools.cli.values import as_numbers, dates, days
@@ -227,6 +228,16 @@ def test_the_page_of_a_wide_table_shows_the_most_relevant_columns(
     known = relevance.groupby(lambda name: name.partition("=")[0], sort=False).max()
     assert rows["features"] == [name for name in known.index if name in known.nlargest(40).index]
     assert rows["others"] == 5 and len(rows["points"][0]) == 40
+
+
+@pytest.mark.parametrize(("relevant", "shown"), [(3, 10), (20, 20), (60, 40)])
+def test_columns_of_little_relevance_are_not_shown(relevant: int, shown: int) -> None:
+    """At least ten of more than 40."""
+    relevance = np.where(np.arange(60) < relevant, 1.0, 0.05) + np.arange(60) * 1e-6
+    table = pandas.DataFrame(np.zeros((2, 60)))
+    found = Estimator(SimpleNamespace(relevance_=relevance), []).shown(table, 40)
+    assert sorted(found.columns) == sorted(f"x{i}" for i in np.argsort(-relevance)[:shown])
+    assert list(found.columns) == sorted(found.columns, key=lambda name: int(name[1:]))
 
 
 ROWS = "counted from 0 below the names"

@@ -25,6 +25,7 @@ from ntk_laplace.tools.estimators.base import training_data
 
 _AGAIN = "Pass the model.joblib that ntk-laplace fit wrote, or FILE.py with --checkpoint and --data."
 _TOLD = "_command"  # the attribute with what the command knows beyond the estimator
+_FEW, _NEAR = 10, 0.1  # columns that are shown whatever their relevance, and the others' over the largest
 _OF = "network"  # in it, that of the fit: another fit, in Python, is of other data
 
 
@@ -87,7 +88,8 @@ class Estimator:
     def shown(self, inputs: pandas.DataFrame, most: int) -> pandas.DataFrame:
         """Inputs in their own units as the page of explanations shows them: categories by their names.
 
-        Of more than `most` columns those of the largest relevance, if the estimator has learned that.
+        Of more than `most` columns those of the largest relevance, if the estimator has learned that: those of at least
+        a tenth of the largest, ten or more.
         """
         columns = self.columns
         found = inputs.set_axis([f"x{i}" for i in range(inputs.shape[1])], axis=1) if columns is None else (
@@ -98,7 +100,9 @@ class Estimator:
         if columns is not None:  # of a category that of its most relevant name
             known = dict(zip(columns.features, relevance, strict=True))
             relevance = [max(known[feature] for feature in own) for own in columns.features_of.values()]
-        return found.iloc[:, np.sort(np.argsort(relevance)[-most:])]
+        order = np.argsort(relevance)[-most:]
+        near = np.asarray(relevance)[order] >= _NEAR * np.max(relevance)
+        return found.iloc[:, np.sort(order[-max(_FEW, int(near.sum())):])]
 
 
 def save_estimator(model: Model, path: Path, training: TrainingExamples, options: argparse.Namespace) -> Estimator:
