@@ -54,7 +54,8 @@ class Model:
             settings=self.settings, output=self.output, targets=self.targets)
         own = model.jacobian_pass
         earlier = self._passes.get(own.keep_factors)
-        if earlier is not None and model.network.probed_like(earlier.network):
+        if earlier is not None and earlier.network.evaluated:  # else a fit failed early
+            model.network.take_findings(earlier.network)
             own = earlier.on(model.network, own.dtype)
         self._passes[own.keep_factors] = own
         return replace(model, jacobian_pass=own), batches

@@ -178,20 +178,13 @@ class Network(CheckedOutputs):
         moved.device = next(iter(moved._parameters.values())).device
         return moved
 
-    def probed_like(self, other: Network) -> bool:
-        """Take over what evaluations and `probe` found of the same module at other weights.
-
-        False, and nothing is taken over, if the module has other parameters or is called in another way.
-        """
-        own, others = ((n.shapes, n.device, n.dtype, n.output, n.targets, n.caller.positions) for n in (self, other))
-        if own != others or not other.evaluated:
-            return False
+    def take_findings(self, other: Network) -> None:
+        """Take over what evaluations and `probe` found of the same module at other weights."""
         self.num_outputs, self.scalar, self.input_format = other.num_outputs, other.scalar, other.input_format
         self.precision, self.caller.copies_inputs = other.precision, other.caller.copies_inputs
         self.follows_values, self.constant_rows = other.follows_values, other.constant_rows
         if other.channels_last:
             self.channels_last = True
-        return True
 
     def batches(self, data: Any, batch_size: int | None = None) -> Batches:
         """Data as batches for this network: on its device, in its type of inputs, with its key of targets.
