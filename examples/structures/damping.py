@@ -123,7 +123,7 @@ def online(problem: Problem, seed: int, options: argparse.Namespace) -> Variants
         training = ntkl.train_with_evidence(
             network, problem.train, ntkl.Categorical(), ntkl.GaussianPrior(1.0), VARIANTS[variant](),
             optimizer=lambda parameters: torch.optim.Adam(parameters, lr=3e-3), epochs=options.epochs, batch_size=100,
-            schedule=ntkl.EvidenceSchedule(options.every, steps=100, learning_rate=0.1),
+            schedule=ntkl.EvidenceSchedule(options.every, steps=options.steps, learning_rate=0.1),
         )
         found[variant] = outcome(network, problem, variant, training.posterior.prior.precision.item())
     return found
@@ -141,8 +141,9 @@ def main() -> None:
     arguments.add_argument("--every", type=int, default=5, help="epochs between two choices of the precision (5)")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
+    options.steps = 100  # of each choice
     if options.small:
-        options.seeds, options.epochs, options.every = 2, 10, 5
+        options.seeds, options.epochs, options.every, options.steps = 2, 10, 5, 20
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, list[Variants]]] = {}
     for name in ("digits", "mnist") if options.data and not options.small else ("digits",):

@@ -133,7 +133,7 @@ def judge(problem: Problem, algorithm: str, start: str) -> dict[str, Any]:
             "elbo": float(elbo), "error": elbo.standard_error,
             "mean": shown.mean.detach().flatten().tolist(), "variance": shown.variance.detach().flatten().tolist(),
         }
-        found[method]["deviation"] = _deviation_of_f(posterior, method, problem.toy.x_test[:100])
+        found[method]["deviation"] = _deviation_of_f(posterior, method, problem.toy.x_test[:100], min(samples, 200))
     if problem.name == "regression":
         draws = posterior.sample(3, generator=generator())
         functions = torch.stack([posterior.network.with_parameters(theta, grid) for theta in draws])
@@ -146,11 +146,11 @@ def judge(problem: Problem, algorithm: str, start: str) -> dict[str, Any]:
     return found
 
 
-def _deviation_of_f(posterior: ntkl.Posterior, method: str, x: Tensor) -> float:
+def _deviation_of_f(posterior: ntkl.Posterior, method: str, x: Tensor, samples: int) -> float:
     """Mean standard deviation of f at inputs."""
     if method == "glm":
         return posterior.latent_moments(x)[1].diagonal(dim1=1, dim2=2).sqrt().mean().item()
-    draws = posterior.sample(200, generator=generator())
+    draws = posterior.sample(samples, generator=generator())
     outputs = torch.stack([posterior.network.with_parameters(theta, x) for theta in draws])
     return outputs.std(0).mean().item()
 
