@@ -47,7 +47,7 @@ def answers(structure: str, path: Path, module: nn.Module, x: Tensor, y: Tensor)
     found = [posterior.log_marginal_likelihood(), posterior.leave_one_out(points=4).log_density,
              posterior.leave_one_out().mean, posterior.remove([1], linearization="moving").network.theta,
              posterior.evidence_bound(5).value, posterior.elbo(samples=20).value]
-    found += [posterior.predict(new, method).probs for method in ("glm", "probit", "nn")]
+    found += [posterior.predict(new, method, samples=20).probs for method in ("glm", "probit", "nn")]
     posterior.explain(new)
     posterior.calibrate((x, y))
     posterior.fit_hyperparameters(steps=2)

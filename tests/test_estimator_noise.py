@@ -226,7 +226,8 @@ def test_noise_that_depends_on_the_inputs() -> None:
     model = ntkl.LaplaceRegressor(**QUICK | {"epochs": 20}).fit(x, y)
     assert model.likelihood_ == "heteroscedastic-gaussian" and model.posterior_.num_outputs == 2
     weights = np.where(x[:, 0] > 0, 3.0, 1.0)
-    weighted = ntkl.LaplaceRegressor(likelihood=model.likelihood_, **QUICK).fit(x, y, weights)
+    short = QUICK | {"epochs": 2}
+    weighted = ntkl.LaplaceRegressor(likelihood=model.likelihood_, **short).fit(x, y, weights)
     noise = weighted.posterior_.predict(weighted.network_inputs(x)).aleatoric[:, 0].numpy()
     assert weighted.noise_ == pytest.approx(weighted.output_units[0][0] ** 2 * np.average(noise, weights=weights))
     std = model.predict(np.array([[-1.0], [1.8]]), return_std=True)[1]
@@ -234,7 +235,7 @@ def test_noise_that_depends_on_the_inputs() -> None:
     alone = model.predict_distribution(x[:5], "map")
     np.testing.assert_allclose(alone.variance, model.explain(x[:5], 1).f[:, 1].exp(), rtol=1e-9)
     single = nn.Sequential(nn.Linear(1, 8), nn.SiLU(), nn.Linear(8, 1)).double()
-    alone = ntkl.LaplaceRegressor(single, standardize=True, **QUICK | {"epochs": 5}).fit(x, y)
+    alone = ntkl.LaplaceRegressor(single, standardize=True, **short).fit(x, y)
     assert alone.posterior_.num_outputs == 1
     with refused(ntkl.DataError, "2 outputs, a mean and a log variance for each", "1", "last layer"):
         ntkl.LaplaceRegressor(single, likelihood="heteroscedastic-gaussian", **QUICK).fit(x, y)
@@ -244,7 +245,7 @@ def test_noise_that_depends_on_the_inputs() -> None:
         return copy.deepcopy(single)
 
     for network in (refuses, lambda features, _: copy.deepcopy(single)):  # takes no outputs
-        fixed = ntkl.LaplaceRegressor(network, **QUICK | {"epochs": 5}).fit(x, y)
+        fixed = ntkl.LaplaceRegressor(network, **short).fit(x, y)
         assert fixed.posterior_.num_outputs == 1
 
 

@@ -33,7 +33,8 @@ def commands(world_size: int, calls: Sequence[list[str]], folder: Path) -> list[
 
 def _start(world_size: int, target: Callable[..., None], *arguments: Any) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "ntk_laplace.tools.cli.evidence"])  # imported once for all
+    # imported once for all; pytest is for the modules of tests, torch._dynamo for `live_bytes`
+    context.set_forkserver_preload(["torch.distributed", "ntk_laplace.tools.cli.evidence", "pytest", "torch._dynamo"])
     processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(world_size)]
     for process in processes:
         process.start()

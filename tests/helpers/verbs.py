@@ -119,11 +119,11 @@ def answers(
 
 
 def moved(likelihood: str, device: torch.device) -> Tensor:
-    """Means of f on that device at the network's own optimum without two training points."""
+    """Means of f on that device at the network's own optimum without a training point."""
     x, (y, own) = inputs().to(device), parts(likelihood)
     network = copy.deepcopy(trained(likelihood)).to(device)
     posterior = ntkl.laplace(network, (x, y.to(device)), own, ntkl.GaussianPrior(3.0))
-    return posterior.remove([1, 2], linearization="moving").latent_moments(x[:4])[0].detach().cpu()
+    return posterior.remove([1], linearization="moving").latent_moments(x[:4])[0].detach().cpu()
 
 
 def gap(here: Tensor | str, there: Tensor | str) -> float | str:
