@@ -103,16 +103,16 @@ class LaplaceEstimator(_Fitted):
         self._constant = np.ptp(x, axis=0) <= 4 * np.finfo(x.dtype).eps * np.abs(x).max(0)  # up to rounding
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         features, groups, starts = x.shape[1], self._prior_groups(x.shape[1]), self._starts
-        each, wide = isinstance(groups, str) and groups == "input", features > tuning.INPUTS_WITHOUT_LINEAR
-        spread = self._spread if each and not wide else 1.0
+        by_input = isinstance(groups, str) and groups == "input"
+        wide = by_input and features > tuning.INPUTS_WITHOUT_LINEAR
+        spread = self._spread if by_input and not wide else 1.0
         given = 1.0 if starts.first is not None or self._automatic else self.precision
         prior = GaussianPrior(given, groups=groups, spread=spread)
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             def new(likelihood: Likelihood, waves: Waves = ()) -> nn.Module:
                 torch.manual_seed(seed)
                 outputs, inputs = responses * _outputs_of_each(likelihood), features + 2 * len(waves)
-                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation,
-                                  linear=each and wide)
+                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation, wide)
                 made = nn.Sequential(FourierFeatures(waves), made) if waves else made
                 return with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
 

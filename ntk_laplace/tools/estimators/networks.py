@@ -129,6 +129,7 @@ def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str
         raise HyperparameterError("hidden_layer_sizes of positive whole numbers", repr(hidden), "Pass (32,), say.")
     require_choice(activation, ACTIVATIONS, f"an activation among {', '.join(ACTIVATIONS)}")
     weights = sum(before * after for before, after in pairwise((inputs, *map(int, sizes), outputs)))
+    weights += inputs * outputs if linear else 0
     require_memory(8 * weights, torch.device("cpu"), f"the {weights:,} weights of hidden_layer_sizes={hidden}",
                    "Pass fewer units.")
     layers: list[nn.Module] = []
