@@ -407,6 +407,8 @@ BAD = {
     "16 bits": ("light/z.png", ("I;16", (3, 4)), "images with 8 bits per channel; got mode I;16 in bad/light/z.png."),
     "nested folders": ("train/dark/z.png", ("L", (3, 4)), "images alone in the folder of each class; got the folder "
                        "bad/train/dark. If the folders of the classes are in bad/train, pass that folder."),
+    "a name of other bytes": ("light/\udcff.png", ("L", (3, 4)), "names of images in UTF-8 in bad; got "
+                              "'light/\\udcff.png'. Rename it."),
     "no images": ("gone/.hidden", b"", "images in the folder of each class; got none in bad/gone. Add images, or"),
 }
 

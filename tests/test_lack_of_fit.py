@@ -241,6 +241,18 @@ def test_residuals_at_equal_numbers_are_one() -> None:
     assert found.deviations == pytest.approx(deviations - (2 * np.log(4)) ** 0.5, rel=1e-9)
 
 
+def test_residuals_whose_squares_overflow_are_those_in_another_unit() -> None:
+    """As those of log variances are at an outlier."""
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64, device="cpu").unsqueeze(1)
+    network, likelihood = nn.Linear(1, 1).double(), ntkl.Gaussian(2.0**-200)
+    with torch.no_grad():
+        network.weight.zero_()
+        network.bias.zero_()
+    found = [ntkl.laplace(network, (x, unit * torch.sin(20 * x)), likelihood, structure="diag").lack_of_fit()
+             for unit in (1.0, 2.0**340)]
+    assert found[0] == found[1] and found[0].period is not None
+
+
 def test_a_constant_input_has_no_distances() -> None:
     x, y = linear()
     network = nn.Linear(3, 1).double()

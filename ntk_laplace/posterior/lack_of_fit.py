@@ -112,8 +112,10 @@ def lack_of_fit(fitted: FittedModel, x: InputData | None, neighbors: int) -> Lac
 
 
 def _bounded(residual: Tensor) -> Tensor:
-    """Centered residuals, none larger than three root mean squares of its output."""
+    """Centered residuals, none larger than three root mean squares of its output; 1 at most, or squares overflow."""
     residual = residual - residual.mean(0)
+    largest = residual.abs().amax(0)
+    residual = residual / torch.where(largest > 0, largest, torch.inf)
     most = _LARGEST * residual.square().mean(0).sqrt()
     return residual.clamp(-most, most)
 

@@ -76,9 +76,19 @@ def read_images(
         raise DataError("a folder with images", f"{path} without one", "Check the path.")
     number = {name: index for index, name in enumerate(known)}
     y = [number.get(name, -1) for name, group in zip(classes, groups, strict=bool(folders)) for _ in group]
-    x = _stacked(files, shape)
     names = [str(file.relative_to(path)) for file in files]
+    _require_utf8(names, path)
+    x = _stacked(files, shape)
     return ImageFolder(x, names, known if folders else [], np.array(y, np.int64) if folders else None)
+
+
+def _require_utf8(names: Sequence[str], path: Path) -> None:
+    """Refuse names that no table or page can show (DataError): a file system may have any bytes."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as cause:
+            raise DataError(f"names of images in UTF-8 in {path}", ascii(name), "Rename it.") from cause
 
 
 def _images(folder: Path) -> list[Path]:
