@@ -297,6 +297,38 @@ def test_data_that_are_not_held_in_memory(monkeypatch: pytest.MonkeyPatch) -> No
 # --- what refuses, warns and is interrupted
 
 
+def test_minibatches_are_of_all_examples_in_random_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.arange(23.0, dtype=F64, device=CPU), torch.linspace(1, 2, 23, dtype=F64, device=CPU)
+
+    def epoch(batches: list[tuple[Tensor, ...]], size: int = 5) -> list[tuple[Any, ...]]:
+        held = Held(Batches(DataLoader(batches, batch_size=None), None, CPU))
+        return list(held.minibatches(size, torch.Generator().manual_seed(0)))
+
+    sizes = [7, 7, 7, 2]
+    plain = list(zip(({"a": part.unsqueeze(1)} for part in x.split(sizes)), (10 * x).split(sizes), w.split(sizes),
+                     strict=True))
+    found = epoch(plain)
+    assert [len(y) for _, y, _ in found] == [5, 5, 5, 5, 3]
+    assert [len(y) for _, y, _ in epoch(plain, 100)] == [7, 7, 7, 2]  # no more than the caller's own
+    inputs, targets, weights = (torch.cat(parts) for parts in zip(*((a["a"][:, 0], y, own) for a, y, own in found),
+                                                                   strict=True))
+    assert torch.equal(inputs.sort().values, x) and torch.equal(targets, 10 * inputs)
+    assert torch.equal(weights, w[inputs.long()])
+    assert all(len({int(value) // 7 for value in part["a"]}) > 1 for part, _, _ in found)  # of several batches
+    padded = [(torch.ones(7, length, device=CPU), torch.ones(7, 1, device=CPU)) for length in (3, 4)]
+    assert sorted(tuple(a.shape) for a, _, _ in epoch(padded)) == [(2, 3), (2, 4), (5, 3), (5, 4)]
+
+
+def test_sorted_data_in_batches_are_retrained_as_well_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "RETRAINING_STEPS", 1000)
+    x = torch.linspace(-1, 1, 200, dtype=F64, device=CPU).unsqueeze(1)
+    y = torch.sin(3 * x) + 0.1 * torch.randn(200, 1, generator=torch.Generator().manual_seed(0), dtype=F64, device=CPU)
+    posterior = posterior_of(mlp(1, 16, 1), (x, y), ntkl.Gaussian(0.1))
+    one, several = (posterior.retrain(data, predictive=None).log_marginal_likelihood()
+                    for data in ((x, y), DataLoader(TensorDataset(x, y), 10)))
+    assert several > one - 20.0
+
+
 def test_an_interruption_keeps_the_best_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     data = sine()
     posterior = posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.1))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import NonFiniteError
-from ntk_laplace.model.data import Batches, Inputs, num_bytes, num_examples, take
+from ntk_laplace.model.data import Batches, Inputs, alike, concatenate, num_bytes, num_examples, take
 from ntk_laplace.model.objective import Objective
 from ntk_laplace.runtime import tuning
 
@@ -61,11 +61,31 @@ class Held:
             seen += n
 
     def minibatches(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """Minibatches of at most `size` examples, in random order within each batch."""
-        for x, y, weights in self:
-            for index in torch.randperm(len(y), generator=generator, device="cpu").split(size):
-                index = index.to(y.device)
-                yield take(x, index), y[index], None if weights is None else weights[index]
+        """Minibatches of at most `size` examples, and no more than a batch has, in random order.
+
+        The order is that of all examples, which may be sorted by their inputs or classes; where they are not in memory,
+        or batches differ in shape, it is random within each batch.
+        """
+        kept = self._kept
+        if kept is None or not all(alike(kept[0][:2], batch[:2]) for batch in kept):
+            for batch in self:
+                for index in torch.randperm(len(batch[1]), generator=generator, device="cpu").split(size):
+                    yield _chosen(batch, index)
+            return
+        lengths = torch.tensor([len(y) for _, y, _ in kept], device="cpu")
+        ends = lengths.cumsum(0)
+        order = torch.randperm(self.num_examples, generator=generator, device="cpu")
+        for index in order.split(min(size, int(lengths.max()))):
+            number = torch.bucketize(index, ends, right=True)  # of the batch
+            yield concatenate([_chosen(kept[one], (index + lengths[one] - ends[one])[number == one])
+                               for one in number.unique().tolist()])
+
+
+def _chosen(batch: Batch, index: Tensor) -> Batch:
+    """The examples of a batch at `index`."""
+    x, y, weights = batch
+    index = index.to(y.device)
+    return take(x, index), y[index], None if weights is None else weights[index]
 
 
 class Annealing:
