@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from matplotlib.figure import Figure
@@ -84,6 +85,15 @@ def test_picture_is_embedded_whole_with_size_and_words(page: Page, image: bytes)
     assert prefix == "data:image/png;base64" and base64.b64decode(data) == image
     assert (picture["width"], picture["height"]) == ("50", "25")
     assert picture["alt"] == 'what "it" shows'
+
+
+@pytest.mark.parametrize("name", ["predictions.csv", "fold #1.csv", "50%25.csv", "a:b?.csv",
+                                  "Müller's \"new\" <1>.csv"])
+def test_a_link_leads_to_a_file_of_any_name(name: str) -> None:
+    (link,) = Reader(Page("A").link("numbers", name).html()).all("a")
+    address = urlsplit(link["href"])
+    assert unquote(address.path) == name
+    assert not (address.scheme or address.netloc or address.query or address.fragment)
 
 
 def test_page_can_be_navigated(page: Page) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from ntk_laplace.errors import DataError
 
@@ -98,7 +99,7 @@ class Page:
 
     def link(self, text: str, href: str) -> Page:
         """Add a paragraph that links to a file in the page's folder."""
-        self._body.append(f'<p><a href="{escape(href)}">{escape(text)}</a></p>')
+        self._body.append(f'<p><a href="{quote(href)}">{escape(text)}</a></p>')
         return self
 
     def table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Page:
