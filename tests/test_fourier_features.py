@@ -111,6 +111,13 @@ def test_no_other_frequency_explains_more(n: int) -> None:
             2.0 * float(lombscargle(places, residual, np.array([2.0 * np.pi / found.period]))), rel=1e-9)
 
 
+@pytest.mark.parametrize("power", [1, 2])
+def test_the_longest_wave_of_a_trend_is_twice_the_range(power: int) -> None:
+    places = np.linspace(-2.0, 4.0, 40)
+    found = strongest_wave(places, (places**power)[:, None])
+    assert found is not None and found.period <= 12.0 and found.share > 0.8
+
+
 def test_few_places_and_equal_residuals_have_no_wave() -> None:
     wave = np.sin(np.arange(50.0) * 2.5)[:, None]
     assert strongest_wave(np.arange(7.0), wave[:7]) is None

@@ -46,7 +46,7 @@ def strongest_wave(places: Array, residual: Array, inputs: int = 1) -> Wave | No
     best = int(coarse.argmax())
     if coarse[best] < _NEAR * least:
         return None
-    fine = best + 1 + np.arange(1 - _FINER, _FINER) / _FINER
+    fine = (best + 1 + np.arange(1 - _FINER, _FINER) / _FINER).clip(1, n)
     turns = np.exp(1j * np.outer(fine, angles))
     shares = _shares(turns @ columns, (turns * turns).sum(1), n)
     share = min(float(shares.max()), 1.0)
