@@ -163,6 +163,7 @@ EVIDENCE_FALL = 0.1  # nats a point of evidence that training to an optimum lose
 PROGRESS_DELAY = 0.5  # seconds of a pass or of predictions after which a progress bar appears on a terminal
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal
 NEWTON_STEPS = 100  # steps to the optimum of a what-if; if that is not enough, a warning says so
+LINEAR_STEPS = 10  # of these, after which changes of the gradient correct their curvature: they converge linearly
 QUASI_NEWTON_STEPS = 1000  # gradients in a descent before Newton steps follow; networks with kinks may get there
 MOST_QUASI_NEWTON_STEPS = 3000  # the same far from a minimum: where a stretch of the descent falls by so many nats
 # gradients of a stretch, after which a new preconditioner is worth its cost: 100 to 200 take the same time

@@ -65,8 +65,8 @@ class HeteroscedasticGaussian(PerOutput):
     other map to positive precisions. For ``"log variance"`` the determinant is ``-(y - μ)²/(2σ⁴)``.
 
     Newton steps with the Fisher information (Fisher scoring) find the optimum for ``mean="posterior"`` and
-    ``steps=None``. They converge linearly, fast under ``"natural"``; with a weak prior they may end in a
-    `NumericalError`, because the objective is not convex.
+    ``steps=None``; changes of the gradient correct the steps that would converge linearly. With a weak prior they may
+    end in a `NumericalError`, because the objective is not convex.
 
     ``predict(method="glm")`` has one response of ``"log variance"`` in closed form: given s it is normal. Densities of
     others are averaged over quasi-Monte-Carlo points of f, half of them given the target, and so are mean and variance

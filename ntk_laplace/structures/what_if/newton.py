@@ -11,6 +11,8 @@ after training fixed: h are the training residuals, s = 0, and θ* is optimal fo
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +22,8 @@ from ntk_laplace.errors import NonFiniteError, NumericalError
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.points import TrainingPoints
+
+_LEAST_CURVATURE = 0.01  # over the prior's, of a move that corrects H
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,30 @@ class Objective:
         linear = (self.linear * (at.f - self.start)).sum() + (self.slope * at.displacement).sum()
         return float(linear - fit + 0.5 * (self.precision * at.displacement.square()).sum())
 
-    def direction(self, at: Iterate) -> tuple[tuple[Tensor, Tensor], float]:
-        """H⁻¹g, J H⁻¹g, and the decrement gᵀH⁻¹g."""
-        fitted, here = self.fitted, replace(self.points, f=at.f, expanded=None)
-        pull = here.residual(fitted.likelihood) - self.linear
-        gradient = self.precision * at.displacement - fitted.vjp(pull) + self.slope
-        step = fitted.structure.solve_at(fitted.model, here, gradient)
-        return (step, fitted.jvp(step)), float(gradient @ step)
+    def gradient(self, at: Iterate) -> Tensor:
+        """g, (P,)."""
+        pull = replace(self.points, f=at.f, expanded=None).residual(self.fitted.likelihood) - self.linear
+        return self.precision * at.displacement - self.fitted.vjp(pull) + self.slope
+
+    def direction(
+        self, at: Iterate, gradient: Tensor, seen: Sequence[tuple[Iterate, Tensor]] = ()
+    ) -> tuple[tuple[Tensor, Tensor], float]:
+        """H⁻¹g, J H⁻¹g, and the decrement gᵀH⁻¹g, where moves and changes of g that were `seen` correct H (BFGS)."""
+        fitted, rest, shares = self.fitted, gradient, []
+        for move, change in reversed(seen):
+            shares.append((move.displacement @ rest) / (move.displacement @ change))
+            rest = rest - shares[-1] * change
+        step = fitted.structure.solve_at(fitted.model, replace(self.points, f=at.f, expanded=None), rest)
+        output = fitted.jvp(step)
+        for (move, change), share in zip(seen, reversed(shares), strict=True):
+            more = share - (change @ step) / (move.displacement @ change)
+            step, output = step + more * move.displacement, output + more * move.f
+        return (step, output), float(gradient @ step)
+
+    def curved(self, move: Iterate, change: Tensor) -> bool:
+        """Whether a change of the gradient shows a positive curvature along a move: not where it is far from convex."""
+        prior = (self.precision * move.displacement.square()).sum()
+        return bool(move.displacement @ change > _LEAST_CURVATURE * prior)
 
     def search(self, at: Iterate, direction: tuple[Tensor, Tensor], decrement: float) -> tuple[Iterate, float]:
         """Backtracking line search: the full step, halved until the objective decreases."""
@@ -107,6 +128,9 @@ class Objective:
 def descend(problem: Objective, start: Iterate, steps: int | None) -> tuple[Iterate, Iterate]:
     """`steps` full Newton steps; None continues to the optimum, with steps halved if the objective would increase.
 
+    Where the curvature is a Fisher information, H is not the Hessian and steps converge linearly, too slowly for heavy
+    tails: after the first ones the changes of the gradient correct H, as in BFGS.
+
     Returns
     -------
     Iterate, Iterate
@@ -118,10 +142,16 @@ def descend(problem: Objective, start: Iterate, steps: int | None) -> tuple[Iter
         If the optimum is not reached.
     """
     before, last = start, float("inf")
+    gradient, seen = torch.zeros_like(start.displacement), deque[tuple[Iterate, Tensor]](maxlen=tuning.FEWEST_VECTORS)
     at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.fitted.network.precision)]
-    for _ in range(tuning.NEWTON_STEPS if steps is None else steps):
+    for taken in range(tuning.NEWTON_STEPS if steps is None else steps):
+        former, gradient = gradient, problem.gradient(at)
+        if steps is None and taken >= tuning.LINEAR_STEPS:
+            move = Iterate(at.displacement - before.displacement, at.f - before.f)
+            if problem.curved(move, gradient - former):
+                seen.append((move, gradient - former))
         before = at
-        direction, decrement = problem.direction(at)
+        direction, decrement = problem.direction(at, gradient, seen)
         scale = 1.0 + abs(problem.value(at))
         if decrement < -math.sqrt(eps[0]) * scale:  # gᵀH⁻¹g of a positive definite H
             raise NumericalError("a Newton step that makes the objective fall",
