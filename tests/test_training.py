@@ -1087,3 +1087,6 @@ def test_noise_that_is_too_large_at_the_end_is_told() -> None:
             warnings.simplefilter("always")
             ntkl.train_with_evidence(mlp(1, 8, 1), data, chosen, prior, **options, schedule=schedule)
         assert not [one for one in told if "the slope is" in str(one.message)]
+    words = "the slope is .*; standardize the targets, or start from a noise of about their variance"
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=words):
+        ntkl.train_with_evidence(mlp(1, 8, 1), (x, 1000 * (2 * x).sin()), ntkl.Gaussian(0.3), prior, **options)

@@ -37,6 +37,7 @@ FORMAT = FileFormat(
     "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path).",
 )
 
+_STUCK = 10.0  # slope in the noise, in nats a point, of errors far larger than the noise: more epochs do not help
 _SLOPE = 0.12  # gain of a Newton step in the noise, in nats a point, above which a warning is issued
 # iterations of L-BFGS after the epochs, at most, and where they come no nearer: networks with kinks predict no better
 _STEPS, _PATIENCE = 640, 160
@@ -264,5 +265,8 @@ def _tell_slope(posterior: Posterior, which: Sequence[str] | None, count: float)
     for name, slope in zip(variables.names, slopes.tolist(), strict=True):
         # the log likelihood of a log variance has the information N/2: a Newton step gains slope²/N
         if not name.startswith("precision[") and slope**2 > _SLOPE * count**2:
+            # Adam remembers the first slopes, and its later steps are too short
+            remedy = ("standardize the targets, or start from a noise of about their variance" if slope > _STUCK * count
+                      else "train for more epochs, or in Python call posterior.retrain(data)")
             warn(f"{name} is not at the optimum of the evidence after these epochs: the slope is {slope:.4g} nats per "
-                 "unit of its logarithm; train for more epochs, or in Python call posterior.retrain(data)")
+                 f"unit of its logarithm; {remedy}")
