@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,9 +111,24 @@ def test_only_the_warnings_of_the_result_are_told(monkeypatch: pytest.MonkeyPatc
     for noise, name in ((2.0, "StudentT"), (1e9, "Gaussian")):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            found = choice.chosen_noise(of_likelihood, ntkl.Gaussian(1.0), [ntkl.StudentT(noise, 3.0)])
+            found = choice.chosen_noise(lambda likelihood, _: of_likelihood(likelihood), ntkl.Gaussian(1.0),
+                                        [ntkl.StudentT(noise, 3.0)], (False,))
         assert type(found.posterior.likelihood).__name__ == name
         assert [str(one.message) for one in told if one.category is ntkl.NTKLaplaceWarning] == [f"of {name}"]
+
+
+@pytest.mark.filterwarnings("ignore:of Gaussian")
+def test_other_likelihoods_have_the_linear_part_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Errors, "have_tails", True)
+    asked: list[tuple[str, tuple[bool, ...]]] = []
+
+    def run(likelihood: ntkl.Likelihood, linear: Sequence[bool]) -> Trained:
+        asked.append((type(likelihood).__name__, tuple(linear)))
+        return replace(of_likelihood(ntkl.Gaussian(1.0)), linear=True)
+
+    choice.chosen_noise(run, ntkl.Gaussian(1.0), [ntkl.StudentT(1.0, 3.0), ntkl.HeteroscedasticGaussian()],
+                        (False, True))
+    assert asked == [("Gaussian", (False, True)), ("StudentT", (True,)), ("HeteroscedasticGaussian", (True,))]
 
 
 @pytest.mark.filterwarnings("ignore:of Gaussian", "ignore:leave-one-out is not to be trusted")

@@ -30,7 +30,9 @@ import ntk_laplace as ntkl
 from ntk_laplace.posterior.explain.reliability import Reliability
 from ntk_laplace.posterior.lack_of_fit import LackOfFit
 from ntk_laplace.runtime import tuning
+from ntk_laplace.tools.estimators import base as estimators_base
 from ntk_laplace.tools.estimators import training as estimator_training
+from ntk_laplace.tools.estimators.hyperparameters import integrated_evidence
 from ntk_laplace.tools.estimators.tables import Standardized
 from ntk_laplace.tools.estimators.units import in_units
 from ntk_laplace.training import starts as training_starts
@@ -210,11 +212,11 @@ def test_relevance_is_learned_for_the_inputs_of_a_perceptron(monkeypatch: pytest
         assert other.posterior_.prior.groups == "layer" and not hasattr(other, "relevance_")
 
 
-def test_the_perceptron_of_a_wide_table_has_a_linear_part() -> None:
+def test_a_perceptron_with_a_linear_part() -> None:
     x = np.random.default_rng(0).normal(size=(20, 65))
     y, quick = x[:, 0], SINGLE | {"epochs": 1, "predictive": None}
-    cases = {1: ntkl.LaplaceRegressor(likelihood="gaussian", **quick).fit(x, y),
-             2: ntkl.LaplaceRegressor(likelihood="heteroscedastic-gaussian", **quick).fit(x, y),
+    cases = {1: ntkl.LaplaceRegressor(likelihood="gaussian", linear_part=True, **quick).fit(x, y),
+             2: ntkl.LaplaceRegressor(likelihood="heteroscedastic-gaussian", linear_part=True, **quick).fit(x, y),
              3: ntkl.LaplaceClassifier(**quick).fit(x, np.arange(20) % 3)}
     for outputs, model in cases.items():
         network, inputs = model.network_, model.network_inputs(x)
@@ -225,12 +227,84 @@ def test_the_perceptron_of_a_wide_table_has_a_linear_part() -> None:
         hidden = network.rest[0](inputs @ weight[outputs:].T + bias[outputs:])
         expected = linear + hidden @ network.rest[-1].weight.T + network.rest[-1].bias
         assert torch.allclose(network(inputs), expected, rtol=1e-12)
-    for options, table in (({}, x[:, :64]), ({"groups": "layer"}, x), ({"hidden_layer_sizes": ()}, x)):
-        model = ntkl.LaplaceRegressor(likelihood="gaussian", **quick | options).fit(table, y)
-        assert isinstance(model.network_, nn.Sequential)
-        assert model.posterior_.prior.spread == (3.0 if table.shape[1] == 64 else 1.0)
+    of_layers = ntkl.LaplaceRegressor(likelihood="gaussian", groups="layer", linear_part=True, **quick).fit(x, y)
+    assert of_layers.network_.first.weight.shape == (6, 65) and of_layers.posterior_.prior.groups == "layer"
     with refused(ntkl.MemoryBudgetError, "the 660,000,000,065 weights", "need of", "fewer units"):  # 65 skip the rest
-        ntkl.LaplaceRegressor(likelihood="gaussian", **quick | {"hidden_layer_sizes": 10**10}).fit(x, y)
+        huge = quick | {"hidden_layer_sizes": 10**10}
+        ntkl.LaplaceRegressor(likelihood="gaussian", linear_part=True, **huge).fit(x, y)
+
+
+def test_which_tables_have_a_linear_part() -> None:
+    """With more than 64 features it is usual; of few examples in a regression both perceptrons are tried."""
+    forms: list[list[bool]] = []
+
+    def recorded(forms_of: Any, *args: Any, **options: Any) -> Any:
+        forms.append([form.linear for form in forms_of])
+        return estimator_training.trained(forms_of[:1], *args, **options)
+
+    x, quick = np.random.default_rng(0).normal(size=(170, 65)), SINGLE | {"epochs": 1, "predictive": None}
+    regressor = ntkl.LaplaceRegressor(likelihood="gaussian", **quick)
+    none, usual, either, first = [False], [True], [False, True], [True, False]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimators_base, "trained", recorded)
+        for rows, columns, expected in ((159, 16, either), (160, 16, none), (149, 15, none), (170, 64, either),
+                                        (170, 65, first)):
+            clone(regressor).fit(x[:rows, :columns], x[:rows, 0])
+            assert forms.pop() == expected
+        for options, expected in (({"groups": "layer"}, none), ({"hidden_layer_sizes": ()}, none),
+                                  ({"linear_part": True}, usual), ({"linear_part": False}, none),
+                                  ({"network": lambda d, c: nn.Linear(d, c).double()}, none)):
+            clone(regressor).set_params(**options).fit(x, x[:, 0])
+            assert forms.pop() == expected
+        patch.setattr(tuning, "EXAMPLES_OF_EACH_INPUT", 2)
+        clone(regressor).fit(x, x[:, 0])
+        assert forms.pop() == usual
+        patch.undo()
+        patch.setattr(estimators_base, "trained", recorded)
+        for columns, expected in ((64, none), (65, usual)):
+            ntkl.LaplaceClassifier(**quick).fit(x[:, :columns], np.arange(170) % 2)
+            assert forms.pop() == expected
+
+
+def test_the_evidence_chooses_a_linear_part() -> None:
+    """With their precisions integrated out."""
+    rng = np.random.default_rng(3)
+    x, chosen = rng.normal(size=(60, 16)), set()
+    quick = QUICK | {"epochs": 40, "hidden_layer_sizes": (8,), "likelihood": "gaussian", "precision": 1.0,
+                     "predictive": None}
+    for y in (x @ rng.normal(size=16) + 0.3 * rng.normal(size=60), np.abs(3 * x[:, 0]) + 0.1 * rng.normal(size=60)):
+        forms = {linear: ntkl.LaplaceRegressor(linear_part=linear, **quick).fit(x, y) for linear in (False, True)}
+        evidence = {linear: integrated_evidence(form.posterior_) for linear, form in forms.items()}
+        best = max(evidence, key=lambda linear: evidence[linear])
+        chosen.add(best)
+        model = ntkl.LaplaceRegressor(**quick).fit(x, y)
+        assert np.array_equal(model.predict(x), forms[best].predict(x))
+    assert chosen == {False, True}
+
+
+def test_the_evidence_without_precisions_of_inputs() -> None:
+    """Each input costs ½ log(1 + ½ spread² γ_i), by dense algebra; a prior with other groups costs nothing."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(30, 3))
+    model = ntkl.LaplaceRegressor(**SINGLE | {"likelihood": "gaussian", "predictive": None}, structure="full")
+    for groups in ("input", "layer"):
+        posterior = model.set_params(groups=groups).fit(x, x[:, 0] + 0.1 * rng.normal(size=30)).posterior_
+        value = float(posterior.log_marginal_likelihood())
+        if groups == "layer":
+            assert integrated_evidence(posterior) == value
+            continue
+        module, inputs = posterior.network.module, model.network_inputs(x)
+        parts = [torch.autograd.grad(f, [*module.parameters()], retain_graph=True) for f in module(inputs).flatten()]
+        rows = torch.stack([torch.cat([part.flatten() for part in row]) for row in parts])
+        precision = posterior.prior.flat_precision().detach()
+        hessian = rows.T @ rows / posterior.likelihood.noise.detach() + precision.diag()
+        shares = 1.0 - precision * torch.linalg.inv(hessian).diagonal()
+        first = next(module.parameters())
+        used = shares[: first.numel()].view(first.shape).sum(0)  # of each column of the first weight
+        logs = precision[: first.numel()].view(first.shape)[0].log()
+        density = -0.5 * (logs - logs.mean()).square().sum() / 9
+        cost = 0.5 * (1 + 0.5 * 9 * used).log().sum()
+        assert integrated_evidence(posterior) == pytest.approx(value + float(density - cost), rel=1e-9)
 
 
 @pytest.mark.slow
@@ -338,11 +412,12 @@ def test_a_network_that_learned_noise_is_trained_again_with_more_evaluations(
             return float(np.log(model.predict_proba(x[n:])[np.arange(2600 - n), y[n:]]).mean())
         return float(norm.logpdf(y[n:], *model.predict(x[n:], return_std=True)).mean())
 
-    model = cls(random_state=0).fit(x[:n], y[:n])
+    options = {"random_state": 0, "linear_part": False}
+    model = cls(**options).fit(x[:n], y[:n])
     inputs = model.network_inputs(x)
     assert torch.equal(model.network_(inputs), model.posterior_.outputs(inputs)) and not model.held_out_index_.size
     monkeypatch.setattr(Reliability, "below_one_prediction", property(lambda _: False))
-    first = cls(random_state=0).fit(x[:n], y[:n])
+    first = cls(**options).fit(x[:n], y[:n])
     assert (len(model.history_.epochs), len(first.history_.epochs)) == ((34, 10) if classes else (50, 15))
     assert density(model) > density(first) + 0.01
 
@@ -735,6 +810,8 @@ def test_a_fit_is_repeatable_and_leaves_the_global_generator() -> None:
     ({"prefit": True}, ntkl.UnsupportedError, "trained"),
     ({"prefit": True, "precision": 1.0}, ntkl.UnsupportedError, "trained"),
     ({"verbose": "x"}, ntkl.UnsupportedError, "verbose True or False"),
+    ({"linear_part": "yes"}, ntkl.UnsupportedError, "linear_part True or False"),
+    ({"linear_part": True, "network": nn.Linear}, ntkl.UnsupportedError, "mlp"),
     ({"precision": -1.0}, ntkl.HyperparameterError, "precision"),
     ({"predictive": "mcmc"}, ntkl.UnsupportedError, "loo"),
 ])

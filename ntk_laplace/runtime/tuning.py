@@ -57,8 +57,9 @@ HESSIAN_BYTES = 64 * MIB  # output Hessians of examples that are looked at or co
 BLOCK_REFRESH = 0.05  # steps of variational inference, in units of step size, between two eigendecompositions
 BLOCK_CHANGE = 0.05  # relative change of a block's trace that makes its decomposition anew due earlier
 INPUTS_WITH_PRECISIONS = 1_024  # features up to which estimators learn one precision for each
-# features above which the estimators' perceptron has a linear part and a spread of 1: examples/predictions/wide.py
-INPUTS_WITHOUT_LINEAR = 64
+# features above which the estimators' perceptron has a linear part, and from which on both are tried of fewer examples
+# for each feature: examples/predictions/wide.py
+INPUTS_WITHOUT_LINEAR, INPUTS_EITHER_WAY, EXAMPLES_OF_EACH_INPUT = 64, 16, 10
 STEP_MATRIX = 2_000  # parameters up to which H at other precisions is factored beside the posterior's own
 EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 

@@ -41,7 +41,7 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
 from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
-from ntk_laplace.tools.estimators.training import Starts, Trained, Waves, taken, trained
+from ntk_laplace.tools.estimators.training import Form, Starts, Trained, Waves, taken, trained
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
@@ -73,6 +73,7 @@ class LaplaceEstimator(_Fitted):
     network: Any = "mlp"
     _: KW_ONLY
     hidden_layer_sizes: Any = (32,)
+    linear_part: bool | str = "auto"
     activation: str = "tanh"
     precision: Any = "auto"
     groups: Any = "auto"
@@ -90,6 +91,7 @@ class LaplaceEstimator(_Fitted):
 
     _spread = 1.0  # of the prior, for groups="input"
     _precisions: ClassVar[tuple[float, ...]] = (1.0,)  # at the start, of "auto"
+    _either = False  # whether perceptrons with and without a linear part are tried
 
     # --- training
 
@@ -104,23 +106,25 @@ class LaplaceEstimator(_Fitted):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         features, groups, starts = x.shape[1], self._prior_groups(x.shape[1]), self._starts
         by_input = isinstance(groups, str) and groups == "input"
-        wide = by_input and features > tuning.INPUTS_WITHOUT_LINEAR
-        spread = self._spread if by_input and not wide else 1.0
+        linear = self._linear_parts(len(x), features, by_input)
         given = 1.0 if starts.first is not None or self._automatic else self.precision
-        prior = GaussianPrior(given, groups=groups, spread=spread)
+
+        def prior(linear: bool) -> GaussianPrior:
+            return GaussianPrior(given, groups=groups, spread=self._spread if by_input and not linear else 1.0)
+
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            def new(likelihood: Likelihood, waves: Waves = ()) -> nn.Module:
+            def new(likelihood: Likelihood, linear: bool, waves: Waves = ()) -> nn.Module:
                 torch.manual_seed(seed)
                 outputs, inputs = responses * _outputs_of_each(likelihood), features + 2 * len(waves)
-                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation, wide)
+                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation, linear)
                 made = nn.Sequential(FourierFeatures(waves), made) if waves else made
                 return with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
 
-            data: tuple[Tensor, ...] = self._tensor(x, new(likelihood)), y
+            data: tuple[Tensor, ...] = self._tensor(x, new(likelihood, linear[0])), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
             fit = partial(self._run, new, data, prior=prior, starts=starts, seed=seed)
-            found = self._of_likelihoods(fit, likelihood)
+            found = self._of_likelihoods(fit, likelihood, linear)
         self.history_ = found.history
         if found.history is not None:
             self.n_iter_ = len(found.history.loss)
@@ -135,19 +139,31 @@ class LaplaceEstimator(_Fitted):
         self._theta = self.theta_  # of that value
 
     def _run(
-        self, new: Callable[..., nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
-        prior: GaussianPrior, starts: Starts, seed: int,
+        self, new: Callable[..., nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood, linear: Sequence[bool],
+        prior: Callable[[bool], GaussianPrior], starts: Starts, seed: int,
     ) -> Trained:
-        """Take the network, or train one; `new` takes a likelihood and the waves of its Fourier features."""
+        """Take the network, or train one; `new` takes a likelihood, a linear part and waves, and `prior` the second."""
+        forms = [Form(partial(new, likelihood, one), prior(one), one) for one in linear]
         if self.prefit:
-            return taken(new(likelihood), data, likelihood, prior, self.predictive, self._training_options(1))
+            return taken(forms[0].new(()), data, likelihood, forms[0].prior, self.predictive, self._training_options(1))
         most = 0 if is_module(self.network) else self.fourier_features
-        return trained(partial(new, likelihood), data, likelihood, prior, starts, self.predictive, seed, most,
-                       self._training_options)
+        return trained(forms, data, likelihood, starts, self.predictive, seed, most, self._training_options)
 
-    def _of_likelihoods(self, run: Callable[[Likelihood], Trained], likelihood: Likelihood) -> Trained:
-        """The result for a likelihood."""
-        return run(likelihood)
+    def _of_likelihoods(
+        self, run: Callable[[Likelihood, Sequence[bool]], Trained], likelihood: Likelihood, linear: Sequence[bool]
+    ) -> Trained:
+        """The result for a likelihood, with what may be chosen of a linear part."""
+        return run(likelihood, linear)
+
+    def _linear_parts(self, examples: int, features: int, by_input: bool) -> list[bool]:
+        """Whether the network has a linear part; both if the evidence is to choose, the usual one first."""
+        if not is_choice(self.linear_part, ("auto",)):
+            return [bool(self.linear_part)]
+        deep = by_input and isinstance(self.network, str) and bool(np.size(self.hidden_layer_sizes))
+        usual = deep and features > tuning.INPUTS_WITHOUT_LINEAR
+        few = examples < tuning.EXAMPLES_OF_EACH_INPUT * features
+        either = self._either and deep and few and features >= tuning.INPUTS_EITHER_WAY
+        return [usual, not usual] if either else [usual]
 
     def _training_options(self, times: int) -> dict[str, Any]:
         """Of `train_with_evidence`, for `times` as many epochs."""
@@ -227,6 +243,11 @@ class LaplaceEstimator(_Fitted):
         if not each or not (named or all(is_number(one, above=0) for one in each)):
             raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
                                       "Pass precision=1.0 or (1.0, 0.01).")
+        if not is_choice(self.linear_part, ("auto",)):
+            require_flags(linear_part=self.linear_part)
+            if self.linear_part and not isinstance(self.network, str):
+                raise UnsupportedError('network="mlp", for linear_part=True', repr(self.network)[:80],
+                                       "Add it to the network, or leave linear_part out.")
         require_flags(prefit=self.prefit)
         require_choice(self.predictive, (None, "loo", "folds"), 'predictive "loo", "folds" or None')
         if self.prefit and self.predictive == "folds":

@@ -27,7 +27,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
 
     Parameters
     ----------
-    network, hidden_layer_sizes, activation
+    network, hidden_layer_sizes, linear_part, activation
         As in `LaplaceRegressor`. The network returns one logit for each class; of two classes also one, that of the
         second.
     precision, groups, structure, curvature, predictive, fourier_features, epochs, learning_rate, batch_size

@@ -25,8 +25,13 @@ _TIED = 0.5  # of the targets, that may be equal
 _BIAS, _BIAS_SHARE = 3.0, 0.02  # standard errors of a mean error, and its share of the squared errors
 
 
-def chosen_noise(run: Callable[[Likelihood], Trained], normal: Likelihood, others: Sequence[Likelihood]) -> Trained:
+def chosen_noise(
+    run: Callable[[Likelihood, Sequence[bool]], Trained], normal: Likelihood, others: Sequence[Likelihood],
+    linear: Sequence[bool],
+) -> Trained:
     """Train under a normal likelihood, and if its residuals have heavy tails under others; the evidence chooses.
+
+    `run` takes what may be chosen of a linear part too; under the others the network has what the first one has.
 
     Another is not taken if it has learned its targets by heart and the normal one has not, if its squared errors are
     larger, or if its errors have a mean: of skewed targets the center of Student's t is not the mean, which people ask
@@ -34,11 +39,11 @@ def chosen_noise(run: Callable[[Likelihood], Trained], normal: Likelihood, other
     degrees of freedom if more than ν/(ν + 1) of them are.
     """
     with told_later() as told:
-        found = run(normal)
+        found = run(normal, linear)
     errors = Errors.of(found.posterior)
     for likelihood in others if errors.have_tails else ():
         with suppress(NTKLaplaceError), untold(), told_later() as of_other:  # the first training is a result
-            other = run(likelihood)
+            other = run(likelihood, (found.linear,))
             own = Errors.of(other.posterior)
             if not (own.biased or own.larger_than(errors)) and rank_of(other) > rank_of(found):
                 found, told = other, of_other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
@@ -46,11 +46,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     Parameters
     ----------
     network : "mlp", callable, nn.Module or skorch net
-        "mlp": a multilayer perceptron, with a linear part where each of more than 64 features has a precision of its
-        own. A callable gets (features, outputs) and returns a module. A module is copied, as is the module of a skorch
-        net; the caller's stays as it is.
+        "mlp": a multilayer perceptron. A callable gets (features, outputs) and returns a module. A module is copied, as
+        is the module of a skorch net; the caller's stays as it is.
     hidden_layer_sizes : sequence of int
         Units of the hidden layers of "mlp".
+    linear_part : bool or "auto"
+        Whether the first layer of "mlp" has a unit more for each output, which skips the other layers. "auto": where
+        each of more than 64 features has a precision of its own. In a regression on 16 features or more, of fewer than
+        ten examples for each, both are trained, and the evidence chooses, with these precisions integrated out.
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
     precision : float, sequence of float, or "auto"
@@ -61,7 +64,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     groups : {"auto", "input", "layer", "all", "tensor"} or mapping
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 1,024 features and the structure supports it, else those of each layer. The
-        spread of those of each input is 3; in a classification, and with more than 64 features, 1.
+        spread of those of each input is 3; in a classification, and with a linear part, 1.
     likelihood : {"auto", "gaussian", "student-t", "heteroscedastic-gaussian"}
         "student-t": noise with heavy tails, for targets with outliers (`StudentT`), whose degrees of freedom are
         learned too. "heteroscedastic-gaussian": noise that depends on the inputs; the network has two outputs for each
@@ -155,6 +158,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     _spread = 3.0  # with 1, irrelevant inputs stay in the function
     _precisions: ClassVar[tuple[float, ...]] = (1.0, 0.01)
+    _either = True
 
     def _training_options(self, times: int) -> dict[str, Any]:
         """A rate that falls to 0, and more evaluations: precisions and noise must arrive before the epochs end."""
@@ -190,14 +194,16 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         self._fit(x, to_tensor(self._targets(y)), y.shape[1], likelihood, weight)
         return self
 
-    def _of_likelihoods(self, run: Callable[[Likelihood], Trained], likelihood: Likelihood) -> Trained:
+    def _of_likelihoods(
+        self, run: Callable[[Likelihood, Sequence[bool]], Trained], likelihood: Likelihood, linear: Sequence[bool]
+    ) -> Trained:
         if self.likelihood != "auto":
-            return run(likelihood)
+            return run(likelihood, linear)
         targets = len(self._targets.scale)
         others = [self._named_likelihood("student-t", targets)]
         if not is_module(self.network):  # of a module the number of outputs is what it is
             others.append(self._named_likelihood("heteroscedastic-gaussian", targets))
-        return chosen_noise(run, likelihood, others)
+        return chosen_noise(run, likelihood, others, linear)
 
     def _named_likelihood(self, name: str, targets: int) -> Likelihood:
         """The likelihood of a name, with a noise for each of several targets; of "auto" the first that is tried."""
