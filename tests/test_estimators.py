@@ -281,8 +281,11 @@ def test_the_evidence_chooses_a_linear_part(monkeypatch: pytest.MonkeyPatch) -> 
         assert np.array_equal(model.predict(x), forms[best].predict(x))
     assert chosen == {False, True}
     monkeypatch.setattr(estimator_training, "integrated_evidence", lambda posterior: -integrated_evidence(posterior))
+    results: list[estimator_training.Trained] = []
+    monkeypatch.setattr(estimators_base, "trained", lambda *options: results.append(
+        estimator_training.trained(*options)) or results[-1])
     other = ntkl.LaplaceRegressor(**quick).fit(x, y)
-    assert np.array_equal(other.predict(x), forms[not best].predict(x))
+    assert np.array_equal(other.predict(x), forms[not best].predict(x)) and results[0].linear is not best
 
 
 def test_the_evidence_without_precisions_of_inputs() -> None:
