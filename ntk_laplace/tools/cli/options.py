@@ -294,8 +294,8 @@ def _add_fit(commands: Any) -> None:
     fit.add_argument("--epochs", type=_count, metavar="N", help="of the training (default: 300, or 100 for classes)")
     fit.add_argument("--predictive", choices=("loo", "folds"), default="loo",
                      help="what sets the size of the uncertainty: the training rows, each predicted from all others in "
-                     "closed form; or folds of them, which cost five more trainings and give better densities, "
-                     "those of regressions above all (default: %(default)s)")
+                     "closed form; or folds of them, each left out of a whole training of its own, which cost "
+                     "five more, and know better where columns are many (default: %(default)s)")
     _add_shared(fit, "--seed")
     _add_shared(fit, "--out", default=Path("ntk-laplace-fit"))
 

@@ -80,8 +80,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         the posterior: "kfac" is an approximation.
     predictive : "loo", "folds" or None
         "loo": train to an optimum, and fit the predictive to leave-one-out densities; the fit is used if it is
-        trusted (`predictive_fit_`). "folds": fit it to five folds, each left out of a training of its own, at the
-        hyperparameters of the first (`Posterior.cross_calibrate`). None: the posterior at the best evidence. Where
+        trusted (`predictive_fit_`). "folds": fit it to five folds, each left out of a whole training of its own, with
+        its own precisions and noise (`Posterior.cross_calibrate`). None: the posterior at the best evidence. Where
         there is no exact posterior, because data and network are too large, or it is not trusted, "loo" keeps a tenth
         of more than 1,000 examples, at most 5,000, from a training, and fits the predictive of `structure` to them
         (`held_out_index_`): at the weights of the best evidence, or at the optimum, whichever is better. So it does

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -23,13 +22,7 @@ from ntk_laplace.posterior.fit import laplace
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.estimators.held_out import calibrated, held_out
 from ntk_laplace.tools.estimators.hyperparameters import integrated_evidence
-from ntk_laplace.training import (
-    EvidenceHistory,
-    EvidenceSchedule,
-    EvidenceTraining,
-    train_from_starts,
-    train_with_evidence,
-)
+from ntk_laplace.training import EvidenceHistory, EvidenceTraining, train_from_starts, train_with_evidence
 from ntk_laplace.training.model import Model
 from ntk_laplace.training.schedule import short_schedule
 from ntk_laplace.training.starts import rank
@@ -87,7 +80,80 @@ class _Attempt:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-_Run = Callable[..., EvidenceTraining]  # of a module under a prior
+@dataclass(frozen=True)
+class _Recipe:
+    """How networks are trained, on all of the data or on parts; `options_of` is that of `trained`."""
+
+    likelihood: Likelihood
+    starts: Starts
+    predictive: str | None  # of `train_with_evidence`
+    quiet: bool  # about a training without a predictive
+    most_waves: int
+    options_of: Callable[[int], Mapping[str, Any]]
+
+    def run(
+        self, data: tuple[Tensor, ...], module: nn.Module, prior: GaussianPrior, **other: Any
+    ) -> EvidenceTraining:
+        """Train a module."""
+        options = {**self.options_of(1), "predictive": self.predictive, **other}
+        with _untrusted_untold(later=self.quiet):
+            if self.starts.first is None:
+                return train_with_evidence(module, data, self.likelihood, prior, **options)
+            return train_from_starts(module, data, self.likelihood, prior,
+                                     **{"starts": self.starts.first} | options)[0]
+
+    def attempt(
+        self, data: tuple[Tensor, ...], form: Form, waves: Waves = (), module: nn.Module | None = None, **options: Any
+    ) -> _Attempt:
+        """A training of a new network of this form, or of the given one."""
+        module = form.new(waves) if module is None else module
+        with told_later() as told:
+            return _Attempt(self.run(data, module, form.prior, **options), told, module, form, waves, options)
+
+    def best(self, data: tuple[Tensor, ...], form: Form, module: nn.Module | None = None) -> _Attempt:
+        """The best training of a form, with waves, for longer, or with more evaluations where it needs them."""
+        return self._again(data, self._with_waves(data, self.attempt(data, form, module=module)))
+
+    def _with_waves(self, data: tuple[Tensor, ...], best: _Attempt) -> _Attempt:
+        """A training with Fourier features of the waves that its residuals show, one after the other, or the given one.
+
+        The best of M waves gains log M nats by chance, and M is about the number of inputs times that of examples.
+        """
+        chance = math.log(data[0][0].numel() * len(data[1])) / len(data[1])
+        with suppress(NTKLaplaceError), untold():  # also where a callable makes networks of this many inputs alone
+            while len(best.waves) < self.most_waves and (wave := _wave(best.training)) is not None:
+                again = self.attempt(data, best.form, (*best.waves, wave))
+                unlearned, density = rank(best.training, left_out=True)
+                if rank(again.training, left_out=True) <= (unlearned, density + chance):
+                    break
+                best = again
+        return best
+
+    def _again(self, data: tuple[Tensor, ...], best: _Attempt) -> _Attempt:
+        """The better by leave-one-out of a training and another with other options, if it needs one.
+
+        For longer where left-out residuals of similar inputs are clearly alike, or with more evaluations of the
+        evidence where it is below that of one prediction for all inputs: noise was learned between evaluations.
+        """
+        found, options = best.training, self.options_of(1)
+        if found.predictive is None:
+            return best
+        longer = bool(self.starts.longer) and len(data[1]) <= _FEW
+        doubts, lack = found.predictive.reliability, found.lack_of_fit if longer else None
+        schedule = options.get("schedule") or short_schedule(options["epochs"])
+        often = replace(schedule, frequency=max(1, schedule.frequency // _OFTEN))
+        more: dict[str, Any] = {}
+        if lack is not None and lack.clear:
+            more = {**self.options_of(_TIMES), "starts": self.starts.longer}
+        elif doubts is not None and doubts.below_one_prediction and often != schedule:
+            more = {"schedule": often}
+        if more:
+            with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
+                again = self.attempt(data, best.form, best.waves, **more)
+                sure = self.likelihood.classifies and "starts" in more and _looks_sure(again.training, found)
+                if not sure and rank(again.training, left_out=True) > rank(found, left_out=True):
+                    return again
+        return best
 
 
 def taken(
@@ -117,34 +183,20 @@ def trained(
     and cosine, of at most `most_waves`, as long as leave-one-out gains more than chance.
     """
     many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
-    options = {**options_of(1), "predictive": predictive and "loo"}
-
-    def run(own: nn.Module, prior: GaussianPrior, **other: Any) -> EvidenceTraining:
-        with _untrusted_untold(later=many or folds):
-            if starts.first is None:
-                return train_with_evidence(own, data, likelihood, prior, **options | other)
-            return train_from_starts(own, data, likelihood, prior, **{"starts": starts.first} | options | other)[0]
-
-    form, curvature = forms[0], CurvatureType.of(options["curvature"])
+    recipe = _Recipe(likelihood, starts, predictive and "loo", many or folds, most_waves, options_of)
+    form, options = forms[0], options_of(1)
     module = form.new(())
-    sized = Model(module, likelihood, form.prior, data, options["structure"], curvature, None, options["settings"])
+    sized = Model(module, likelihood, form.prior, data, options["structure"], CurvatureType.of(options["curvature"]),
+                  None, options["settings"])
     held = np.zeros(0, dtype=np.intp)
     waves: Waves = ()
     better: Mapping[str, Any] = {}
     apart = many and not sized.has_exact()
     if not apart:
-        schedule = options.get("schedule") or short_schedule(options["epochs"])
-        often = replace(schedule, frequency=max(1, schedule.frequency // _OFTEN))
-        longer = {**options_of(_TIMES), "starts": starts.longer} if starts.longer and len(data[1]) <= _FEW else {}
-        again = longer, {"schedule": often} if often != schedule else {}
-
-        def improved(first: _Attempt) -> _Attempt:
-            return _trained_again(run, _with_waves(run, first, data, most_waves), *again)
-
-        best = improved(_attempt(run, form, module=module))
+        best = recipe.best(data, form, module)
         for other in forms[1:]:
             with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
-                best = max(best, improved(_attempt(run, other)), key=_rank_of_form)
+                best = max(best, recipe.best(data, other), key=_rank_of_form)
         found, module, form, waves, better = best.training, best.module, best.form, best.waves, best.options
         posterior, fit = found.posterior, found.predictive
         apart = many and (fit is None or _learned(found) or (len(data[1]) > _FEWEST and not fit.trusted))
@@ -153,19 +205,13 @@ def trained(
     if apart:  # calibrated with data that the training does not see
         module, given, held = form.new(waves), data, held_out(data[1], likelihood.classifies, seed)
         kept = to_tensor(np.setdiff1d(np.arange(len(data[1])), held))
-        data, options["predictive"] = tuple(part[kept] for part in given), None
-        found = run(module, form.prior, **better)
+        data = tuple(part[kept] for part in given)
+        found = recipe.run(data, module, form.prior, **{**better, "predictive": None})
         posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))
     if folds:
-        options |= {name: value for name, value in better.items() if name != "starts"}
-        options["schedule"] = EvidenceSchedule(options["epochs"], steps=0)  # the hyperparameters stay
-
-        def train(part: tuple[Tensor, ...]) -> Posterior:
-            own = copy.deepcopy((posterior.likelihood, posterior.prior))
-            return train_with_evidence(form.new(waves), part, *own, **options).posterior
-
-        with _untrusted_untold(later=True):
-            fit = posterior.cross_calibrate(train, data, min(_FOLDS, len(data[1])), seed=seed)
+        with untold():
+            fit = posterior.cross_calibrate(lambda part: recipe.best(part, form).training.posterior, data,
+                                            min(_FOLDS, len(data[1])), seed=seed)
     return Trained(module, posterior, found.history, fit, held, waves, form.linear)
 
 
@@ -179,27 +225,6 @@ def _learned(training: EvidenceTraining) -> bool:
     return fit is not None and fit.reliability is not None and fit.reliability.learned_targets
 
 
-def _trained_again(run: _Run, best: _Attempt, longer: Mapping[str, Any], often: Mapping[str, Any]) -> _Attempt:
-    """The better by leave-one-out of a training and another, if it needs one, with one of two sets of options.
-
-    For longer where left-out residuals of similar inputs are clearly alike, or with more evaluations of the evidence
-    where it is below that of one prediction for all inputs: noise was learned between evaluations.
-    """
-    found = best.training
-    if found.predictive is None:
-        return best
-    doubts, lack = found.predictive.reliability, found.lack_of_fit if longer else None
-    alike = lack is not None and lack.clear
-    more = longer if alike else often if doubts is not None and doubts.below_one_prediction else {}
-    if more:
-        with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
-            again = _attempt(run, best.form, best.waves, **more)
-            sure = found.posterior.likelihood.classifies and alike and _looks_sure(again.training, found)
-            if not sure and rank(again.training, left_out=True) > rank(found, left_out=True):
-                return again
-    return best
-
-
 def _looks_sure(weak: EvidenceTraining, other: EvidenceTraining) -> bool:
     """Whether a training from a weak prior only looks better than another: its posterior as it is predicts worse.
 
@@ -210,35 +235,10 @@ def _looks_sure(weak: EvidenceTraining, other: EvidenceTraining) -> bool:
     return fits[0] is not None and fits[1] is not None and fits[0].before < fits[1].before
 
 
-def _with_waves(run: _Run, best: _Attempt, data: tuple[Tensor, ...], most: int) -> _Attempt:
-    """A training with Fourier features of the waves that its residuals show, one after the other, or the given one.
-
-    The best of M waves gains log M nats by chance, and M is about the number of inputs times that of examples.
-    """
-    chance = math.log(data[0][0].numel() * len(data[1])) / len(data[1])
-    with suppress(NTKLaplaceError), untold():  # also where a callable makes networks of this many inputs alone
-        while len(best.waves) < most and (wave := _wave(best.training)) is not None:
-            again = _attempt(run, best.form, (*best.waves, wave))
-            unlearned, density = rank(best.training, left_out=True)
-            if rank(again.training, left_out=True) <= (unlearned, density + chance):
-                break
-            best = again
-    return best
-
-
 def _wave(training: EvidenceTraining) -> tuple[int, float] | None:
     """Input and period of the strongest wave in left-out residuals; None where there is none beyond chance."""
     found = None if training.predictive is None else training.lack_of_fit
     return None if found is None or found.input is None or found.period is None else (found.input, found.period)
-
-
-def _attempt(
-    run: _Run, form: Form, waves: Waves = (), module: nn.Module | None = None, **options: Any
-) -> _Attempt:
-    """A training of a new network of this form, or of the given one."""
-    module = form.new(waves) if module is None else module
-    with told_later() as told:
-        return _Attempt(run(module, form.prior, **options), told, module, form, waves, options)
 
 
 def _untrusted_untold(later: bool = False) -> AbstractContextManager[None]:
