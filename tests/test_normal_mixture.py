@@ -173,6 +173,26 @@ def test_quantiles_of_mixtures_with_several_modes() -> None:
     torch.testing.assert_close(moved[1:3].reshaped(2, 1).mean, 2.0 * mixture.mean[:2].unsqueeze(1) - 7.0)
 
 
+@pytest.mark.parametrize(("weights", "means", "deviations", "unit"), [
+    ((0.4, 0.6), (83.0, 83.0), (3.0, 3.0), 1.0),  # one normal
+    ((0.5, 0.5), (83.0, 1e5), (1e-3, 1e-3), 0.5),  # of which one is far away
+    ((1.0, 1e-25), (200.0, -1.0), (2.0, 0.1), 1e-25),  # of which one matters in the tail alone
+])
+@pytest.mark.parametrize("level", [1e-300, 1e-50, 1e-30])
+def test_quantiles_far_out_are_those_of_the_lowest_normal(
+    weights: tuple[float, ...], means: tuple[float, ...], deviations: tuple[float, ...], unit: float, level: float
+) -> None:
+    """Beside a median, and a number that is no level."""
+    lowest = int(np.argmin(means))
+    mixture = NormalMixture(numbers(*weights).log(), numbers(*means), numbers(*deviations))
+    found = mixture.icdf(numbers(level, 0.5))
+    expected = means[lowest] + deviations[lowest] * stats.norm.ppf(level / unit)
+    assert float(found[0]) == pytest.approx(expected, rel=1e-12)
+    assert float(mixture.cdf(found[1])) == pytest.approx(0.5, abs=1e-12)
+    torch.testing.assert_close(mixture.icdf(numbers(float("nan"), level)), numbers(float("nan"), expected),
+                               rtol=1e-12, atol=0, equal_nan=True)
+
+
 def test_newton_steps_that_go_to_and_fro_are_halved() -> None:
     """Between narrow and wide normals they may stay within the bounds without an end."""
     draws = np.random.default_rng(2)
@@ -190,6 +210,7 @@ def test_draws_parts_and_more_copies_of_mixtures() -> None:
     torch.manual_seed(0)
     draws = mixture.sample((20_000,))
     assert draws.shape == (20_000, 2, 3) and mixture.sample().shape == (2, 3)
+    assert mixture.sample((0,)).shape == (0, 2, 3) and mixture[:0].sample((4,)).shape == (4, 0, 3)
     below = (draws.unsqueeze(1) < mixture.icdf(levels)).double().mean(0)
     torch.testing.assert_close(below, levels.expand(3, 2, 3), rtol=0, atol=0.012)
     assert abs(np.corrcoef(draws[:, 0, 0], draws[:, 1, 2])[0, 1]) < 0.03

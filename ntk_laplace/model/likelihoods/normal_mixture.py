@@ -14,8 +14,8 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 
 _STEPS = 200  # of which few are taken: each is half of the one before the last at most, or halves the bounds
-_LEAST = 1e-20  # weight: less does not change a distribution function
-_CLOSE, _ROUNDING = 1e-12, 1e-15  # the last step in deviations, and relative to a quantile far out
+_LEAST = 1e-20  # weight: less does not change a distribution function, for the lowest of the levels as the unit
+_CLOSE, _ROUNDING = 1e-12, 1e-15  # the last step in deviations, and relative to the quantile
 
 
 class NormalMixture(td.MixtureSameFamily):
@@ -96,6 +96,8 @@ class NormalMixture(td.MixtureSameFamily):
         """Draws, of shape ``sample_shape + batch_shape``: each number is of a normal of its own choice."""
         with torch.no_grad():
             shape, normals = self._extended_shape(torch.Size(sample_shape)), self.component_distribution
+            if not shape.numel():  # torch's Categorical refuses to draw nothing
+                return normals.loc.new_empty(shape)
             which = self.mixture_distribution.sample(shape).unsqueeze(-1)
             return torch.normal(*(part.expand(*shape, -1).gather(-1, which).squeeze(-1)
                                   for part in (normals.loc, normals.scale)))
@@ -132,20 +134,23 @@ def checked_levels(levels: float | Sequence[float]) -> Tensor:
 
 @torch.no_grad()
 def _solved(weights: Tensor, mean: Tensor, deviation: Tensor, level: Tensor) -> Tensor:
-    """Quantiles (n,) of mixtures (n, K), by Newton steps between bounds, first those of Cantelli's inequality.
+    """Quantiles (n,) of mixtures (n, K), by Newton steps between bounds.
 
-    The equation is log P(y) = log q, which is smooth in both tails; an upper quantile is a lower one of -y.
+    First they are those of Cantelli's inequality, and the quantiles of the single normals. The equation is
+    log P(y) = log q, which is smooth in both tails; an upper quantile is a lower one of -y.
     """
     side = torch.where(level > 0.5, -1.0, 1.0).to(level)
     mean, level = side.unsqueeze(-1) * mean, torch.minimum(level, 1.0 - level)
     center = (weights * mean).sum(-1)
     spread = (weights * (deviation.square() + (mean - center.unsqueeze(-1)).square())).sum(-1).sqrt()
     odds = (level / (1.0 - level)).sqrt()
-    y, low, high = center, center - spread / odds, center + spread * odds
-    close = spread * (_ROUNDING / odds).clamp_min(_CLOSE)
-    few = weights > _LEAST
+    few = weights > _LEAST * level.where(level > 0.0, 1.0).min()  # levels that are none may be among them
     mean, deviation = mean if mean.shape[1] == 1 else mean[:, few], deviation.expand(-1, len(few))[:, few]
     weights = weights[few]
+    alone = mean + deviation * torch.special.ndtri(level).unsqueeze(-1)
+    low = torch.maximum(center - spread / odds, alone.amin(-1))
+    high = torch.minimum(center + spread * odds, alone.amax(-1))
+    y = center.clamp(low, high)
     last = before = high - low
     for _ in range(_STEPS):
         z = (y.unsqueeze(-1) - mean) / deviation
@@ -153,7 +158,7 @@ def _solved(weights: Tensor, mean: Tensor, deviation: Tensor, level: Tensor) -> 
         density = (torch.exp(-0.5 * z.square()) / deviation) @ weights / (2.0 * torch.pi) ** 0.5
         low, high = torch.where(below < level, y, low), torch.where(below < level, high, y)
         tried = y - (below / level).log() * below / density
-        step = (tried - y).abs()
+        step, close = (tried - y).abs(), torch.maximum(_CLOSE * spread, _ROUNDING * y.abs())
         done = step <= close  # also where rounding errors put the step outside of the bounds
         newton = (tried > low) & (tried < high) & (step <= 0.5 * before)
         found = torch.where(done | newton, tried, 0.5 * (low + high))
