@@ -68,7 +68,7 @@ class Summary:
         elif isinstance(own, Lookup):
             self._add_lookup(own, counts)
         else:
-            raise self.block.other_use('Use structure="diag", "full" or "gp", which follow any graph.')
+            raise self.block.other_use('Use structure="diag", "full" or "gp", or larger batches.')
 
     def _add_outer(
         self, rows: Outer, sharing: str, products: Products, counts: Tensor | None, rank: int | None

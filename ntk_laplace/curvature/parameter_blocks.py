@@ -145,7 +145,7 @@ class ParameterBlock:
         if not fused:
             return None
         if len(mine) > 1:
-            raise self.other_use('Use structure="full" or "gp", which follow any graph.')
+            raise self.other_use('Use structure="full" or "gp", or larger batches.')
         return fused[0]
 
     def other_use(self, remedy: str) -> UnsupportedError:
