@@ -18,6 +18,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.errors import warn
 from ntk_laplace.tools.estimators import base
 from ntk_laplace.tools.estimators import noise as choice
+from ntk_laplace.tools.estimators import training as estimator_training
 from ntk_laplace.tools.estimators.noise import Errors, tail_gain
 from ntk_laplace.tools.estimators.training import Trained
 from refusals import refused
@@ -115,6 +116,21 @@ def test_only_the_warnings_of_the_result_are_told(monkeypatch: pytest.MonkeyPatc
                                         [ntkl.StudentT(noise, 3.0)], (False,))
         assert type(found.posterior.likelihood).__name__ == name
         assert [str(one.message) for one in told if one.category is ntkl.NTKLaplaceWarning] == [f"of {name}"]
+
+
+def test_folds_are_of_the_chosen_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, train = list[tuple[str, int]](), estimator_training.train_with_evidence
+
+    def recorded(network: nn.Module, data: Any, likelihood: ntkl.Likelihood, *given: Any, **options: Any) -> Any:
+        trained.append((type(likelihood).__name__, len(data[1])))
+        return train(network, data, likelihood, *given, **options)
+
+    monkeypatch.setattr(estimator_training, "train_with_evidence", recorded)
+    model = ntkl.LaplaceRegressor(predictive="folds", **QUICK).fit(*problem())
+    assert model.likelihood_ == "student-t" and model.predictive_fit_.objective == "folds"
+    assert {name for name, rows in trained if rows == 120} == {"Gaussian", "StudentT", "HeteroscedasticGaussian"}
+    folds = [name for name, rows in trained if rows == 96]
+    assert set(folds) == {"StudentT"} and 5 <= len(folds) < 11
 
 
 @pytest.mark.filterwarnings("ignore:of Gaussian")

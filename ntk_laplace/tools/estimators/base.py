@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
@@ -125,6 +125,8 @@ class LaplaceEstimator(_Fitted):
                 data = *data, to_tensor(weight, dtype=torch.float64)
             fit = partial(self._run, new, data, prior=prior, starts=starts, seed=seed)
             found = self._of_likelihoods(fit, likelihood, linear)
+            if found.by_folds is not None:
+                found = replace(found, predictive=found.by_folds())
         self.history_ = found.history
         if found.history is not None:
             self.n_iter_ = len(found.history.loss)

@@ -66,6 +66,7 @@ class Trained:
     held_out: NDArray[np.intp]  # numbers of the examples that the training did not see, for the predictive
     waves: Waves = ()  # of the Fourier features that were added
     linear: bool = False  # whether the network has a linear part
+    by_folds: Callable[[], PredictiveFit] | None = None  # fits the predictive once more, in trainings without a fold
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ def trained(
     Of several forms the evidence with the inputs' precisions integrated out chooses; where no posterior is exact, the
     first is taken. `predictive` is that of `LaplaceRegressor`; `options_of` has the options of `train_with_evidence`
     for so many times as many epochs. Where left-out residuals have a wave along one input, the network gets its sine
-    and cosine, of at most `most_waves`, as long as leave-one-out gains more than chance.
+    and cosine, of at most `most_waves`, as long as leave-one-out gains more than chance. Folds are left to the caller,
+    who may not need them of every likelihood.
     """
     many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
     recipe = _Recipe(likelihood, starts, predictive and "loo", many or folds, most_waves, options_of)
@@ -208,11 +210,13 @@ def trained(
         data = tuple(part[kept] for part in given)
         found = recipe.run(data, module, form.prior, **{**better, "predictive": None})
         posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))
-    if folds:
+
+    def by_folds() -> PredictiveFit:
         with untold():
-            fit = posterior.cross_calibrate(lambda part: recipe.best(part, form).training.posterior, data,
-                                            min(_FOLDS, len(data[1])), seed=seed)
-    return Trained(module, posterior, found.history, fit, held, waves, form.linear)
+            return posterior.cross_calibrate(lambda part: recipe.best(part, form).training.posterior, data,
+                                             min(_FOLDS, len(data[1])), seed=seed)
+
+    return Trained(module, posterior, found.history, fit, held, waves, form.linear, by_folds if folds else None)
 
 
 def _rank_of_form(attempt: _Attempt) -> tuple[bool, float]:
