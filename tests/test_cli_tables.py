@@ -678,6 +678,15 @@ def test_what_a_target_is_taken_as(
     assert ("(3 whole ones alone, which --task classes takes as classes)" in printed.out) is few
 
 
+def test_a_linear_part_is_told(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    table = read("kind.csv")
+    for columns in (3, 66):
+        more = {f"more {number}": np.sin(number + np.arange(len(table))) for number in range(columns)}
+        table.assign(**more).to_csv("t.csv", index=False)
+        assert cli.main(["fit", "t.csv", "--target", "kind", *QUICK]) == 0
+        assert ("a perceptron and a linear function of the columns" in capsys.readouterr().out) is (columns == 66)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -278,7 +278,7 @@ def test_the_evidence_chooses_a_linear_part(monkeypatch: pytest.MonkeyPatch) -> 
         best = max(evidence, key=lambda linear: evidence[linear])
         chosen.add(best)
         model = ntkl.LaplaceRegressor(**quick).fit(x, y)
-        assert np.array_equal(model.predict(x), forms[best].predict(x))
+        assert np.array_equal(model.predict(x), forms[best].predict(x)) and model.linear_part_ is best
     assert chosen == {False, True}
     monkeypatch.setattr(estimator_training, "integrated_evidence", lambda posterior: -integrated_evidence(posterior))
     results: list[estimator_training.Trained] = []

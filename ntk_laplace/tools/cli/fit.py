@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     predictions = pandas.concat([new.named.reset_index(drop=True), pandas.DataFrame(found.columns)], axis=1)
     tell_scores(found, f"Scores of the {len(held_out):,} held-out rows")
     _tell_evidence(model)
-    _tell_waves(model)
+    _tell_network(model)
     _tell_relevance(model)
     tell_first(predictions, options.level)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -150,8 +150,10 @@ def _tell_evidence(model: Model) -> None:
         print(f"\n{textwrap.fill(fitted_words(fit), _WIDTH)}")
 
 
-def _tell_waves(model: Model) -> None:
-    """The columns whose sines and cosines the network has in addition."""
+def _tell_network(model: Model) -> None:
+    """Whether the network has a linear part, and the columns whose sines and cosines it has in addition."""
+    if model.linear_part_:
+        print("\nThe network is a perceptron and a linear function of the columns, added")
     names = getattr(model, "feature_names_in_", np.arange(model.n_features_in_).astype(str))
     told = ", ".join(f"{names[column]} of period {period:.4g}" for column, period in model.fourier_features_)
     if told:

@@ -61,6 +61,7 @@ class _Fitted(BaseEstimator):
     held_out_index_: NDArray[np.intp]
     y_train_: NDArray[Any]
     n_iter_: int
+    linear_part_: bool
     n_features_in_: int
     _constant: NDArray[np.bool_] | bool = False  # which features are; False in fits of earlier versions
     _waves: Waves = ()  # of the network's Fourier features
@@ -134,6 +135,7 @@ class LaplaceEstimator(_Fitted):
         if found.predictive is not None and not found.predictive.trusted:
             found.posterior.predictive = None
         self.posterior_, self.network_, self._waves = found.posterior, found.module, found.waves
+        self.linear_part_ = found.linear
         total = self.posterior_.fitted.total
         self.predictive_fit_ = found.predictive and found.predictive.shifted(self._log_jacobian / total)
         evidence = self.posterior_.log_marginal_likelihood()

@@ -43,8 +43,8 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         Labels, of any type, in the order of the columns of `predict_proba`.
     training_index_, y_train_
         As in `LaplaceRegressor`; the targets are labels.
-    posterior_, network_, history_, relevance_, fourier_features_, log_marginal_likelihood_value_, theta_,
-    n_features_in_, feature_names_in_, n_iter_
+    posterior_, network_, history_, relevance_, linear_part_, fourier_features_, log_marginal_likelihood_value_,
+    theta_, n_features_in_, feature_names_in_, n_iter_
         As in `LaplaceRegressor`.
 
     Examples

@@ -125,6 +125,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
         Prior standard deviation of the first layer's weights of each feature, for ``groups="input"``.
+    linear_part_ : bool
+        Whether the network is an "mlp" with a linear part.
     fourier_features_ : list of (int, float)
         Feature and period, in its units, of each sine and cosine that the network has in addition.
     likelihood_ : {"gaussian", "student-t", "heteroscedastic-gaussian"}
