@@ -252,6 +252,7 @@ def test_which_tables_have_a_linear_part() -> None:
             clone(regressor).fit(x[:rows, :columns], x[:rows, 0])
             assert forms.pop() == expected
         for options, expected in (({"groups": "layer"}, none), ({"hidden_layer_sizes": ()}, none),
+                                  ({"hidden_layer_sizes": (), "linear_part": True}, none),
                                   ({"linear_part": True}, usual), ({"linear_part": False}, none),
                                   ({"network": lambda d, c: nn.Linear(d, c).double()}, none)):
             clone(regressor).set_params(**options).fit(x, x[:, 0])
@@ -810,6 +811,7 @@ def test_a_fit_is_repeatable_and_leaves_the_global_generator() -> None:
     ({"learning_rate": -1.0}, ntkl.HyperparameterError, "rate"),
     ({"activation": "cos"}, ntkl.UnsupportedError, "tanh"),
     ({"hidden_layer_sizes": (0,)}, ntkl.HyperparameterError, "0"),
+    ({"hidden_layer_sizes": [[1], [2, 3]]}, ntkl.HyperparameterError, "whole numbers"),
     ({"hidden_layer_sizes": 10**30}, ntkl.MemoryBudgetError, "weights of hidden_layer_sizes=10"),
     ({"standardize": "yes"}, ntkl.UnsupportedError, "standardize"),
     ({"standardize": np.ones(2)}, ntkl.UnsupportedError, "standardize"),
@@ -817,7 +819,7 @@ def test_a_fit_is_repeatable_and_leaves_the_global_generator() -> None:
     ({"prefit": True}, ntkl.UnsupportedError, "trained"),
     ({"prefit": True, "precision": 1.0}, ntkl.UnsupportedError, "trained"),
     ({"verbose": "x"}, ntkl.UnsupportedError, "verbose True or False"),
-    ({"linear_part": "yes"}, ntkl.UnsupportedError, "linear_part True or False"),
+    ({"linear_part": "yes"}, ntkl.UnsupportedError, 'linear_part True, False or "auto"'),
     ({"linear_part": True, "network": nn.Linear}, ntkl.UnsupportedError, "mlp"),
     ({"precision": -1.0}, ntkl.HyperparameterError, "precision"),
     ({"predictive": "mcmc"}, ntkl.UnsupportedError, "loo"),

@@ -39,7 +39,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
-from ntk_laplace.tools.estimators.networks import is_module, network_of, with_outputs
+from ntk_laplace.tools.estimators.networks import is_module, layer_sizes, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
 from ntk_laplace.tools.estimators.training import Form, Starts, Trained, Waves, taken, trained
 from ntk_laplace.tools.estimators.units import Explained
@@ -107,7 +107,7 @@ class LaplaceEstimator(_Fitted):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         features, groups, starts = x.shape[1], self._prior_groups(x.shape[1]), self._starts
         by_input = isinstance(groups, str) and groups == "input"
-        linear = self._linear_parts(len(x), features, by_input)
+        parts = self._linear_parts(len(x), features, by_input)
         given = 1.0 if starts.first is not None or self._automatic else self.precision
 
         def prior(linear: bool) -> GaussianPrior:
@@ -121,11 +121,11 @@ class LaplaceEstimator(_Fitted):
                 made = nn.Sequential(FourierFeatures(waves), made) if waves else made
                 return with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
 
-            data: tuple[Tensor, ...] = self._tensor(x, new(likelihood, linear[0])), y
+            data: tuple[Tensor, ...] = self._tensor(x, new(likelihood, parts[0])), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
             fit = partial(self._run, new, data, prior=prior, starts=starts, seed=seed)
-            found = self._of_likelihoods(fit, likelihood, linear)
+            found = self._of_likelihoods(fit, likelihood, parts)
             if found.by_folds is not None:
                 found = replace(found, predictive=found.by_folds())
         self.history_ = found.history
@@ -161,12 +161,12 @@ class LaplaceEstimator(_Fitted):
 
     def _linear_parts(self, examples: int, features: int, by_input: bool) -> list[bool]:
         """Whether the network has a linear part; both if the evidence is to choose, the usual one first."""
+        deep = isinstance(self.network, str) and bool(layer_sizes(self.hidden_layer_sizes))
         if not is_choice(self.linear_part, ("auto",)):
-            return [bool(self.linear_part)]
-        deep = by_input and isinstance(self.network, str) and bool(np.size(self.hidden_layer_sizes))
-        usual = deep and features > tuning.INPUTS_WITHOUT_LINEAR
+            return [deep and bool(self.linear_part)]
+        usual = deep and by_input and features > tuning.INPUTS_WITHOUT_LINEAR
         few = examples < tuning.EXAMPLES_OF_EACH_INPUT * features
-        either = self._either and deep and few and features >= tuning.INPUTS_EITHER_WAY
+        either = self._either and deep and by_input and few and features >= tuning.INPUTS_EITHER_WAY
         return [usual, not usual] if either else [usual]
 
     def _training_options(self, times: int) -> dict[str, Any]:
@@ -231,9 +231,7 @@ class LaplaceEstimator(_Fitted):
         """Whether inputs and targets are standardized."""
         if is_choice(self.standardize, ("auto",)):
             return not is_module(self.network)
-        if not is_flag(self.standardize):
-            raise UnsupportedError('standardize True, False or "auto"', repr(self.standardize)[:80],
-                                   "Choose one of them.")
+        _require_flag_or_auto("standardize", self.standardize)
         return bool(self.standardize)
 
     def _require_parameters(self) -> None:
@@ -247,11 +245,10 @@ class LaplaceEstimator(_Fitted):
         if not each or not (named or all(is_number(one, above=0) for one in each)):
             raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
                                       "Pass precision=1.0 or (1.0, 0.01).")
-        if not is_choice(self.linear_part, ("auto",)):
-            require_flags(linear_part=self.linear_part)
-            if self.linear_part and not isinstance(self.network, str):
-                raise UnsupportedError('network="mlp", for linear_part=True', repr(self.network)[:80],
-                                       "Add it to the network, or leave linear_part out.")
+        _require_flag_or_auto("linear_part", self.linear_part)
+        if not (isinstance(self.network, str) or isinstance(self.linear_part, str)) and self.linear_part:
+            raise UnsupportedError('network="mlp", for linear_part=True', repr(self.network)[:80],
+                                   "Add it to the network, or leave linear_part out.")
         require_flags(prefit=self.prefit)
         require_choice(self.predictive, (None, "loo", "folds"), 'predictive "loo", "folds" or None')
         if self.prefit and self.predictive == "folds":
@@ -454,6 +451,11 @@ def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
 def _outputs_of_each(likelihood: Likelihood) -> int:
     """Outputs of a network for each class or target."""
     return 2 if isinstance(likelihood, HeteroscedasticGaussian) else 1
+
+
+def _require_flag_or_auto(name: str, value: object) -> None:
+    if not (is_choice(value, ("auto",)) or is_flag(value)):
+        raise UnsupportedError(f'{name} True, False or "auto"', repr(value)[:80], "Choose one of them.")
 
 
 def _several(precision: Any) -> list[Any] | None:

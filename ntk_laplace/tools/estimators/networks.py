@@ -123,22 +123,28 @@ def is_module(network: object) -> bool:
     return isinstance(network, nn.Module) or hasattr(network, "get_params_for")
 
 
-def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str, linear: bool) -> nn.Module:
+def layer_sizes(hidden: object) -> tuple[int, ...]:
+    """Units of each hidden layer; a number is one layer (HyperparameterError if they are no positive whole ones)."""
     sizes = tuple(hidden) if isinstance(hidden, (Sequence, np.ndarray)) else (hidden,)
     if not all(is_whole(size, 1) for size in sizes):
         raise HyperparameterError("hidden_layer_sizes of positive whole numbers", repr(hidden), "Pass (32,), say.")
+    return tuple(map(int, sizes))
+
+
+def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str, linear: bool) -> nn.Module:
+    sizes = layer_sizes(hidden)
     require_choice(activation, ACTIVATIONS, f"an activation among {', '.join(ACTIVATIONS)}")
-    weights = sum(before * after for before, after in pairwise((inputs, *map(int, sizes), outputs)))
+    weights = sum(before * after for before, after in pairwise((inputs, *sizes, outputs)))
     weights += inputs * outputs if linear else 0
     require_memory(8 * weights, torch.device("cpu"), f"the {weights:,} weights of hidden_layer_sizes={hidden}",
                    "Pass fewer units.")
     layers: list[nn.Module] = []
-    for before, after in pairwise((inputs, *map(int, sizes))):
+    for before, after in pairwise((inputs, *sizes)):
         layers += [nn.Linear(before, after), ACTIVATIONS[activation]()]
-    layers.append(nn.Linear(int(sizes[-1]) if sizes else inputs, outputs))
+    layers.append(nn.Linear(sizes[-1] if sizes else inputs, outputs))
     if not (linear and sizes):
         return nn.Sequential(*layers).double()
-    return SkipPerceptron(inputs, int(sizes[0]), outputs, nn.Sequential(*layers[1:])).double()
+    return SkipPerceptron(inputs, sizes[0], outputs, nn.Sequential(*layers[1:])).double()
 
 
 def _of_skorch(net: Any) -> nn.Module:

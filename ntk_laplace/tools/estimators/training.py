@@ -178,11 +178,11 @@ def trained(
 ) -> Trained:
     """Train a network with evidence, or from several precisions.
 
-    Of several forms the evidence with the inputs' precisions integrated out chooses; where no posterior is exact, the
-    first is taken. `predictive` is that of `LaplaceRegressor`; `options_of` has the options of `train_with_evidence`
-    for so many times as many epochs. Where left-out residuals have a wave along one input, the network gets its sine
-    and cosine, of at most `most_waves`, as long as leave-one-out gains more than chance. Folds are left to the caller,
-    who may not need them of every likelihood.
+    Of several forms the evidence with the inputs' precisions integrated out chooses; the first is taken where examples
+    are kept apart from the start, because no posterior is exact. `predictive` is that of `LaplaceRegressor`;
+    `options_of` has the options of `train_with_evidence` for so many times as many epochs. Where left-out residuals
+    have a wave along one input, the network gets its sine and cosine, of at most `most_waves`, as long as leave-one-out
+    gains more than chance. Folds are left to the caller, who may not need them of every likelihood.
     """
     many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
     recipe = _Recipe(likelihood, starts, predictive and "loo", many or folds, most_waves, options_of)
