@@ -42,7 +42,7 @@ from ntk_laplace.model.likelihoods import (
     Tempered,
     register_likelihood,
 )
-from ntk_laplace.model.network import FourierFeatures
+from ntk_laplace.model.network import FourierFeatures, PiecewiseLinearFeatures
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
@@ -178,6 +178,7 @@ __all__ = [
     "NormalMixture",
     "NumericalError",
     "Nystrom",
+    "PiecewiseLinearFeatures",
     "Plan",
     "Poisson",
     "Posterior",

@@ -20,7 +20,7 @@ from ntk_laplace.tools.estimators import base
 from ntk_laplace.tools.estimators import noise as choice
 from ntk_laplace.tools.estimators import training as estimator_training
 from ntk_laplace.tools.estimators.noise import Errors, tail_gain
-from ntk_laplace.tools.estimators.training import Trained
+from ntk_laplace.tools.estimators.training import Design, Trained
 from refusals import refused
 
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the network is not at its optimum"),
 ]
 QUICK: dict[str, Any] = {"epochs": 10, "learning_rate": 0.1, "hidden_layer_sizes": (8,), "precision": 1.0,
-                         "random_state": 0, "fourier_features": 0}
+                         "random_state": 0, "fourier_features": 0, "piecewise_features": False}
 
 
 def problem(outliers: bool = True, targets: int = 1, n: int = 120) -> tuple[np.ndarray, np.ndarray]:
@@ -134,17 +134,18 @@ def test_folds_are_of_the_chosen_likelihood(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.filterwarnings("ignore:of Gaussian")
-def test_other_likelihoods_have_the_linear_part_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_likelihoods_have_the_design_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Errors, "have_tails", True)
-    asked: list[tuple[str, tuple[bool, ...]]] = []
+    asked: list[tuple[str, tuple[Design, ...]]] = []
+    one, other = Design(), Design(linear=True, pieces=True)
 
-    def run(likelihood: ntkl.Likelihood, linear: Sequence[bool]) -> Trained:
-        asked.append((type(likelihood).__name__, tuple(linear)))
-        return replace(of_likelihood(ntkl.Gaussian(1.0)), linear=True)
+    def run(likelihood: ntkl.Likelihood, designs: Sequence[Design]) -> Trained:
+        asked.append((type(likelihood).__name__, tuple(designs)))
+        return replace(of_likelihood(ntkl.Gaussian(1.0)), design=other)
 
     choice.chosen_noise(run, ntkl.Gaussian(1.0), [ntkl.StudentT(1.0, 3.0), ntkl.HeteroscedasticGaussian()],
-                        (False, True))
-    assert asked == [("Gaussian", (False, True)), ("StudentT", (True,)), ("HeteroscedasticGaussian", (True,))]
+                        (one, other))
+    assert asked == [("Gaussian", (one, other)), ("StudentT", (other,)), ("HeteroscedasticGaussian", (other,))]
 
 
 @pytest.mark.filterwarnings("ignore:of Gaussian", "ignore:leave-one-out is not to be trusted")

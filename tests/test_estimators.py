@@ -42,11 +42,11 @@ from refusals import refused
 # few epochs and starts, to be quick
 pytestmark = pytest.mark.filterwarnings("ignore:noise.* is not at the optimum of the evidence")
 QUICK: dict[str, Any] = {"epochs": 5, "hidden_layer_sizes": (5,), "precision": (1.0, 0.01), "random_state": 0,
-                         "fourier_features": 0}
+                         "fourier_features": 0, "piecewise_features": False}
 SINGLE = QUICK | {"epochs": 3, "precision": 1.0}  # where it does not matter how it was trained
 
 
-SMALL: dict[str, Any] = {"epochs": 1, "hidden_layer_sizes": (8,), "precision": 1.0}
+SMALL: dict[str, Any] = {"epochs": 1, "hidden_layer_sizes": (8,), "precision": 1.0, "piecewise_features": True}
 CHECKS = parametrize_with_checks([cls(**SMALL, **options) for cls in (ntkl.LaplaceRegressor, ntkl.LaplaceClassifier)
                                   for options in ({}, {"predictive": None})]).mark
 # what a predictive may change: how good a fit is, what is drawn, stored and left in the estimator, and few examples
@@ -239,7 +239,7 @@ def test_which_tables_have_a_linear_part() -> None:
     forms: list[list[bool]] = []
 
     def recorded(forms_of: Any, *args: Any, **options: Any) -> Any:
-        forms.append([form.linear for form in forms_of])
+        forms.append([form.design.linear for form in forms_of])
         return estimator_training.trained(forms_of[:1], *args, **options)
 
     x, quick = np.random.default_rng(0).normal(size=(170, 65)), SINGLE | {"epochs": 1, "predictive": None}
@@ -286,7 +286,7 @@ def test_the_evidence_chooses_a_linear_part(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(estimators_base, "trained", lambda *options: results.append(
         estimator_training.trained(*options)) or results[-1])
     other = ntkl.LaplaceRegressor(**quick).fit(x, y)
-    assert np.array_equal(other.predict(x), forms[not best].predict(x)) and results[0].linear is not best
+    assert np.array_equal(other.predict(x), forms[not best].predict(x)) and results[0].design.linear is not best
 
 
 def test_the_evidence_without_precisions_of_inputs() -> None:
@@ -320,7 +320,8 @@ def test_few_of_many_columns_are_found() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(300, 150))
     y = x[:, 0] + 2 * x[:, 1] - x[:, 2] + 0.5 * rng.normal(size=300)
-    model = ntkl.LaplaceRegressor(likelihood="gaussian", epochs=100, precision=1.0, random_state=0, fourier_features=0)
+    model = ntkl.LaplaceRegressor(likelihood="gaussian", epochs=100, precision=1.0, random_state=0, fourier_features=0,
+                                  piecewise_features=False)
     model.fit(x[:150], y[:150])
     assert model.score(x[150:], y[150:]) > 0.9
     assert set(np.argsort(-model.relevance_)[:3]) == {0, 1, 2}
@@ -463,7 +464,7 @@ def test_starts_are_tried_where_residuals_of_neighbors_are_alike(
     x = rng.uniform(-1, 1, (60, 1))
     y = function(x) + 0.1 * rng.normal(size=60)
     model = ntkl.LaplaceRegressor(epochs=15, hidden_layer_sizes=(8,), likelihood="gaussian", fourier_features=0,
-                                  random_state=0)
+                                  piecewise_features=False, random_state=0)
     found = model.fit(x, y).posterior_.lack_of_fit()
     assert tried == starts and lengths == [15, 15, 45, 45][:len(starts)]
     assert found.clear == (len(starts) == 4)

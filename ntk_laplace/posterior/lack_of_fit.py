@@ -196,7 +196,7 @@ def _standardized(inputs: Tensor) -> Tensor:
 def _metrics(fitted: FittedModel, inputs: Tensor) -> list[Tensor]:
     """The inputs, and those times the prior deviation of their weights if each has a precision of its own."""
     prior = fitted.prior
-    own = prior.precision.detach()[prior.inputs] if prior.groups == "input" else inputs[0, :0]
+    own = prior.precision_of_inputs.detach()
     return [inputs, inputs * own.rsqrt().to(inputs)] if len(own) == inputs.shape[1] > 1 else [inputs]
 
 

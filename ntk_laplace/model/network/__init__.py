@@ -9,6 +9,7 @@ from ntk_laplace.model.network.copying import private_copy, require_module
 from ntk_laplace.model.network.fourier_features import FourierFeatures
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.model.network.many import ManyWeights, twice_differentiable
+from ntk_laplace.model.network.piecewise_linear import PiecewiseLinearFeatures
 from ntk_laplace.model.network.precision import outside_autocast
 from ntk_laplace.model.network.probing import independent_of_batches, probe
 from ntk_laplace.model.network.readings import autograd_nodes
@@ -20,6 +21,7 @@ __all__ = [
     "ManyWeights",
     "Network",
     "ParameterChoice",
+    "PiecewiseLinearFeatures",
     "autograd_nodes",
     "channels_fit",
     "independent_of_batches",

@@ -12,7 +12,16 @@ from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_choice, is_number
 from ntk_laplace.model.priors.grouping import Grouping
-from ntk_laplace.model.priors.names import GROUPS, Value, checked_mean, checked_precision, describe, flat_mean, names_of
+from ntk_laplace.model.priors.names import (
+    GROUPS,
+    Value,
+    checked_input_groups,
+    checked_mean,
+    checked_precision,
+    describe,
+    flat_mean,
+    names_of,
+)
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 
@@ -37,6 +46,10 @@ class GaussianPrior(nn.Module):
         must contain every parameter once. "input" is automatic relevance determination (Neal 1996): of the first
         parameter with two or more axes, (outputs, inputs, ...), the entries of each input share one, and so do the
         other parameters of each module.
+    input_groups : sequence of int, optional
+        Of ``groups="input"``: the number of each input's precision, all of 0, 1, ... up to the largest. Inputs with
+        the same number share one, such as pixels of a region, or features that were made of one column
+        (`PiecewiseLinearFeatures`). By default each input has its own.
     spread : float
         Of ``groups="input"``: standard deviation of the log precisions of the inputs around their mean, a hyperprior
         for searches of the precisions (`log_hyperprior`). Without it, ``float("inf")``, few data leave out inputs that
@@ -50,16 +63,18 @@ class GaussianPrior(nn.Module):
     Raises
     ------
     HyperparameterError
-        If a precision is not positive and finite, or a mean is not finite, or other groups have a spread; in `bind`,
-        if names or sizes do not match the network.
+        If a precision is not positive and finite, or a mean is not finite, or other groups have a spread or
+        `input_groups`, or numbers of these are left out; in `bind`, if names or sizes do not match the network.
     """
 
     log_precision: nn.Parameter  # None before `bind`, unless there is one group
     _mean: Tensor
+    input_groups: tuple[int, ...] | None = None  # in pickles of earlier versions too
 
     def __init__(
         self, precision: Value | Mapping[str, Value] = 1.0, mean: Value | Mapping[str, Value] = 0.0,
         groups: str | Mapping[str, Sequence[str]] = "all", spread: float = 1.0,
+        input_groups: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         if not (isinstance(groups, Mapping) or is_choice(groups, GROUPS)):
@@ -71,6 +86,7 @@ class GaussianPrior(nn.Module):
             raise HyperparameterError('groups="input" for a spread, which is that of its precisions', f"{groups!r}",
                                       "Leave the spread out.")
         self.spread = float(spread)
+        self.input_groups = None if input_groups is None else checked_input_groups(input_groups, groups)
         self.groups = {g: names_of(g, m) for g, m in groups.items()} if isinstance(groups, Mapping) else groups
         self._given_precision, self._given_mean = checked_precision(precision), checked_mean(mean)
         self._grouping = Grouping(names=["all"] if groups == "all" else [])
@@ -113,7 +129,8 @@ class GaussianPrior(nn.Module):
         if not layout:
             raise HyperparameterError("a network with at least one trainable parameter", "none",
                                       "Set requires_grad on some of them.")
-        grouping, mean = Grouping.of(self.groups, layout), flat_mean(self._given_mean, layout)
+        grouping = Grouping.of(self.groups, layout, self.input_groups)
+        mean = flat_mean(self._given_mean, layout)
         if self.log_precision is None:
             self._make(grouping, self._given_precision)
         self._grouping = grouping
@@ -199,8 +216,13 @@ class GaussianPrior(nn.Module):
 
     @property
     def inputs(self) -> slice:
-        """Indices of the precisions of the inputs in `log_precision`, for ``groups="input"``; of none for others."""
+        """Indices of the inputs' precisions in `log_precision`, for ``groups="input"``; of none for others."""
         return self._bound().inputs
+
+    @property
+    def precision_of_inputs(self) -> Tensor:
+        """Precision of each input of the first weight, (inputs,), for ``groups="input"``; of none for others."""
+        return self.precision[list(self._bound().of_inputs)]
 
     @property
     def has_hyperprior(self) -> bool:
@@ -268,14 +290,16 @@ class GaussianPrior(nn.Module):
         mean = self.flat_mean()
         same = bool((mean == mean[0]).all())
         return {
-            "groups": groups, "spread": self.spread, "mean": float(mean[0]) if same else mean.clone(),
+            "groups": groups, "spread": self.spread, "input_groups": self.input_groups,
+            "mean": float(mean[0]) if same else mean.clone(),
             "log_precision": self._log_precision().detach().clone(), "as_given": self.as_given,
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], shapes: Mapping[str, Size]) -> GaussianPrior:
         """Restore a prior from its record, bound to parameters of these names and shapes."""
-        prior = cls(mean=record["mean"], groups=record["groups"], spread=record.get("spread", 1.0)).bind(shapes)
+        prior = cls(mean=record["mean"], groups=record["groups"], spread=record.get("spread", 1.0),
+                    input_groups=record.get("input_groups")).bind(shapes)
         with torch.no_grad():
             prior._log_precision().copy_(record["log_precision"])
         if record.get("as_given", True):  # older records do not know

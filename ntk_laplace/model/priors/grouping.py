@@ -19,7 +19,8 @@ class Grouping:
     """Groups of the parameters of one network.
 
     If `by_parameter`, every scalar parameter is a group. Otherwise every tensor belongs to one group, but for the one
-    that is `by_input`, if any: it has a group for each index of its second axis, the inputs of its layer.
+    that is `by_input`, if any: each index of its second axis, an input of its layer, has a group of its own, or shares
+    one with others.
     """
 
     by_parameter: bool = False
@@ -27,30 +28,42 @@ class Grouping:
     group_of: dict[str, int] = field(default_factory=dict)  # of each tensor; of the one that is `by_input` its first
     names: list[str] = field(default_factory=list)
     by_input: str | None = None
+    shared: tuple[int, ...] | None = None  # group of each of its inputs, the first groups; None: each has its own
 
     @classmethod
-    def of(cls, groups: str | Mapping[str, Sequence[str]], shapes: ParameterLayout) -> Grouping:
-        """Determine the groups of a network.
+    def of(
+        cls, groups: str | Mapping[str, Sequence[str]], shapes: ParameterLayout, shared: tuple[int, ...] | None = None
+    ) -> Grouping:
+        """Determine the groups of a network; those of its inputs, if they are given.
 
-        HyperparameterError if a mapping does not contain every parameter once, or if no weight has inputs.
+        HyperparameterError if a mapping does not contain every parameter once, if no weight has inputs, or if it has
+        other numbers of them.
         """
         if groups == "input":
-            return cls._of_inputs(shapes)
+            return cls._of_inputs(shapes, shared)
         group_of, names = assign(groups, list(shapes))
         return cls(groups == "parameter", shapes, group_of, names)
 
     @classmethod
-    def _of_inputs(cls, shapes: ParameterLayout) -> Grouping:
-        """One group for each input of the first weight, and one for the other parameters of each layer."""
+    def _of_inputs(cls, shapes: ParameterLayout, shared: tuple[int, ...] | None) -> Grouping:
+        """Groups of the inputs of the first weight, and one for the other parameters of each layer."""
         first = next((name for name, shape in shapes.items() if len(shape) > 1 and shape.numel()), None)
         if first is None:
             raise HyperparameterError('a weight of shape (outputs, inputs, ...), for groups="input"',
                                       f"parameters of shapes {[tuple(shape) for shape in shapes.values()]}",
                                       'Use groups "tensor" or "parameter".')
-        inputs = [f"{first}[:, {column}]" for column in range(shapes[first][1])]
+        count = shapes[first][1]
+        own = range(count) if shared is None else shared
+        if len(own) != count:
+            raise HyperparameterError(f"input_groups of the {count} inputs of {first!r}", f"{len(own)} numbers",
+                                      "Pass one number for each.")
+        members: list[list[int]] = [[] for _ in range(1 + max(own, default=-1))]
+        for column, group in enumerate(own):
+            members[group].append(column)
+        inputs = [f"{first}[:, {columns[0] if len(columns) == 1 else columns}]" for columns in members]
         group_of, names = assign("layer", [name for name in shapes if name != first])
         later = {name: len(inputs) + group for name, group in group_of.items()}
-        return cls(False, shapes, {first: 0} | later, inputs + names, first)
+        return cls(False, shapes, {first: 0} | later, inputs + names, first, shared)
 
     @property
     def group_names(self) -> list[str]:
@@ -62,7 +75,14 @@ class Grouping:
     @property
     def inputs(self) -> slice:
         """The groups of the tensor that is `by_input`; none if there is none."""
-        return slice(0, 0) if self.by_input is None else slice(0, self.shapes[self.by_input][1])
+        return slice(0, 1 + max(self.of_inputs, default=-1))
+
+    @property
+    def of_inputs(self) -> Sequence[int]:
+        """Group of each input of the tensor that is `by_input`."""
+        if self.shared is not None:
+            return self.shared
+        return range(0 if self.by_input is None else self.shapes[self.by_input][1])
 
     def place(self, name: str) -> int | Tensor:
         """Group of a tensor; if it has several, the group of each entry, (numel,), int64."""
@@ -72,7 +92,7 @@ class Grouping:
             entries = self.shapes.slices()[name]
             return torch.arange(entries.start, entries.stop, device="cpu")
         if name == self.by_input:
-            return self._over_inputs(torch.arange(self.shapes[name][1], device="cpu"))
+            return self._over_inputs(torch.arange(self.inputs.stop, device="cpu"))
         return self.group_of[name]
 
     def counts(self, device: torch.device) -> Tensor:
@@ -106,15 +126,17 @@ class Grouping:
         groups: list[int] = []
         sizes: list[int] = []
         for name, size in self.shapes.sizes.items():
-            several = self.inputs.stop if name == self.by_input else 1
-            groups += range(self.group_of[name], self.group_of[name] + several)
-            sizes += [size // several] * several
+            own = self.of_inputs if name == self.by_input else (self.group_of[name],)
+            groups += own
+            sizes += [size // len(own)] * len(own)
         return torch.tensor(groups, device=device), torch.tensor(sizes, device=device)
 
     def _over_inputs(self, values: Tensor) -> Tensor:
-        """One value for each input to one for each entry of the tensor that is `by_input`, flat."""
+        """One value for each group of inputs to one for each entry of the tensor that is `by_input`, flat."""
         assert self.by_input is not None
         shape = self.shapes[self.by_input]
+        if self.shared is not None:
+            values = values[torch.tensor(self.shared, device=values.device)]
         return values.view(1, -1, *(1,) * (len(shape) - 2)).expand(shape).flatten()
 
     def values(self, given: Value | Mapping[str, Value]) -> Tensor:
@@ -154,7 +176,8 @@ class Grouping:
         names, value = self.names[self.inputs], to_tensor(found.pop(self.by_input))
         count = len(names)
         if value.numel() != 1 and value.shape != (count,):
-            raise HyperparameterError(f"one precision for {self.by_input!r}, or one for each input, ({count},)",
+            each = "input" if self.shared is None else "group of inputs"
+            raise HyperparameterError(f"one precision for {self.by_input!r}, or one for each {each}, ({count},)",
                                       f"shape {tuple(value.shape)}", "Pass a number, or a tensor of this shape.")
         return found | dict(zip(names, value.flatten().expand(count), strict=True))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.errors import HyperparameterError, is_choice, is_whole
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
@@ -81,6 +82,21 @@ def checked_precision(value: Any) -> Any:
 def checked_mean(value: Any) -> Any:
     """Float64 copies of means, in the given format; each must be finite."""
     return _checked(value, torch.isfinite, "prior means that are finite")
+
+
+def checked_input_groups(given: Any, groups: Any) -> tuple[int, ...]:
+    """Numbers of the precisions of inputs, all of 0, 1, ... up to the largest, for ``groups="input"``."""
+    numbers = given.tolist() if isinstance(given, (Tensor, np.ndarray)) else given
+    if not (isinstance(numbers, Sequence) and numbers and all(is_whole(number, 0) for number in numbers)):
+        raise HyperparameterError("input_groups of whole numbers from 0, one for each input", repr(given)[:80],
+                                  "Pass [0, 0, 1], where the first two inputs share a precision.")
+    if len(set(numbers)) <= max(numbers):
+        missing = min(set(range(max(numbers))).difference(numbers))
+        raise HyperparameterError(f"input_groups that use each number up to {max(numbers)}", f"none that is {missing}",
+                                  "Number the precisions from 0 without gaps.")
+    if not is_choice(groups, ("input",)):
+        raise HyperparameterError('groups="input" for input_groups', repr(groups)[:80], "Pass it, or leave them out.")
+    return tuple(map(int, numbers))
 
 
 def _checked(value: Any, good: Any, expected: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from ntk_laplace.errors import (
     require_whole,
 )
 from ntk_laplace.model.likelihoods import HeteroscedasticGaussian, Likelihood
-from ntk_laplace.model.network import FourierFeatures
+from ntk_laplace.model.network import FourierFeatures, PiecewiseLinearFeatures
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
@@ -41,11 +42,12 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
 from ntk_laplace.tools.estimators.networks import is_module, layer_sizes, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
-from ntk_laplace.tools.estimators.training import Form, Starts, Trained, Waves, taken, trained
+from ntk_laplace.tools.estimators.training import Design, Form, Starts, Trained, Waves, taken, trained
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
 
+_PIECES_SCALE = 3.0  # of piecewise linear features: 1 is level, but on tables with jumps 0.04 nats behind
 _LONGER = 1e-4, 1e-6  # prior precisions of trainings for more epochs, under precision="auto"
 
 
@@ -65,6 +67,7 @@ class _Fitted(BaseEstimator):
     n_features_in_: int
     _constant: NDArray[np.bool_] | bool = False  # which features are; False in fits of earlier versions
     _waves: Waves = ()  # of the network's Fourier features
+    _in_pieces: Sequence[int] = ()  # features that the network has piecewise linear features of
 
 
 @dataclass(eq=False, repr=False)
@@ -75,6 +78,7 @@ class LaplaceEstimator(_Fitted):
     _: KW_ONLY
     hidden_layer_sizes: Any = (32,)
     linear_part: bool | str = "auto"
+    piecewise_features: bool | str = "auto"
     activation: str = "tanh"
     precision: Any = "auto"
     groups: Any = "auto"
@@ -107,25 +111,38 @@ class LaplaceEstimator(_Fitted):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         features, groups, starts = x.shape[1], self._prior_groups(x.shape[1]), self._starts
         by_input = isinstance(groups, str) and groups == "input"
-        parts = self._linear_parts(len(x), features, by_input)
+        designs = self._designs(len(x), features, by_input)
         given = 1.0 if starts.first is not None or self._automatic else self.precision
 
-        def prior(linear: bool) -> GaussianPrior:
-            return GaussianPrior(given, groups=groups, spread=self._spread if by_input and not linear else 1.0)
+        def prior(design: Design, waves: Waves = ()) -> GaussianPrior:
+            spread = self._spread if by_input and not design.linear else 1.0
+            shared = None
+            if design.pieces and by_input:
+                shared = pieces.input_groups(features)
+                shared += range(1 + max(shared), 1 + max(shared) + 2 * len(waves))
+            return GaussianPrior(given, groups=groups, spread=spread, input_groups=shared)
 
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            def new(likelihood: Likelihood, linear: bool, waves: Waves = ()) -> nn.Module:
+            pieces = PiecewiseLinearFeatures.of(to_tensor(self._inputs(x)), tuning.PIECES, _PIECES_SCALE)
+            if not len(pieces.inputs):
+                designs = list(dict.fromkeys(replace(design, pieces=False) for design in designs))
+
+            def new(likelihood: Likelihood, design: Design, waves: Waves = ()) -> nn.Module:
                 torch.manual_seed(seed)
-                outputs, inputs = responses * _outputs_of_each(likelihood), features + 2 * len(waves)
-                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation, linear)
-                made = nn.Sequential(FourierFeatures(waves), made) if waves else made
+                before: list[nn.Module] = [copy.deepcopy(pieces)] if design.pieces else []
+                before += [FourierFeatures(waves)] if waves else []
+                inputs = features + 2 * len(waves) + design.pieces * len(pieces.inputs)
+                outputs = responses * _outputs_of_each(likelihood)
+                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation,
+                                  design.linear)
+                made = nn.Sequential(*before, made) if before else made
                 return with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
 
-            data: tuple[Tensor, ...] = self._tensor(x, new(likelihood, parts[0])), y
+            data: tuple[Tensor, ...] = self._tensor(x, new(likelihood, designs[0])), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
             fit = partial(self._run, new, data, prior=prior, starts=starts, seed=seed)
-            found = self._of_likelihoods(fit, likelihood, parts)
+            found = self._of_likelihoods(fit, likelihood, designs)
             if found.by_folds is not None:
                 found = replace(found, predictive=found.by_folds())
         self.history_ = found.history
@@ -135,7 +152,8 @@ class LaplaceEstimator(_Fitted):
         if found.predictive is not None and not found.predictive.trusted:
             found.posterior.predictive = None
         self.posterior_, self.network_, self._waves = found.posterior, found.module, found.waves
-        self.linear_part_ = found.linear
+        self.linear_part_ = found.design.linear
+        self._in_pieces = list(dict.fromkeys(pieces.inputs.tolist())) if found.design.pieces else []
         total = self.posterior_.fitted.total
         self.predictive_fit_ = found.predictive and found.predictive.shifted(self._log_jacobian / total)
         evidence = self.posterior_.log_marginal_likelihood()
@@ -143,31 +161,39 @@ class LaplaceEstimator(_Fitted):
         self._theta = self.theta_  # of that value
 
     def _run(
-        self, new: Callable[..., nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood, linear: Sequence[bool],
-        prior: Callable[[bool], GaussianPrior], starts: Starts, seed: int,
+        self, new: Callable[..., nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
+        designs: Sequence[Design], prior: Callable[..., GaussianPrior], starts: Starts, seed: int,
     ) -> Trained:
-        """Take the network, or train one; `new` takes a likelihood, a linear part and waves, and `prior` the second."""
-        forms = [Form(partial(new, likelihood, one), prior(one), one) for one in linear]
+        """Take the network, or train one; `new` takes a likelihood, a design and waves, and `prior` the last two."""
+        forms = [Form(partial(new, likelihood, design), partial(prior, design), design) for design in designs]
         if self.prefit:
-            return taken(forms[0].new(()), data, likelihood, forms[0].prior, self.predictive, self._training_options(1))
+            return taken(forms[0].new(()), data, likelihood, forms[0].prior(()), self.predictive,
+                         self._training_options(1))
         most = 0 if is_module(self.network) else self.fourier_features
         return trained(forms, data, likelihood, starts, self.predictive, seed, most, self._training_options)
 
     def _of_likelihoods(
-        self, run: Callable[[Likelihood, Sequence[bool]], Trained], likelihood: Likelihood, linear: Sequence[bool]
+        self, run: Callable[[Likelihood, Sequence[Design]], Trained], likelihood: Likelihood, designs: Sequence[Design]
     ) -> Trained:
-        """The result for a likelihood, with what may be chosen of a linear part."""
-        return run(likelihood, linear)
+        """The result for a likelihood, with one of these designs."""
+        return run(likelihood, designs)
 
-    def _linear_parts(self, examples: int, features: int, by_input: bool) -> list[bool]:
-        """Whether the network has a linear part; both if the evidence is to choose, the usual one first."""
-        deep = isinstance(self.network, str) and bool(layer_sizes(self.hidden_layer_sizes))
-        if not is_choice(self.linear_part, ("auto",)):
-            return [deep and bool(self.linear_part)]
-        usual = deep and by_input and features > tuning.INPUTS_WITHOUT_LINEAR
-        few = examples < tuning.EXAMPLES_OF_EACH_INPUT * features
-        either = self._either and deep and by_input and few and features >= tuning.INPUTS_EITHER_WAY
-        return [usual, not usual] if either else [usual]
+    def _designs(self, examples: int, features: int, by_input: bool) -> list[Design]:
+        """What the network has beside its layers; of several that are to be tried the usual one comes first."""
+        perceptron = isinstance(self.network, str)
+        deep = perceptron and bool(layer_sizes(self.hidden_layer_sizes))
+        linear, pieces = (None if is_choice(part, ("auto",)) else bool(part)
+                          for part in (self.linear_part, self.piecewise_features))
+        usual = Design(deep and (by_input and features > tuning.INPUTS_WITHOUT_LINEAR if linear is None else linear),
+                       perceptron and bool(pieces))
+        if not (deep and by_input):
+            return [usual]
+        few = examples < tuning.EXAMPLES_OF_EACH_INPUT * features and features >= tuning.INPUTS_EITHER_WAY
+        if self._either and few and linear is None:
+            return [usual, replace(usual, linear=not usual.linear)]
+        small = features <= tuning.INPUTS_IN_PIECES and examples <= tuning.EXAMPLES_IN_PIECES
+        both = small and pieces is None and self.predictive is not None  # which chooses
+        return [usual, replace(usual, pieces=True)] if both else [usual]
 
     def _training_options(self, times: int) -> dict[str, Any]:
         """Of `train_with_evidence`, for `times` as many epochs."""
@@ -208,17 +234,25 @@ class LaplaceEstimator(_Fitted):
         """Prior standard deviation of the first layer's weights of each feature, (features,), for ``groups="input"``.
 
         It is learned: the smaller, the less the network depends on the feature. 0 for a feature that is constant in
-        the training data, of which the evidence says nothing. The largest, if it has Fourier features too.
+        the training data, of which the evidence says nothing. The largest, if the network has other features of it
+        too; those of its pieces count three times, as a function of them is as much larger.
         """
         check_is_fitted(self, "posterior_")
         prior = self.posterior_.prior
         if prior.groups != "input":
             raise AttributeError(f"relevance_ needs groups='input'; the prior's groups are {prior.groups!r}")
         found: Array = prior.precision[prior.inputs].detach().rsqrt().cpu().numpy()
-        features = [feature for feature, _ in self._waves] * 2
+        features = [*self._in_pieces, *[feature for feature, _ in self._waves] * 2]
         own, added = np.split(found, [len(found) - len(features)])
+        added[: len(self._in_pieces)] *= _PIECES_SCALE
         np.maximum.at(own, features, added)
         return np.where(self._constant, 0.0, own)
+
+    @property
+    def piecewise_features_(self) -> list[int]:
+        """Features that the network gets in pieces too."""
+        check_is_fitted(self, "posterior_")
+        return list(self._in_pieces)
 
     @property
     def fourier_features_(self) -> list[tuple[int, float]]:
@@ -245,10 +279,13 @@ class LaplaceEstimator(_Fitted):
         if not each or not (named or all(is_number(one, above=0) for one in each)):
             raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
                                       "Pass precision=1.0 or (1.0, 0.01).")
-        _require_flag_or_auto("linear_part", self.linear_part)
-        if not (isinstance(self.network, str) or isinstance(self.linear_part, str)) and self.linear_part:
-            raise UnsupportedError('network="mlp", for linear_part=True', repr(self.network)[:80],
-                                   "Add it to the network, or leave linear_part out.")
+        added = {"linear_part": "Add it to the network", "piecewise_features": "Add them to the network"}
+        for name, remedy in added.items():
+            value = getattr(self, name)
+            _require_flag_or_auto(name, value)
+            if not (isinstance(self.network, str) or isinstance(value, str)) and value:
+                raise UnsupportedError(f'network="mlp", for {name}=True', repr(self.network)[:80],
+                                       f"{remedy}, or leave {name} out.")
         require_flags(prefit=self.prefit)
         require_choice(self.predictive, (None, "loo", "folds"), 'predictive "loo", "folds" or None')
         if self.prefit and self.predictive == "folds":

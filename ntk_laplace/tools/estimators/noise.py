@@ -13,7 +13,7 @@ from ntk_laplace.errors import NTKLaplaceError, told_later, untold, warn
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.tools.estimators.tables import Array
-from ntk_laplace.tools.estimators.training import Trained
+from ntk_laplace.tools.estimators.training import Design, Trained
 
 _DF = np.array([2.1, 2.5, 3.0, 4.0, 6.0, 10.0, 20.0])  # degrees of freedom that are tried
 _STEPS = 50  # of the scale, each a weighted mean
@@ -26,12 +26,12 @@ _BIAS, _BIAS_SHARE = 3.0, 0.02  # standard errors of a mean error, and its share
 
 
 def chosen_noise(
-    run: Callable[[Likelihood, Sequence[bool]], Trained], normal: Likelihood, others: Sequence[Likelihood],
-    linear: Sequence[bool],
+    run: Callable[[Likelihood, Sequence[Design]], Trained], normal: Likelihood, others: Sequence[Likelihood],
+    designs: Sequence[Design],
 ) -> Trained:
     """Train under a normal likelihood, and if its residuals have heavy tails under others; the evidence chooses.
 
-    `run` takes what may be chosen of a linear part too; under the others the network has what the first one has.
+    `run` takes the designs among which it chooses too; under the others the network has that of the first one.
 
     Another is not taken if it has learned its targets by heart and the normal one has not, if its squared errors are
     larger, or if its errors have a mean: of skewed targets the center of Student's t is not the mean, which people ask
@@ -39,11 +39,11 @@ def chosen_noise(
     degrees of freedom if more than ν/(ν + 1) of them are.
     """
     with told_later() as told:
-        found = run(normal, linear)
+        found = run(normal, designs)
     errors = Errors.of(found.posterior)
     for likelihood in others if errors.have_tails else ():
         with suppress(NTKLaplaceError), untold(), told_later() as of_other:  # the first training is a result
-            other = run(likelihood, (found.linear,))
+            other = run(likelihood, (found.design,))
             own = Errors.of(other.posterior)
             if not (own.biased or own.larger_than(errors)) and rank_of(other) > rank_of(found):
                 found, told = other, of_other

@@ -24,7 +24,7 @@ from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
 from ntk_laplace.tools.estimators.networks import is_module
 from ntk_laplace.tools.estimators.noise import chosen_noise
 from ntk_laplace.tools.estimators.tables import Array, Standardized
-from ntk_laplace.tools.estimators.training import Trained
+from ntk_laplace.tools.estimators.training import Design, Trained
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
@@ -54,6 +54,12 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Whether the first layer of "mlp" has a unit more for each output, which skips the other layers. "auto": where
         each of more than 64 features has a precision of its own. In a regression on 16 features or more, of fewer than
         ten examples for each, both are trained, and the evidence chooses, with these precisions integrated out.
+    piecewise_features : bool or "auto"
+        Whether "mlp" gets features too that are linear between eight quantiles of each feature of more than two values
+        (`PiecewiseLinearFeatures`), for functions with jumps and corners, and for skewed features. With
+        ``groups="input"`` those of a feature share a precision. "auto": where each of at most 40 features has a
+        precision of its own, there are at most 5,000 examples, and there is no choice of a linear part, a perceptron
+        with them is trained too, and leave-one-out chooses; with ``predictive=None`` it is not.
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
     precision : float, sequence of float, or "auto"
@@ -125,6 +131,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Targets of these training points, in their own units.
     relevance_ : ndarray, (features,)
         Prior standard deviation of the first layer's weights of each feature, for ``groups="input"``.
+    piecewise_features_ : list of int
+        Features that the network gets in pieces too.
     linear_part_ : bool
         Whether the network is an "mlp" with a linear part.
     fourier_features_ : list of (int, float)
@@ -197,15 +205,15 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         return self
 
     def _of_likelihoods(
-        self, run: Callable[[Likelihood, Sequence[bool]], Trained], likelihood: Likelihood, linear: Sequence[bool]
+        self, run: Callable[[Likelihood, Sequence[Design]], Trained], likelihood: Likelihood, designs: Sequence[Design]
     ) -> Trained:
         if self.likelihood != "auto":
-            return run(likelihood, linear)
+            return run(likelihood, designs)
         targets = len(self._targets.scale)
         others = [self._named_likelihood("student-t", targets)]
         if not is_module(self.network):  # of a module the number of outputs is what it is
             others.append(self._named_likelihood("heteroscedastic-gaussian", targets))
-        return chosen_noise(run, likelihood, others, linear)
+        return chosen_noise(run, likelihood, others, designs)
 
     def _named_likelihood(self, name: str, targets: int) -> Likelihood:
         """The likelihood of a name, with a noise for each of several targets; of "auto" the first that is tried."""

@@ -47,12 +47,20 @@ class Starts:
 
 
 @dataclass(frozen=True)
+class Design:
+    """What an estimator's perceptron has beside its layers."""
+
+    linear: bool = False  # a linear part
+    pieces: bool = False  # piecewise linear features
+
+
+@dataclass(frozen=True)
 class Form:
-    """A network, made for these waves, and its prior."""
+    """What makes a network for these waves, and its prior."""
 
     new: Callable[[Waves], nn.Module]
-    prior: GaussianPrior
-    linear: bool = False  # whether it has a linear part
+    prior: Callable[[Waves], GaussianPrior]
+    design: Design = Design()
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Trained:
     predictive: PredictiveFit | None
     held_out: NDArray[np.intp]  # numbers of the examples that the training did not see, for the predictive
     waves: Waves = ()  # of the Fourier features that were added
-    linear: bool = False  # whether the network has a linear part
+    design: Design = Design()
     by_folds: Callable[[], PredictiveFit] | None = None  # fits the predictive once more, in trainings without a fold
 
 
@@ -109,7 +117,7 @@ class _Recipe:
         """A training of a new network of this form, or of the given one."""
         module = form.new(waves) if module is None else module
         with told_later() as told:
-            return _Attempt(self.run(data, module, form.prior, **options), told, module, form, waves, options)
+            return _Attempt(self.run(data, module, form.prior(waves), **options), told, module, form, waves, options)
 
     def best(self, data: tuple[Tensor, ...], form: Form, module: nn.Module | None = None) -> _Attempt:
         """The best training of a form, with waves, for longer, or with more evaluations where it needs them."""
@@ -178,8 +186,9 @@ def trained(
 ) -> Trained:
     """Train a network with evidence, or from several precisions.
 
-    Of several forms the evidence with the inputs' precisions integrated out chooses; the first is taken where examples
-    are kept apart from the start, because no posterior is exact. `predictive` is that of `LaplaceRegressor`;
+    Of forms with and without a linear part the evidence chooses, with the inputs' precisions integrated out, and of
+    those with and without piecewise linear features leave-one-out. The first is taken where examples are kept apart
+    from the start, because no posterior is exact. `predictive` is that of `LaplaceRegressor`;
     `options_of` has the options of `train_with_evidence` for so many times as many epochs. Where left-out residuals
     have a wave along one input, the network gets its sine and cosine, of at most `most_waves`, as long as leave-one-out
     gains more than chance. Folds are left to the caller, who may not need them of every likelihood.
@@ -187,9 +196,8 @@ def trained(
     many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
     recipe = _Recipe(likelihood, starts, predictive and "loo", many or folds, most_waves, options_of)
     form, options = forms[0], options_of(1)
-    module = form.new(())
-    sized = Model(module, likelihood, form.prior, data, options["structure"], CurvatureType.of(options["curvature"]),
-                  None, options["settings"])
+    module, curvature = form.new(()), CurvatureType.of(options["curvature"])
+    sized = Model(module, likelihood, form.prior(()), data, options["structure"], curvature, None, options["settings"])
     held = np.zeros(0, dtype=np.intp)
     waves: Waves = ()
     better: Mapping[str, Any] = {}
@@ -198,7 +206,8 @@ def trained(
         best = recipe.best(data, form, module)
         for other in forms[1:]:
             with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
-                best = max(best, recipe.best(data, other), key=_rank_of_form)
+                score = _by_evidence if form.design.linear != other.design.linear else _left_out
+                best = max(best, recipe.best(data, other), key=score)
         found, module, form, waves, better = best.training, best.module, best.form, best.waves, best.options
         posterior, fit = found.posterior, found.predictive
         apart = many and (fit is None or _learned(found) or (len(data[1]) > _FEWEST and not fit.trusted))
@@ -208,7 +217,7 @@ def trained(
         module, given, held = form.new(waves), data, held_out(data[1], likelihood.classifies, seed)
         kept = to_tensor(np.setdiff1d(np.arange(len(data[1])), held))
         data = tuple(part[kept] for part in given)
-        found = recipe.run(data, module, form.prior, **{**better, "predictive": None})
+        found = recipe.run(data, module, form.prior(waves), **{**better, "predictive": None})
         posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))
 
     def by_folds() -> PredictiveFit:
@@ -216,10 +225,15 @@ def trained(
             return posterior.cross_calibrate(lambda part: recipe.best(part, form).training.posterior, data,
                                              min(_FOLDS, len(data[1])), seed=seed)
 
-    return Trained(module, posterior, found.history, fit, held, waves, form.linear, by_folds if folds else None)
+    return Trained(module, posterior, found.history, fit, held, waves, form.design, by_folds if folds else None)
 
 
-def _rank_of_form(attempt: _Attempt) -> tuple[bool, float]:
+def _left_out(attempt: _Attempt) -> tuple[bool, float]:
+    """The larger, the better: leave-one-out."""
+    return rank(attempt.training, left_out=True)
+
+
+def _by_evidence(attempt: _Attempt) -> tuple[bool, float]:
     """The larger, the better: the evidence, of trainings that have not learned their targets by heart before others."""
     return not _learned(attempt.training), integrated_evidence(attempt.training.posterior)
 

@@ -1,0 +1,158 @@
+"""Piecewise linear features of single inputs, for functions with jumps and corners that a smooth network rounds off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.errors import DataError, HyperparameterError, NetworkError, is_number, is_whole, require_whole
+
+
+class PiecewiseLinearFeatures(nn.Module):
+    """Appends features that are linear between two knots: x (..., d) becomes (..., d + m), for m pieces.
+
+    Between neighboring knots a < b of input j the feature is ``clip((x_j - a)/(b - a), 0, 1)``, the piecewise linear
+    encoding of Gorishniy, Rubachev and Babenko (2022), less a shift, times a factor. A linear layer of them is any
+    continuous function of the input that is linear between its knots, and constant beyond the outer ones: with one
+    prior precision for its weights, a random walk from knot to knot. So a network that follows bends, jumps and skewed
+    inputs as trees do, beside x itself:
+    ``nn.Sequential(PiecewiseLinearFeatures.of(x), nn.Linear(d + m, 32), ...)``.
+
+    Parameters
+    ----------
+    knots : sequence of (int, sequence of float)
+        Number of an input, and at least two ascending knots along it, in its units.
+    shift, factor : float or sequence of float
+        One for all features, or one for each of the m.
+
+    Raises
+    ------
+    HyperparameterError
+        If a number is not whole, knots do not ascend, or a shift or factor is not finite or there are others than m.
+    NetworkError
+        From a call, if the inputs are fewer.
+    """
+
+    inputs: Tensor
+    start: Tensor
+    width: Tensor
+    shift: Tensor
+    factor: Tensor
+
+    def __init__(
+        self, knots: Sequence[tuple[int, Sequence[float]]], shift: float | Sequence[float] = 0.0,
+        factor: float | Sequence[float] = 1.0,
+    ) -> None:
+        super().__init__()
+        inputs: list[int] = []
+        ends: list[tuple[float, float]] = []
+        for number, own in map(_checked, knots if isinstance(knots, Sequence) else [knots]):
+            inputs += [number] * (len(own) - 1)
+            ends += pairwise(own)
+        device = torch.get_default_device()
+        start, stop = torch.tensor(ends, dtype=torch.float64, device=device).reshape(-1, 2).unbind(1)
+        self.register_buffer("inputs", torch.tensor(inputs, dtype=torch.long, device=device))
+        self.register_buffer("start", start.clone())
+        self.register_buffer("width", stop - start)
+        self.register_buffer("shift", _of_each("shift", shift, len(inputs), device))
+        self.register_buffer("factor", _of_each("factor", factor, len(inputs), device))
+
+    @classmethod
+    def of(cls, x: Tensor, pieces: int = 8, scale: float = 3.0) -> PiecewiseLinearFeatures:
+        """Features whose knots are quantiles of data.
+
+        Parameters
+        ----------
+        x : Tensor, (n, d)
+            Its columns are the inputs; the features come to its device.
+        pieces : int
+            Of each input, at most: an input of fewer values has its knots there. One of two values or fewer has none.
+        scale : float
+            All features of an input have mean 0, and the root of the sum of their variances is this. With standardized
+            inputs and weights of equal variance, a function of the features is so many times as large as one of the
+            input.
+
+        Returns
+        -------
+        PiecewiseLinearFeatures
+
+        Raises
+        ------
+        DataError
+            If x is not (n, d) of finite numbers.
+        HyperparameterError
+            If a number is not positive.
+        """
+        require_whole("pieces", pieces, 1, "Pass pieces=8.")
+        if not is_number(scale, above=0):
+            raise HyperparameterError("a positive scale", repr(scale), "Leave it out for 3.")
+        table = isinstance(x, Tensor) and x.ndim == 2
+        if not (table and x.isfinite().all()):
+            got = "NaN or infinity" if table else f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)[:80]
+            raise DataError("inputs x of shape (n, d), finite numbers", got, "Pass the training inputs as a tensor.")
+        knots = [(number, own.tolist()) for number, column in enumerate(x.detach().cpu().double().numpy().T)
+                 if len(own := _knots(column, pieces)) > 2]
+        found = cls(knots).to(x.device)
+        if knots:
+            features = found._pieces(x.detach().double())
+            total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device).index_add(
+                0, found.inputs, features.var(0, correction=0))
+            found.shift.copy_(features.mean(0))
+            found.factor.copy_(scale * total[found.inputs].rsqrt())
+        return found
+
+    def input_groups(self, inputs: int) -> list[int]:
+        """Numbers for `GaussianPrior`: each of so many inputs has its own, and the features of each share one."""
+        own = self.inputs.tolist()
+        numbers = {number: inputs + place for place, number in enumerate(dict.fromkeys(own))}
+        return [*range(inputs), *(numbers[number] for number in own)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, then the features, in the order of the knots."""
+        features = (self._pieces(x) - self.shift.to(x.dtype)) * self.factor.to(x.dtype)
+        return torch.cat([x, features], -1)
+
+    def _pieces(self, x: Tensor) -> Tensor:
+        """Without shift and factor, each between 0 and 1, (..., m)."""
+        try:  # to read the numbers at each call would wait for a GPU
+            chosen = x[..., self.inputs]
+        except IndexError as cause:
+            raise NetworkError(f"inputs of at least {1 + int(self.inputs.max())} numbers", f"shape {tuple(x.shape)}",
+                               "Number the inputs of PiecewiseLinearFeatures from 0.") from cause
+        return ((chosen - self.start.to(x.dtype)) / self.width.to(x.dtype)).clamp(0.0, 1.0)
+
+    def extra_repr(self) -> str:
+        """Number of pieces of each input, for `repr`."""
+        own = self.inputs.tolist()
+        return f"{ {number: own.count(number) for number in dict.fromkeys(own)} } pieces"
+
+
+def _checked(pair: Any) -> tuple[int, list[float]]:
+    """The number of an input, and its knots."""
+    two = isinstance(pair, Sequence) and len(pair) == 2 and is_whole(pair[0], 0) and isinstance(pair[1], Sequence)
+    if two and len(pair[1]) > 1 and all(is_number(one) for one in pair[1]):
+        own = [float(one) for one in pair[1]]
+        if all(before < after for before, after in pairwise(own)):
+            return int(pair[0]), own
+    raise HyperparameterError("pairs of an input's number and two or more ascending knots", repr(pair)[:80],
+                              "Pass for example PiecewiseLinearFeatures([(0, [0.0, 0.5, 1.0])]).")
+
+
+def _of_each(name: str, given: float | Sequence[float], count: int, device: torch.device) -> Tensor:
+    """One number for each feature, (m,)."""
+    numbers = [given] * count if is_number(given) else given
+    if not (isinstance(numbers, Sequence) and len(numbers) == count and all(is_number(one) for one in numbers)):
+        raise HyperparameterError(f"a finite {name}, or {count}, one for each piece", repr(given)[:80],
+                                  "PiecewiseLinearFeatures.of(x) chooses them.")
+    return torch.tensor([float(one) for one in numbers], dtype=torch.float64, device=device)
+
+
+def _knots(column: np.ndarray[Any, Any], pieces: int) -> np.ndarray[Any, Any]:
+    """All values of a column, or quantiles if there are more than one for each end of so many pieces."""
+    values = np.unique(column)
+    return values if len(values) <= pieces + 1 else np.unique(np.quantile(column, np.linspace(0.0, 1.0, pieces + 1)))
