@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -26,12 +25,6 @@ from ntk_laplace.tools.cli.python_files import load_network
 from ntk_laplace.tools.comparison import compare
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "ntk_laplace", *arguments], capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], []])
 def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
     if arguments:
@@ -46,7 +39,7 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """As a module; `test_evidence_from_the_shell_with_table_and_picture` starts it in a process of its own."""
+    """As a module; `test_a_wheel_of_the_sdist_works_alone` starts the command in a process of its own."""
     monkeypatch.setattr(sys, "argv", ["ntk-laplace", "--version"])
     monkeypatch.delitem(sys.modules, "ntk_laplace.__main__", raising=False)  # of a test that imports all modules
     with pytest.raises(SystemExit) as stopped:
@@ -218,12 +211,11 @@ def test_evidence_of_ones_own_network(
     assert f"{expected:.3f}" in printed.out and printed.err == ""
 
 
-@pytest.mark.slow
-def test_evidence_from_the_shell_with_table_and_picture(brought: Path) -> None:
-    done = run(*evidence("--plot", "o.png", "--memory", "0.00001"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Log marginal likelihood, in nats\nN = 20, C = 3, P = 51; Categorical")
-    assert "gp: refused: expected B of 40 x 40" in done.stdout and "\nfull       refused  " not in done.stdout
+def test_evidence_with_table_and_picture(brought: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(evidence("--plot", "o.png", "--memory", "0.00001")) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Log marginal likelihood, in nats\nN = 20, C = 3, P = 51; Categorical")
+    assert "gp: refused: expected B of 40 x 40" in out and "\nfull       refused  " not in out
     assert (brought / "o.png").read_bytes().startswith(b"\x89PNG")
 
 

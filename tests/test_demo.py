@@ -23,6 +23,7 @@ from ntk_laplace.tools.demo.pictures import support_of_prediction
 from ntk_laplace.tools.demo.problems import miniature, problems
 from ntk_laplace.tools.demo.screen import table
 from ntk_laplace.tools.demo.study import score_candidates, settled
+from scripts import sketches
 
 SCORES = {"log_likelihood", "map_log_likelihood", "calibrated_log_likelihood"}
 CLASS_SCORES = {"accuracy", "ece", "map_accuracy", "map_ece", "calibrated_ece"}
@@ -157,7 +158,8 @@ def test_support_is_the_log_odds_lost_on_removal(small_classes: Any) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any], str]]:
     out, screen = tmp_path_factory.mktemp("demo") / "not" / "there", io.StringIO()
-    summary = run_demo(out, seed=1, console=Console(file=screen, width=80), small=True)
+    with sketches():
+        summary = run_demo(out, seed=1, console=Console(file=screen, width=80), small=True)
     yield out, summary, screen.getvalue()
 
 

@@ -736,7 +736,7 @@ def test_starts(tmp_path: Path) -> None:
 def test_wide_tables(tmp_path: Path) -> None:
     printed = run("predictions/wide.py", tmp_path)
     cases = figures(tmp_path / "wide" / "wide.json")["cases"]
-    assert len(cases) == 4 and all(math.isfinite(value) for one in cases.values() for value in one.values())
+    assert len(cases) == 3 and all(math.isfinite(value) for one in cases.values() for value in one.values())
     assert all(one["default density"] in (one["with density"], one["without density"])
                for name, one in cases.items() if name != "mean")
     assert "| factors of 17 " in printed and "| left out " in printed

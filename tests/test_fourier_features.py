@@ -191,7 +191,7 @@ QUICK: dict[str, Any] = {"hidden_layer_sizes": (8,), "epochs": 60, "random_state
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the network misses", "ignore:noise is not at the optimum")
-def test_a_regressor_finds_a_season() -> None:
+def test_a_regressor_finds_a_season(monkeypatch: pytest.MonkeyPatch) -> None:
     (x, y), (x_test, y_test) = season(150), season(200, seed=1)
     x, x_test = x * [1.0, 1e3, 1.0], x_test * [1.0, 1e3, 1.0]
     plain, model = (ntkl.LaplaceRegressor(likelihood="gaussian", fourier_features=most, **QUICK).fit(x, y)
@@ -203,6 +203,7 @@ def test_a_regressor_finds_a_season() -> None:
     assert model.posterior_.lack_of_fit().period is None and plain.posterior_.lack_of_fit().period is not None
     added = model.posterior_.prior.precision[model.posterior_.prior.inputs].detach().rsqrt().numpy()
     assert model.relevance_.tolist() == [added[0], max(added[[1, 3, 4]]), added[2]]
+    monkeypatch.setattr(estimator_training, "_FOLDS", 2)
     folds = ntkl.LaplaceRegressor(likelihood="gaussian", predictive="folds", **QUICK).fit(x, y)
     assert folds.fourier_features_ == model.fourier_features_ and folds.predictive_fit_.objective == "folds"
     again = pickle.loads(pickle.dumps(model))
