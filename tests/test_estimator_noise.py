@@ -259,7 +259,7 @@ def test_noise_that_depends_on_the_inputs() -> None:
     x = draws.uniform(-2, 2, (200, 1))
     deviation = 0.2 + 5.0 * np.maximum(x[:, 0], 0)
     y = 50 + 20 * x[:, 0] + deviation * draws.standard_normal(200)
-    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    model = ntkl.LaplaceRegressor(**QUICK | {"epochs": 20}).fit(x, y)
     assert model.likelihood_ == "heteroscedastic-gaussian" and model.posterior_.num_outputs == 2
     weights = np.where(x[:, 0] > 0, 3.0, 1.0)
     short = QUICK | {"epochs": 2}

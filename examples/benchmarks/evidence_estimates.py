@@ -76,7 +76,7 @@ def conjugate(seed: int) -> tuple[ntkl.Posterior, float]:
 
 def coverage(seeds: int, small: bool) -> dict[str, Any]:
     """Shares of the data sets, with the mean standard error."""
-    steps = 5 if small else 30
+    steps = 4 if small else 30
     estimates: dict[str, Callable[[ntkl.Posterior, int], Any]] = {
         "importance, network": lambda p, s: p.importance_evidence(2000, generator=seeded(s)),
         "importance, linearized": lambda p, s: p.importance_evidence(2000, model="glm", generator=seeded(s)),
@@ -217,7 +217,7 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine(options.threads)}
     parts, small = options.parts.split(","), options.small
     if "coverage" in parts:
-        result["coverage"] = coverage(4 if small else options.seeds, small)
+        result["coverage"] = coverage(2 if small else options.seeds, small)
         names = ("within", "within, trusted", "within two standard errors", "trusted", "error", "mean distance")
         rows = [[name, *(f"{own[key]:.3g}" if key in own else "" for key in names)]
                 for name, own in result["coverage"].items()]
@@ -236,7 +236,7 @@ def main() -> None:
                 for width, both in result["starts"].items() for name, (shape, share, annealed) in both.items()]
         print("\nstarts\n" + table(["units", "Gaussian", "khat", "effective", "effective, annealed"], rows), flush=True)
     if "chains" in parts:
-        result["chains"] = chains(*((4, 4) if small else (64, 10)))
+        result["chains"] = chains(*((2, 3) if small else (64, 10)))
         rows = [[model, *(f"{result['chains'][model][key]:.3g}" for key in ("together", "alone", "ratio"))]
                 for model in ("nn", "glm")]
         print("\nchains\n" + table(["model", "at once, s", "one by one, s", "ratio"], rows))

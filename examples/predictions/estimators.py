@@ -136,8 +136,8 @@ METHODS: dict[bool, dict[str, Score]] = {
 
 # in miniature
 SMALL: dict[Score, Score] = {
-    laplace_regressor: partial(laplace_regressor, epochs=2, hidden_layer_sizes=(8,), likelihood="gaussian"),
-    laplace_classifier: partial(laplace_classifier, epochs=2, hidden_layer_sizes=(8,)),
+    laplace_regressor: partial(laplace_regressor, epochs=1, hidden_layer_sizes=(8,), likelihood="gaussian"),
+    laplace_classifier: partial(laplace_classifier, epochs=1, hidden_layer_sizes=(8,)),
     gaussian_process: partial(gaussian_process, restarts=0), perceptron: partial(perceptron, inner=2, epochs=40),
     calibrated_perceptron: partial(calibrated_perceptron, inner=2, epochs=40),
 }
