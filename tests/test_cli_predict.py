@@ -17,6 +17,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics, plotting
+from ntk_laplace.runtime import tuning
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli import predict
 from ntk_laplace.tools.cli.predictions import Judged
@@ -234,7 +235,10 @@ def test_coverage_of_noise_with_heavy_tails_is_that_of_its_quantiles(
 
 
 @pytest.mark.slow
-def test_the_network_is_trained_on_first(folder: Path, here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_network_is_trained_on_first(
+    folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(tuning, "RETRAINING_STEPS", 100)
     assert cli.main(line(folder, "real", "--retrain")) == 0
     frame, (x, _) = pandas.read_csv("predictions.csv"), arrays(folder, "real", "new")
     posterior = fitted(folder, "real").retrain(arrays(folder, "real", "data"))

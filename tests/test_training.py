@@ -1069,8 +1069,9 @@ def test_an_optimum_that_costs_evidence_is_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
-def test_noise_that_is_too_large_at_the_end_is_told() -> None:
+def test_noise_that_is_too_large_at_the_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few steps leave the noise of a clean sine near its start; the optimum of the weights does not mend it."""
+    monkeypatch.setattr(tuning, "RETRAINING_STEPS", 200)
     torch.manual_seed(0)
     x = torch.linspace(-2, 2, 40).double()[:, None]
     data, prior = (x, (2 * x).sin()), ntkl.GaussianPrior(0.01)
