@@ -687,6 +687,18 @@ def test_a_linear_part_is_told(folder: Path, capsys: pytest.CaptureFixture) -> N
         assert ("a perceptron and a linear function of the columns" in capsys.readouterr().out) is (columns == 66)
 
 
+def test_columns_in_pieces_are_told(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Where the fit has them: a step of a skewed column, and none of columns of two values."""
+    rng = np.random.default_rng(0)
+    skewed = np.exp(3 * rng.normal(size=60))
+    step = pandas.DataFrame({"skewed": skewed, "other": np.arange(60) % 2, "y": (skewed > 1) + 0.01 * skewed**0.1})
+    for table, expected in ((step, True), (step.assign(skewed=skewed > 1), False)):
+        table.to_csv("t.csv", index=False)
+        assert cli.main(["fit", "t.csv", "--target", "y", *QUICK, "--epochs", "20"]) == 0
+        assert ("as inputs of the network too: skewed" in " ".join(capsys.readouterr().out.split())) is expected
+        assert (joblib.load("out/model.joblib").piecewise_features_ == [0]) is expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -379,7 +379,8 @@ def test_folds_say_nothing_of_trainings_without_a_predictive(monkeypatch: pytest
 def test_a_training_that_is_not_trusted_is_told_of_only_if_it_stays() -> None:
     """Labels at random: leave-one-out has little to judge by, and a tenth of many examples takes its place."""
     rng = np.random.default_rng(0)
-    options = {"epochs": 2, "hidden_layer_sizes": (10, 10), "precision": 1e-4, "random_state": 0}
+    options = {"epochs": 2, "hidden_layer_sizes": (10, 10), "precision": 1e-4, "random_state": 0,
+               "piecewise_features": False}
     x, y = rng.normal(size=(1100, 9)), rng.normal(size=1100)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -396,8 +397,8 @@ def test_a_training_that_is_not_trusted_is_told_of_only_if_it_stays() -> None:
 def test_labels_that_were_learned_by_heart_are_calibrated_on_a_tenth() -> None:
     """Half of the labels are noise: leave-one-out promised 0.23 nats more than test data have."""
     x, y = make_classification(1600, 20, n_informative=8, n_classes=3, flip_y=0.5, random_state=0)
-    model = ntkl.LaplaceClassifier(epochs=20, hidden_layer_sizes=(64, 64), random_state=0).fit(x[:600], y[:600])
-    fit = model.predictive_fit_
+    model = ntkl.LaplaceClassifier(epochs=20, hidden_layer_sizes=(64, 64), random_state=0, piecewise_features=False)
+    fit = model.fit(x[:600], y[:600]).predictive_fit_
     assert len(model.held_out_index_) == fit.num_points == 60 and fit.objective == "held-out data"
     test = np.log(model.predict_proba(x[600:])[np.arange(1000), y[600:]]).mean()
     assert abs(fit.after - test) < 0.1 and test > np.log(1 / 3) + 0.08
@@ -422,7 +423,7 @@ def test_a_network_that_learned_noise_is_trained_again_with_more_evaluations(
             return float(np.log(model.predict_proba(x[n:])[np.arange(2600 - n), y[n:]]).mean())
         return float(norm.logpdf(y[n:], *model.predict(x[n:], return_std=True)).mean())
 
-    options = {"random_state": 0, "linear_part": False}
+    options = {"random_state": 0, "linear_part": False, "piecewise_features": False}
     model = cls(**options).fit(x[:n], y[:n])
     inputs = model.network_inputs(x)
     assert torch.equal(model.network_(inputs), model.posterior_.outputs(inputs)) and not model.held_out_index_.size
@@ -445,7 +446,7 @@ def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.Monk
         return trained(*args, **options)
 
     monkeypatch.setattr(estimator_training, "train_with_evidence", failing)
-    model = ntkl.LaplaceClassifier(precision=1.0, random_state=0).fit(x, y)
+    model = ntkl.LaplaceClassifier(precision=1.0, random_state=0, piecewise_features=False).fit(x, y)
     assert [call and call.frequency for call in calls] == [None, 3] and len(model.history_.epochs) == 10
 
 
@@ -483,7 +484,8 @@ def test_a_classifier_that_misses_its_classes_is_trained_longer_from_weaker_prio
     rng = np.random.default_rng(0)
     x = rng.uniform(0, 3, (170, 2))
     y = np.where(np.floor(x).sum(1) % 2, "black", "white")
-    options = {"epochs": 20, "hidden_layer_sizes": (20,), "learning_rate": 0.05, "random_state": 0}
+    options = {"epochs": 20, "hidden_layer_sizes": (20,), "learning_rate": 0.05, "random_state": 0,
+               "piecewise_features": False}
     one, auto = (ntkl.LaplaceClassifier(**options, precision=precision).fit(x[:120], y[:120])
                  for precision in (1.0, "auto"))
     assert one.posterior_.lack_of_fit().clear and auto.n_iter_ == 60

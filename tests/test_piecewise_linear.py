@@ -15,6 +15,7 @@ import torch
 from torch import Size, Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.runtime import tuning
 from ntk_laplace.tools.estimators import base as estimators_base
 from ntk_laplace.tools.estimators import training as estimator_training
@@ -258,7 +259,7 @@ def test_which_tables_are_tried_in_pieces(estimator: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_leave_one_out_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the other with the opposite order."""
+    """And the other with the opposite order, or where leave-one-out of the best is not to be trusted."""
     (x, y), chosen = skewed(), set()
     quick = QUICK | {"likelihood": "gaussian"}
     for targets in (y, 0.3 * x[:, 2] + np.tanh(0.1 * x[:, 0]) + 0.1 * np.random.default_rng(1).normal(size=len(x))):
@@ -269,6 +270,12 @@ def test_leave_one_out_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.array_equal(model.predict(x), fits[best].predict(x))
         assert model.piecewise_features_ == ([0, 1] if best else []) == fits[best].piecewise_features_
         chosen.add(best)
+        if best:
+            bound = sum(fit.predictive_fit_.after for fit in fits.values()) / 2
+            with monkeypatch.context() as patch:
+                patch.setattr(PredictiveFit, "trusted", property(lambda fit, bound=bound: fit.after < bound))
+                other = ntkl.LaplaceRegressor(**quick).fit(x, targets)
+            assert np.array_equal(other.predict(x), fits[False].predict(x)) and not other.piecewise_features_
     assert chosen == {False, True}
     rank = estimator_training.rank
     monkeypatch.setattr(estimator_training, "rank", lambda *given, **options: tuple(

@@ -151,10 +151,14 @@ def _tell_evidence(model: Model) -> None:
 
 
 def _tell_network(model: Model) -> None:
-    """Whether the network has a linear part, and the columns whose sines and cosines it has in addition."""
+    """Whether the network has a linear part, and the columns that it gets in pieces, or their sines and cosines."""
     if model.linear_part_:
         print("\nThe network is a perceptron and a linear function of the columns, added")
     names = getattr(model, "feature_names_in_", np.arange(model.n_features_in_).astype(str))
+    if model.piecewise_features_:
+        pieces = first_few(names[model.piecewise_features_], quote=False)
+        print("\n" + textwrap.fill(f"Left-out rows are predicted better with columns in pieces, between quantiles, as "
+                                   f"inputs of the network too: {pieces}", _WIDTH))
     told = ", ".join(f"{names[column]} of period {period:.4g}" for column, period in model.fourier_features_)
     if told:
         text = f"Left-out residuals had waves, whose sines and cosines are inputs of the network too: {told}"

@@ -206,7 +206,8 @@ def trained(
         best = recipe.best(data, form, module)
         for other in forms[1:]:
             with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
-                score = _by_evidence if form.design.linear != other.design.linear else _left_out
+                score: Callable[[_Attempt], tuple[Any, ...]] = (
+                    _by_evidence if form.design.linear != other.design.linear else _left_out)
                 best = max(best, recipe.best(data, other), key=score)
         found, module, form, waves, better = best.training, best.module, best.form, best.waves, best.options
         posterior, fit = found.posterior, found.predictive
@@ -228,9 +229,10 @@ def trained(
     return Trained(module, posterior, found.history, fit, held, waves, form.design, by_folds if folds else None)
 
 
-def _left_out(attempt: _Attempt) -> tuple[bool, float]:
-    """The larger, the better: leave-one-out."""
-    return rank(attempt.training, left_out=True)
+def _left_out(attempt: _Attempt) -> tuple[bool, bool, float]:
+    """The larger, the better: leave-one-out, of trainings where it is to be trusted before others."""
+    fit = attempt.training.predictive
+    return fit is not None and fit.trusted, *rank(attempt.training, left_out=True)
 
 
 def _by_evidence(attempt: _Attempt) -> tuple[bool, float]:
