@@ -156,7 +156,7 @@ def _tell_network(model: Model) -> None:
         print("\nThe network is a perceptron and a linear function of the columns, added")
     names = getattr(model, "feature_names_in_", np.arange(model.n_features_in_).astype(str))
     if model.piecewise_features_:
-        pieces = first_few(names[model.piecewise_features_], quote=False)
+        pieces = first_few([names[column] for column in model.piecewise_features_], quote=False)
         print("\n" + textwrap.fill(f"Left-out rows are predicted better with columns in pieces, between quantiles, as "
                                    f"inputs of the network too: {pieces}", _WIDTH))
     told = ", ".join(f"{names[column]} of period {period:.4g}" for column, period in model.fourier_features_)
