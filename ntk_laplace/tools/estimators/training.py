@@ -32,6 +32,7 @@ _FOLDS = 5  # of predictive="folds"
 _FEWEST = 1_000  # of more examples some may be kept apart
 _FEWEST_LEARNED = 300  # of so many too, without an exact posterior or where the targets were learned by heart
 _OFTEN = 3  # times as many evaluations of the evidence where it is below that of one prediction for all inputs
+_GAIN = 0.02  # nats a left-out point that piecewise linear features must gain: less may be chance
 _TIMES, _FEW = 3, 10_000  # times as many epochs where residuals are clearly alike, of so many examples at most
 
 
@@ -206,9 +207,8 @@ def trained(
         best = recipe.best(data, form, module)
         for other in forms[1:]:
             with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
-                score: Callable[[_Attempt], tuple[Any, ...]] = (
-                    _by_evidence if form.design.linear != other.design.linear else _left_out)
-                best = max(best, recipe.best(data, other), key=score)
+                again = recipe.best(data, other)
+                best = again if _better(again, best) else best
         found, module, form, waves, better = best.training, best.module, best.form, best.waves, best.options
         posterior, fit = found.posterior, found.predictive
         apart = many and (fit is None or _learned(found) or (len(data[1]) > _FEWEST and not fit.trusted))
@@ -229,10 +229,18 @@ def trained(
     return Trained(module, posterior, found.history, fit, held, waves, form.design, by_folds if folds else None)
 
 
-def _left_out(attempt: _Attempt) -> tuple[bool, bool, float]:
-    """The larger, the better: leave-one-out, of trainings where it is to be trusted before others."""
+def _better(other: _Attempt, best: _Attempt) -> bool:
+    """Whether a training of another form is taken in place of the usual one."""
+    if other.form.design.linear != best.form.design.linear:
+        return _by_evidence(other) > _by_evidence(best)
+    return _left_out(other) > _left_out(best, _GAIN)
+
+
+def _left_out(attempt: _Attempt, more: float = 0.0) -> tuple[bool, bool, float]:
+    """The larger, the better: leave-one-out and more, of trainings where it is to be trusted before others."""
     fit = attempt.training.predictive
-    return fit is not None and fit.trusted, *rank(attempt.training, left_out=True)
+    unlearned, density = rank(attempt.training, left_out=True)
+    return fit is not None and fit.trusted, unlearned, density + more
 
 
 def _by_evidence(attempt: _Attempt) -> tuple[bool, float]:
