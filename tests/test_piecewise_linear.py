@@ -188,6 +188,33 @@ def test_shared_precisions_are_equal_ones(structure: str, tmp_path: Path) -> Non
         assert float(again.log_marginal_likelihood()) == pytest.approx(float(own.log_marginal_likelihood()), rel=1e-12)
 
 
+@pytest.mark.parametrize("structure", ["gp", "full", "diag", "kfac"])
+def test_a_precision_keeps_the_groups_of_its_prior(structure: str, tmp_path: Path) -> None:
+    """Elsewhere, and from a file: its own record has them."""
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 5).double(), torch.randn(9, 1).double()
+    network = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    prior = shared_prior(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], device="cpu"))
+    found = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.3), prior, structure, settings=QUIET)
+    given = ntkl.gaussian_posterior(network, (x, y), ntkl.Gaussian(0.3), found.prior,
+                                    precision=found.fitted.precision, settings=QUIET)
+    given.save(tmp_path / "given.pt", include_data=True)
+    for posterior in (given, ntkl.load(tmp_path / "given.pt", network), given.to("cpu", torch.float64)):
+        assert float(posterior.kl().value) == pytest.approx(float(found.kl().value), rel=1e-10)
+
+
+def test_a_training_is_not_resumed_with_other_groups(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 5).double(), torch.randn(9, 1).double()
+    network = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    options: dict[str, Any] = {"epochs": 2, "settings": ntkl.Settings(progress=False, checkpoint=tmp_path / "c.pt")}
+    ntkl.train_with_evidence(network, (x, y), ntkl.Gaussian(1.0), shared_prior(), **options)
+    options["settings"] = ntkl.Settings(progress=False, resume=tmp_path / "c.pt")
+    other = ntkl.GaussianPrior(2.0, groups="input", input_groups=[0, 1, 1, 2, 0])
+    with refused(ntkl.UnsupportedError, "prior groups", "0, 1, 1, 2, 0", "Pass the same"):
+        ntkl.train_with_evidence(network, (x, y), ntkl.Gaussian(1.0), other, **options)
+
+
 def test_what_shared_precisions_refuse() -> None:
     for bad in ([0, 0.5], ["a"], "01", 3, [], [True, False], [-1, 0], torch.tensor([0.5, 0.0], device="cpu")):
         with refused(ntkl.HyperparameterError, "input_groups of whole numbers from 0", "", "share a precision"):
@@ -242,6 +269,8 @@ def test_which_tables_are_tried_in_pieces(estimator: Any, monkeypatch: pytest.Mo
     for options, expected in (({}, both), ({"piecewise_features": False}, none), ({"piecewise_features": True}, always),
                               ({"predictive": None}, none), ({"predictive": "folds"}, both),
                               ({"groups": "layer"}, none), ({"groups": "layer", "piecewise_features": True}, always),
+                              ({"precision": {"0": 1.0}}, none), ({"precision": torch.ones(7, device="cpu")}, none),
+                              ({"precision": torch.tensor(2.0, device="cpu")}, both), ({"precision": (1.0, 0.1)}, both),
                               ({"hidden_layer_sizes": ()}, none), ({"structure": ntkl.EKFAC()}, none),
                               ({"linear_part": True}, [(True, False), (True, True)]),
                               ({"network": lambda d, c: nn.Linear(d, c).double()}, none)):

@@ -113,7 +113,8 @@ class PosteriorPrecision(ABC):
         """The diagonal P0 at the factorization: its groups, and the logarithm of the precision of each."""
         groups = self._prior.groups
         named = groups if isinstance(groups, str) else [{"group": g, "spans": list(n)} for g, n in groups.items()]
-        return {"groups": named, "log_precision": self._by_group.double().log()}
+        return {"groups": named, "input_groups": self._prior.input_groups,
+                "log_precision": self._by_group.double().log()}
 
     # --- products
 

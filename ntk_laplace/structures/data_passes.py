@@ -165,7 +165,7 @@ class ModelSignature(Mapping[str, str]):
             "likelihood": type(likelihood).__name__ + _settings(likelihood.record())
                           + digest(*likelihood.parameters(), *likelihood.buffers()),
             "curvature": repr(model.curvature_type),
-            "prior groups": repr(model.prior.groups),
+            "prior groups": model.prior.group_words,
             "dtype": repr(model.jacobian_pass.dtype),
         }
 

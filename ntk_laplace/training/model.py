@@ -98,7 +98,7 @@ class Model:
         output = {} if self.output is None else {"output": repr(self.output)}
         return output | {
             "parameters": _listed(trained), "buffers": _listed(self.network.named_buffers()),
-            "prior groups": repr(self.prior.groups), "prior mean": _words(self.prior.flat_mean()),
+            "prior groups": self.prior.group_words, "prior mean": _words(self.prior.flat_mean()),
             "curvature": repr(self.curvature),
             "likelihood": f"{' of '.join(type(m).__name__ for m in self.likelihood.modules())}, weight "
                           f"{self.likelihood.weight:g}, {_listed(self.likelihood.named_parameters())}",

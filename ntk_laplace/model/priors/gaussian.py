@@ -154,6 +154,11 @@ class GaussianPrior(nn.Module):
         return self._grouping.group_names
 
     @property
+    def group_words(self) -> str:
+        """Which parameters share a precision, in words that tell two priors apart."""
+        return repr(self.groups) + ("" if self.input_groups is None else f" with input_groups={self.input_groups}")
+
+    @property
     def shapes(self) -> ParameterLayout:
         """Shapes of the parameters by name, in the order that flattens θ."""
         return self._bound().shapes

@@ -186,7 +186,9 @@ class LaplaceEstimator(_Fitted):
                           for part in (self.linear_part, self.piecewise_features))
         usual = Design(deep and (by_input and features > tuning.INPUTS_WITHOUT_LINEAR if linear is None else linear),
                        perceptron and bool(pieces))
-        if not (deep and by_input):
+        one = not isinstance(self.precision, (Mapping, Tensor)) or (
+            isinstance(self.precision, Tensor) and self.precision.numel() == 1)
+        if not (deep and by_input and one):  # several are those of the groups of one design
             return [usual]
         few = examples < tuning.EXAMPLES_OF_EACH_INPUT * features and features >= tuning.INPUTS_EITHER_WAY
         if self._either and few and linear is None:
