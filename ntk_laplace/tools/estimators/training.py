@@ -233,14 +233,19 @@ def _better(other: _Attempt, best: _Attempt) -> bool:
     """Whether a training of another form is taken in place of the usual one."""
     if other.form.design.linear != best.form.design.linear:
         return _by_evidence(other) > _by_evidence(best)
-    return _left_out(other) > _left_out(best, _GAIN)
+    return _trusted(other) and _left_out(other) > _left_out(best, _GAIN)
+
+
+def _trusted(attempt: _Attempt) -> bool:
+    """Whether its leave-one-out is to be trusted."""
+    fit = attempt.training.predictive
+    return fit is not None and fit.trusted
 
 
 def _left_out(attempt: _Attempt, more: float = 0.0) -> tuple[bool, bool, float]:
     """The larger, the better: leave-one-out and more, of trainings where it is to be trusted before others."""
-    fit = attempt.training.predictive
     unlearned, density = rank(attempt.training, left_out=True)
-    return fit is not None and fit.trusted, unlearned, density + more
+    return _trusted(attempt), unlearned, density + more
 
 
 def _by_evidence(attempt: _Attempt) -> tuple[bool, float]:
