@@ -33,6 +33,7 @@ _FEWEST = 1_000  # of more examples some may be kept apart
 _FEWEST_LEARNED = 300  # of so many too, without an exact posterior or where the targets were learned by heart
 _OFTEN = 3  # times as many evaluations of the evidence where it is below that of one prediction for all inputs
 _GAIN = 0.02  # nats a left-out point that piecewise linear features must gain: less may be chance
+_BEHIND = 0.1  # nats a left-out point; perceptrons with them that are further behind after a training are dropped
 _TIMES, _FEW = 3, 10_000  # times as many epochs where residuals are clearly alike, of so many examples at most
 
 
@@ -122,7 +123,20 @@ class _Recipe:
 
     def best(self, data: tuple[Tensor, ...], form: Form, module: nn.Module | None = None) -> _Attempt:
         """The best training of a form, with waves, for longer, or with more evaluations where it needs them."""
-        return self._again(data, self._with_waves(data, self.attempt(data, form, module=module)))
+        return self._improved(data, self.attempt(data, form, module=module))
+
+    def better(self, data: tuple[Tensor, ...], form: Form, best: _Attempt) -> _Attempt:
+        """The better of the best training so far and that of another form, which is dropped if it is far behind."""
+        if form.design.linear != best.form.design.linear:
+            other = self.best(data, form)
+            return other if _by_evidence(other) > _by_evidence(best) else best
+        other = self.attempt(data, form, best.waves)
+        if rank(other.training, left_out=True)[1] + _BEHIND > rank(best.training, left_out=True)[1]:
+            other = self._improved(data, other)
+        return other if _trusted(other) and _left_out(other) > _left_out(best, _GAIN) else best
+
+    def _improved(self, data: tuple[Tensor, ...], attempt: _Attempt) -> _Attempt:
+        return self._again(data, self._with_waves(data, attempt))
 
     def _with_waves(self, data: tuple[Tensor, ...], best: _Attempt) -> _Attempt:
         """A training with Fourier features of the waves that its residuals show, one after the other, or the given one.
@@ -207,8 +221,7 @@ def trained(
         best = recipe.best(data, form, module)
         for other in forms[1:]:
             with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
-                again = recipe.best(data, other)
-                best = again if _better(again, best) else best
+                best = recipe.better(data, other, best)
         found, module, form, waves, better = best.training, best.module, best.form, best.waves, best.options
         posterior, fit = found.posterior, found.predictive
         apart = many and (fit is None or _learned(found) or (len(data[1]) > _FEWEST and not fit.trusted))
@@ -227,13 +240,6 @@ def trained(
                                              min(_FOLDS, len(data[1])), seed=seed)
 
     return Trained(module, posterior, found.history, fit, held, waves, form.design, by_folds if folds else None)
-
-
-def _better(other: _Attempt, best: _Attempt) -> bool:
-    """Whether a training of another form is taken in place of the usual one."""
-    if other.form.design.linear != best.form.design.linear:
-        return _by_evidence(other) > _by_evidence(best)
-    return _trusted(other) and _left_out(other) > _left_out(best, _GAIN)
 
 
 def _trusted(attempt: _Attempt) -> bool:
