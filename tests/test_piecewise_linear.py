@@ -82,6 +82,24 @@ def test_knots_are_quantiles_of_the_data() -> None:
     assert none.input_groups(2) == [0, 1] and none(torch.from_numpy(x[:, [1, 3]])).shape == (90, 2)
 
 
+@pytest.mark.parametrize("kind", [ntkl.PiecewiseLinearFeatures, ntkl.FourierFeatures])
+def test_features_of_whole_numbers(kind: Any) -> None:
+    """Knots and periods were rounded to whole numbers too."""
+    features = kind([(0, [-0.5, 0.25, 9.75])] if kind is ntkl.PiecewiseLinearFeatures else [(0, 0.75)])
+    counts = torch.arange(12, device="cpu").view(6, 2)
+    assert features(counts).dtype == torch.float32
+    torch.testing.assert_close(features(counts), features(counts.float()), rtol=0, atol=0)
+    torch.testing.assert_close(features(counts > 2), features((counts > 2).float()), rtol=0, atol=0)
+
+
+def test_knots_are_where_the_data_are() -> None:
+    """Not on torch's default device, which may hold no values."""
+    x = torch.randn(30, 2, generator=torch.Generator().manual_seed(0), device="cpu")
+    with torch.device("meta"):
+        found = ntkl.PiecewiseLinearFeatures.of(x)
+    torch.testing.assert_close(found(x), ntkl.PiecewiseLinearFeatures.of(x)(x), rtol=0, atol=0)
+
+
 def test_what_piecewise_linear_features_refuse() -> None:
     of, x = ntkl.PiecewiseLinearFeatures.of, torch.zeros(3, 2, device="cpu")
     for knots, got in (([(0, [0.0])], "(0, [0.0])"), ([(0, [1.0, 0.0])], "(0, [1.0, 0.0])"), (3, "3"), ("ab", "'a'"),
@@ -221,6 +239,10 @@ def test_what_shared_precisions_refuse() -> None:
             ntkl.GaussianPrior(groups="input", input_groups=bad)
     with refused(ntkl.HyperparameterError, "each number up to 3", "none that is 1", "without gaps"):
         ntkl.GaussianPrior(groups="input", input_groups=[0, 3, 2])
+    with refused(ntkl.HyperparameterError, f"each number up to {10**15}", "none that is 1", "without gaps"):
+        ntkl.GaussianPrior(groups="input", input_groups=[0, 10**15])  # without a list of all of them
+    with refused(ntkl.HyperparameterError, r"0.weight\[:, 3\]", "another in that of '0.weight'", "each group once"):
+        shared_prior({"0.weight": 1.0, "0.weight[:, 3]": 2.0, "0": 1.0, "2": 1.0}).bind(SHAPES)
     with refused(ntkl.HyperparameterError, 'groups="input" for input_groups', "'layer'", "Pass it"):
         ntkl.GaussianPrior(groups="layer", input_groups=[0, 1])
     with refused(ntkl.HyperparameterError, "the 5 inputs of '0.weight'", "2 numbers", "one number for each"):
@@ -284,6 +306,39 @@ def test_which_tables_are_tried_in_pieces(estimator: Any, monkeypatch: pytest.Mo
             assert tried(estimator(), x, y) == expected, (name, value)
     found = tried(estimator(), rng.normal(size=(60, 16)), y)  # a linear part may be chosen in a regression
     assert found == ([(False, False), (True, False)] if estimator is ntkl.LaplaceRegressor else both)
+
+
+def test_no_pieces_are_made_of_tables_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many columns and rows they took gigabytes, also for a trained network."""
+    monkeypatch.setattr(ntkl.PiecewiseLinearFeatures, "of", lambda *args: pytest.fail("made pieces"))
+    x, y = skewed(20)
+    network = nn.Linear(3, 1, device="cpu").double()
+    assert ntkl.LaplaceRegressor(network, prefit=True, likelihood="gaussian").fit(x, y).piecewise_features_ == []
+
+
+def test_pieces_are_where_the_perceptron_is() -> None:
+    """On torch's default device, and not on the CPU as the data they were made of: a training refuses this one."""
+    x, y = skewed(20)
+    with torch.device("meta"), refused(ntkl.DataError, "dense tensors with values", "a meta one", "holds no values"):
+        ntkl.LaplaceRegressor(piecewise_features=True, likelihood="gaussian", **QUICK).fit(x, y)
+
+
+@pytest.mark.slow
+def test_waves_are_where_the_network_is() -> None:
+    """Of a network that is not on torch's default device none were found, without a word."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 20, (60, 1))
+    y = np.sin(2 * np.pi * x[:, 0] / 1.3) + 0.1 * rng.normal(size=60)
+
+    def network(inputs: int, outputs: int) -> nn.Module:
+        layers = nn.Linear(inputs, 8, device="cpu"), nn.Tanh(), nn.Linear(8, outputs, device="cpu")
+        return nn.Sequential(*layers).double()
+
+    model = ntkl.LaplaceRegressor(network, likelihood="gaussian", **QUICK | {"fourier_features": 1})
+    expected = model.fit(x, y).fourier_features_
+    with torch.device("meta"):
+        found = model.fit(x, y).fourier_features_
+    assert len(expected) == 1 and found == expected
 
 
 @pytest.mark.slow

@@ -54,7 +54,9 @@ class FourierFeatures(nn.Module):
         return tuple(zip(self.inputs.tolist(), self.periods.tolist(), strict=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, then all sines, then all cosines."""
+        """x, then all sines, then all cosines; whole numbers become torch's default floating type."""
+        if not (x.is_floating_point() or x.is_complex()):  # periods are no whole numbers
+            x = x.to(torch.get_default_dtype())
         try:  # to read the numbers at each call would wait for a GPU
             chosen = x[..., self.inputs]
         except IndexError as cause:

@@ -97,7 +97,8 @@ class PiecewiseLinearFeatures(nn.Module):
             raise DataError("inputs x of shape (n, d), finite numbers", got, "Pass the training inputs as a tensor.")
         knots = [(number, own.tolist()) for number, column in enumerate(x.detach().cpu().double().numpy().T)
                  if len(own := _knots(column, pieces)) > 2]
-        found = cls(knots).to(x.device)
+        with x.device:  # one that is the default may hold no values
+            found = cls(knots)
         if knots:
             features = found._pieces(x.detach().double())
             total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device).index_add(
@@ -113,7 +114,9 @@ class PiecewiseLinearFeatures(nn.Module):
         return [*range(inputs), *(numbers[number] for number in own)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, then the features, in the order of the knots."""
+        """x, then the features, in the order of the knots; whole numbers become torch's default floating type."""
+        if not (x.is_floating_point() or x.is_complex()):  # knots are no whole numbers
+            x = x.to(torch.get_default_dtype())
         features = (self._pieces(x) - self.shift.to(x.dtype)) * self.factor.to(x.dtype)
         return torch.cat([x, features], -1)
 

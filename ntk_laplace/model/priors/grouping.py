@@ -179,6 +179,10 @@ class Grouping:
             each = "input" if self.shared is None else "group of inputs"
             raise HyperparameterError(f"one precision for {self.by_input!r}, or one for each {each}, ({count},)",
                                       f"shape {tuple(value.shape)}", "Pass a number, or a tensor of this shape.")
+        twice = next((name for name in names if name in found), None)
+        if twice is not None:
+            raise HyperparameterError(f"one precision for group {twice!r}", f"another in that of {self.by_input!r}",
+                                      "Name each group once.")
         return found | dict(zip(names, value.flatten().expand(count), strict=True))
 
     def _group_named(self, key: str) -> str:

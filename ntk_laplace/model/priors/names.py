@@ -91,7 +91,7 @@ def checked_input_groups(given: Any, groups: Any) -> tuple[int, ...]:
         raise HyperparameterError("input_groups of whole numbers from 0, one for each input", repr(given)[:80],
                                   "Pass [0, 0, 1], where the first two inputs share a precision.")
     if len(set(numbers)) <= max(numbers):
-        missing = min(set(range(max(numbers))).difference(numbers))
+        missing = min(set(range(len(numbers))).difference(numbers))
         raise HyperparameterError(f"input_groups that use each number up to {max(numbers)}", f"none that is {missing}",
                                   "Number the precisions from 0 without gaps.")
     if not is_choice(groups, ("input",)):

@@ -123,19 +123,25 @@ class LaplaceEstimator(_Fitted):
             return GaussianPrior(given, groups=groups, spread=spread, input_groups=shared)
 
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            pieces = PiecewiseLinearFeatures.of(to_tensor(self._inputs(x)), tuning.PIECES, _PIECES_SCALE)
+            pieces = PiecewiseLinearFeatures([])
+            if any(design.pieces for design in designs):  # of many columns they take memory
+                pieces = PiecewiseLinearFeatures.of(to_tensor(self._inputs(x)), tuning.PIECES, _PIECES_SCALE)
             if not len(pieces.inputs):
                 designs = list(dict.fromkeys(replace(design, pieces=False) for design in designs))
 
             def new(likelihood: Likelihood, design: Design, waves: Waves = ()) -> nn.Module:
                 torch.manual_seed(seed)
-                before: list[nn.Module] = [copy.deepcopy(pieces)] if design.pieces else []
-                before += [FourierFeatures(waves)] if waves else []
                 inputs = features + 2 * len(waves) + design.pieces * len(pieces.inputs)
                 outputs = responses * _outputs_of_each(likelihood)
                 made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation,
                                   design.linear)
-                made = nn.Sequential(*before, made) if before else made
+                before: list[nn.Module] = [copy.deepcopy(pieces)] if design.pieces else []
+                if waves:
+                    with torch.device("cpu"):
+                        before.append(FourierFeatures(waves))
+                if before:
+                    place = next(made.parameters()).device  # which need not be torch's default one
+                    made = nn.Sequential(*(one.to(place) for one in before), made)
                 return with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
 
             data: tuple[Tensor, ...] = self._tensor(x, new(likelihood, designs[0])), y
