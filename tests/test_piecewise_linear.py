@@ -82,6 +82,20 @@ def test_knots_are_quantiles_of_the_data() -> None:
     assert none.input_groups(2) == [0, 1] and none(torch.from_numpy(x[:, [1, 3]])).shape == (90, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_values_that_differ_by_rounding_are_one_knot(dtype: torch.dtype) -> None:
+    """Also where they are small beside others; else a piece between two of them is of their last digits."""
+    eps = torch.finfo(dtype).eps
+    levels = torch.tensor([-1e-20, 0.0, 1e-20, 0.1, 3.0], dtype=dtype, device="cpu")
+    rounded = torch.stack([levels, levels * (1 + eps), levels * (1 - eps)], 1).flatten()
+    table = torch.stack([rounded, rounded.sign().abs(), torch.full_like(rounded, 7.0)], 1)
+    table[::2, 1:] *= 1 + eps
+    found = ntkl.PiecewiseLinearFeatures.of(table)
+    assert found.inputs.tolist() == [0, 0, 0, 0]
+    knots = torch.cat([found.start, found.start[-1:] + found.width[-1:]])
+    torch.testing.assert_close(knots, levels.double(), rtol=4 * eps, atol=0)
+
+
 @pytest.mark.parametrize("kind", [ntkl.PiecewiseLinearFeatures, ntkl.FourierFeatures])
 def test_features_of_whole_numbers(kind: Any) -> None:
     """Knots and periods were rounded to whole numbers too."""
@@ -369,6 +383,23 @@ def test_leave_one_out_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_the_first_training_is_a_result_where_pieces_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = skewed(20)
+    train = estimator_training.train_with_evidence
+
+    def large(module: Any, data: Any, likelihood: Any, prior: Any, **options: Any) -> Any:
+        if prior.input_groups:
+            raise ntkl.MemoryBudgetError("less", "more", "Take fewer.")
+        return train(module, data, likelihood, prior, **options)
+
+    monkeypatch.setattr(estimator_training, "train_with_evidence", large)
+    options = QUICK | {"epochs": 1, "likelihood": "gaussian"}
+    assert not ntkl.LaplaceRegressor(**options).fit(x, y).piecewise_features_
+    with refused(ntkl.MemoryBudgetError, "less", "more", "fewer"):
+        ntkl.LaplaceRegressor(piecewise_features=True, **options).fit(x, y)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [False, True])
 def test_an_estimator_in_pieces_is_the_training_by_hand(classes: bool) -> None:
     x, y = skewed()
@@ -399,6 +430,24 @@ def test_an_estimator_in_pieces_is_the_training_by_hand(classes: bool) -> None:
     np.testing.assert_allclose(model.relevance_, np.maximum(deviation[:3], [*3.0 * deviation[3:], 0.0]), rtol=1e-9)
     again = pickle.loads(pickle.dumps(model))
     assert np.array_equal(again.predict(x), model.predict(x)) and again.piecewise_features_ == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("standardize", [True, False])
+def test_no_pieces_of_rounding(standardize: bool) -> None:
+    """Of a column that is constant up to rounding, and one of two values; their last digits changed predictions."""
+    x, y = skewed(40)
+    up = np.where(np.arange(40) % 3, 1.0, 1.0 + 4e-16)
+    x = np.column_stack([x[:, 0], (x[:, 2] + 100.0) * up, 7.0 * up])
+    model = ntkl.LaplaceRegressor(piecewise_features=True, likelihood="gaussian", standardize=standardize,
+                                  **QUICK | {"epochs": 3}).fit(x, y)
+    assert model.piecewise_features_ == [0]
+    other = x / np.column_stack([np.ones(40), up, up])
+    np.testing.assert_allclose(model.predict(x), model.predict(other), rtol=1e-9, atol=1e-9)
+    own = x[:, 0] if not standardize else (x[:, 0] - x[:, 0].mean()) / x[:, 0].std()
+    knots = np.quantile(own, np.linspace(0.0, 1.0, 9))
+    np.testing.assert_allclose(model.network_[0].start.numpy(), knots[:-1], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(model.network_[0].width.numpy(), np.diff(knots), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -71,7 +71,8 @@ class PiecewiseLinearFeatures(nn.Module):
         x : Tensor, (n, d)
             Its columns are the inputs; the features come to its device.
         pieces : int
-            Of each input, at most: an input of fewer values has its knots there. One of two values or fewer has none.
+            Of each input, at most: an input of fewer values has its knots there. Knots that differ by rounding are one,
+            and an input of two knots or fewer has none.
         scale : float
             All features of an input have mean 0, and the root of the sum of their variances is this. With standardized
             inputs and weights of equal variance, a function of the features is so many times as large as one of the
@@ -95,8 +96,9 @@ class PiecewiseLinearFeatures(nn.Module):
         if not (table and x.isfinite().all()):
             got = "NaN or infinity" if table else f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)[:80]
             raise DataError("inputs x of shape (n, d), finite numbers", got, "Pass the training inputs as a tensor.")
+        close = 4 * torch.finfo(x.dtype if x.is_floating_point() else torch.float64).eps
         knots = [(number, own.tolist()) for number, column in enumerate(x.detach().cpu().double().numpy().T)
-                 if len(own := _knots(column, pieces)) > 2]
+                 if len(own := _knots(column, pieces, close)) > 2]
         with x.device:  # one that is the default may hold no values
             found = cls(knots)
         if knots:
@@ -155,7 +157,15 @@ def _of_each(name: str, given: float | Sequence[float], count: int, device: torc
     return torch.tensor([float(one) for one in numbers], dtype=torch.float64, device=device)
 
 
-def _knots(column: np.ndarray[Any, Any], pieces: int) -> np.ndarray[Any, Any]:
+def _knots(column: np.ndarray[Any, Any], pieces: int, close: float) -> np.ndarray[Any, Any]:
     """All values of a column, or quantiles if there are more than one for each end of so many pieces."""
-    values = np.unique(column)
-    return values if len(values) <= pieces + 1 else np.unique(np.quantile(column, np.linspace(0.0, 1.0, pieces + 1)))
+    values = _distinct(column, close)
+    if len(values) <= pieces + 1:
+        return values
+    return _distinct(np.quantile(column, np.linspace(0.0, 1.0, pieces + 1)), close)
+
+
+def _distinct(values: np.ndarray[Any, Any], close: float) -> np.ndarray[Any, Any]:
+    """In ascending order, without those so close, for their size, to the one before."""
+    found = np.unique(values)
+    return found[np.diff(found, prepend=-np.inf) > close * np.maximum(np.abs(found), np.abs(np.roll(found, 1)))]

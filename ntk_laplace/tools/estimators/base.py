@@ -125,7 +125,10 @@ class LaplaceEstimator(_Fitted):
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             pieces = PiecewiseLinearFeatures([])
             if any(design.pieces for design in designs):  # of many columns they take memory
-                pieces = PiecewiseLinearFeatures.of(to_tensor(self._inputs(x)), tuning.PIECES, _PIECES_SCALE)
+                pieces = PiecewiseLinearFeatures.of(to_tensor(x), tuning.PIECES, _PIECES_SCALE)  # as given: it rounds
+                mean, scale = (to_tensor(part)[pieces.inputs] for part in (self._inputs.mean, self._inputs.scale))
+                pieces.start.sub_(mean).div_(scale)
+                pieces.width.div_(scale)
             if not len(pieces.inputs):
                 designs = list(dict.fromkeys(replace(design, pieces=False) for design in designs))
 

@@ -55,7 +55,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         each of more than 64 features has a precision of its own. In a regression on 16 features or more, of fewer than
         ten examples for each, both are trained, and the evidence chooses, with these precisions integrated out.
     piecewise_features : bool or "auto"
-        Whether "mlp" gets features too that are linear between eight quantiles of each feature of more than two values
+        Whether "mlp" gets eight features too for each feature of more than two values, linear between its quantiles
         (`PiecewiseLinearFeatures`), for functions with jumps and corners, and for skewed features. With
         ``groups="input"`` those of a feature share a precision. "auto": where each of at most 40 features has a
         precision of its own, there are at most 3,000 examples, and there is no choice of a linear part, a perceptron

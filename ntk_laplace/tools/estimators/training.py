@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import NonFiniteError, NTKLaplaceError, NumericalError, told_later, untold, warn
+from ntk_laplace.errors import (
+    MemoryBudgetError,
+    NonFiniteError,
+    NTKLaplaceError,
+    NumericalError,
+    told_later,
+    untold,
+    warn,
+)
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
@@ -220,7 +228,8 @@ def trained(
     if not apart:
         best = recipe.best(data, form, module)
         for other in forms[1:]:
-            with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
+            # the first training is a result
+            with suppress(NumericalError, NonFiniteError, MemoryBudgetError), untold():
                 best = recipe.better(data, other, best)
         found, module, form, waves, better = best.training, best.module, best.form, best.waves, best.options
         posterior, fit = found.posterior, found.predictive
