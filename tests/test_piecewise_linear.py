@@ -308,6 +308,7 @@ def test_which_tables_are_tried_in_pieces(estimator: Any, monkeypatch: pytest.Mo
                               ({"precision": {"0": 1.0}}, none), ({"precision": torch.ones(7, device="cpu")}, none),
                               ({"precision": torch.tensor(2.0, device="cpu")}, both), ({"precision": (1.0, 0.1)}, both),
                               ({"hidden_layer_sizes": ()}, none), ({"structure": ntkl.EKFAC()}, none),
+                              ({"structure": "full"}, none), ({"structure": "gp"}, both), ({"structure": "auto"}, both),
                               ({"linear_part": True}, [(True, False), (True, True)]),
                               ({"network": lambda d, c: nn.Linear(d, c).double()}, none)):
         assert tried(estimator(**options), x, y) == expected, options

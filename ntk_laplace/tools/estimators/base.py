@@ -203,6 +203,7 @@ class LaplaceEstimator(_Fitted):
         if self._either and few and linear is None:
             return [usual, replace(usual, linear=not usual.linear)]
         small = features <= tuning.INPUTS_IN_PIECES and examples <= tuning.EXAMPLES_IN_PIECES
+        small = small and not _of_all_weights(spec_of(self.structure))  # which pieces make nine times as many
         both = small and pieces is None and self.predictive is not None  # which chooses
         return [usual, replace(usual, pieces=True)] if both else [usual]
 
@@ -510,6 +511,11 @@ def _several(precision: Any) -> list[Any] | None:
     """The precisions to start from; None if it is one."""
     found = precision.tolist() if isinstance(precision, np.ndarray) else precision
     return list(found) if isinstance(found, Sequence) and not isinstance(found, str) else None
+
+
+def _of_all_weights(spec: StructureSpec | Auto) -> bool:
+    """Whether each evaluation of the evidence takes a matrix of all weights."""
+    return isinstance(spec, StructureSpec) and spec.exact and not spec.keeps_jacobian
 
 
 def _takes_inputs(spec: StructureSpec | Auto) -> bool:

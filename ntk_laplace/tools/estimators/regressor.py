@@ -59,7 +59,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         (`PiecewiseLinearFeatures`), for functions with jumps and corners, and for skewed features. With
         ``groups="input"`` those of a feature share a precision. "auto": where each of at most 40 features has a
         precision of its own, there are at most 3,000 examples, and there is no choice of a linear part, a perceptron
-        with them is trained too, and leave-one-out chooses; with ``predictive=None`` it is not.
+        with them is trained too, and leave-one-out chooses; with ``predictive=None`` or ``structure="full"`` it is not.
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
     precision : float, sequence of float, or "auto"
