@@ -44,6 +44,14 @@ def _seeded() -> Iterator[None]:
     assert threads == 1, "pass --threads 1 to the script"
 
 
+@pytest.fixture
+def one_perceptron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let estimators train no second perceptron, in pieces: half of the time of tests that are not about it."""
+    from ntk_laplace.runtime import tuning
+
+    monkeypatch.setattr(tuning, "EXAMPLES_IN_PIECES", 0)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _frozen() -> None:
     """Let searches for garbage pass over what stands before a module: torch and thousands of tests, nothing of its own.

@@ -24,6 +24,7 @@ from ntk_laplace.tools.cli.examples import TrainingExamples, by_row, read_exampl
 from ntk_laplace.tools.cli.tables import read_table
 from ntk_laplace.tools.cli.values import as_numbers, dates, days
 
+pytestmark = pytest.mark.usefixtures("one_perceptron")
 QUICK = ["--epochs", "2", "--hidden", "3"]
 TABLE = Path("t.csv")
 

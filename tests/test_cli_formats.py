@@ -23,6 +23,7 @@ from ntk_laplace.tools.cli.images import ImageNetwork, read_images
 from ntk_laplace.tools.cli.tables import read_table
 from ntk_laplace.tools.report import Page
 
+pytestmark = pytest.mark.usefixtures("one_perceptron")
 NETWORK = """
 from torch import nn
 

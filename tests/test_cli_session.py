@@ -17,6 +17,7 @@ from PIL import Image
 import ntk_laplace as ntkl
 from ntk_laplace.tools import cli
 
+pytestmark = pytest.mark.usefixtures("one_perceptron")
 QUICK = {"epochs": 2, "hidden_layer_sizes": (2,), "random_state": 0}
 GAUSSIAN = ["--likelihood", "gaussian"]  # one training: the choice of the noise takes two
 NETWORK = """

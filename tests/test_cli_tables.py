@@ -22,6 +22,7 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.model.calibration import Calibration
+from ntk_laplace.runtime import tuning
 from ntk_laplace.tools import cli
 from ntk_laplace.tools.cli.described import describe, fitted_words, tell_first
 from ntk_laplace.tools.cli.examples import read_examples, table_labels
@@ -30,6 +31,7 @@ from ntk_laplace.tools.cli.scores import score_table
 from ntk_laplace.tools.cli.tables import read_table
 from ntk_laplace.tools.cli.values import scored_classes, target_classes
 
+pytestmark = pytest.mark.usefixtures("one_perceptron")
 NETWORK = """
 from torch import nn
 
@@ -687,15 +689,18 @@ def test_a_linear_part_is_told(folder: Path, capsys: pytest.CaptureFixture) -> N
         assert ("a perceptron and a linear function of the columns" in capsys.readouterr().out) is (columns == 66)
 
 
-def test_columns_in_pieces_are_told(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_columns_in_pieces_are_told(
+    folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the fit has them: a step of a skewed column, and none of columns of two values."""
+    monkeypatch.setattr(tuning, "EXAMPLES_IN_PIECES", 100)
     rng = np.random.default_rng(0)
     skewed = np.exp(3 * rng.normal(size=60))
     step = pandas.DataFrame({"skewed": skewed, "other": np.arange(60) % 2,
                          "y": (skewed > 1) + 0.2 * rng.normal(size=60)})
     for table, expected in ((step, True), (step.assign(skewed=skewed > 1), False)):
         table.to_csv("t.csv", index=False)
-        assert cli.main(["fit", "t.csv", "--target", "y", *QUICK, "--epochs", "20"]) == 0
+        assert cli.main(["fit", "t.csv", "--target", "y", *QUICK, "--likelihood", "gaussian", "--epochs", "20"]) == 0
         assert ("as inputs of the network too: skewed" in " ".join(capsys.readouterr().out.split())) is expected
         assert (joblib.load("out/model.joblib").piecewise_features_ == [0]) is expected
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 
+pytestmark = pytest.mark.usefixtures("one_perceptron")
 QUICK = {"hidden_layer_sizes": (12,), "epochs": 60, "random_state": 0}
 
 
