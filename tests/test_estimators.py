@@ -40,7 +40,10 @@ from reference import relative_error
 from refusals import refused
 
 # few epochs and starts, to be quick
-pytestmark = pytest.mark.filterwarnings("ignore:noise.* is not at the optimum of the evidence")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:noise.* is not at the optimum of the evidence"),
+    pytest.mark.usefixtures("one_perceptron"),
+]
 QUICK: dict[str, Any] = {"epochs": 5, "hidden_layer_sizes": (5,), "precision": (1.0, 0.01), "random_state": 0,
                          "fourier_features": 0, "piecewise_features": False}
 SINGLE = QUICK | {"epochs": 3, "precision": 1.0}  # where it does not matter how it was trained

@@ -710,6 +710,7 @@ def test_segmentation_of_shapes(tmp_path: Path) -> None:
     assert "fit" in printed and (tmp_path / "shapes" / "shapes.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("one_perceptron")
 def test_estimators_beside_others(tmp_path: Path) -> None:
     # first, because the gallery shows the last run
     assert "precision=1.0" in run("predictions/estimators.py", tmp_path, "--defaults")
@@ -755,6 +756,7 @@ def test_columns_in_pieces(tmp_path: Path) -> None:
     assert (tmp_path / "pieces" / "pieces.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("one_perceptron")
 def test_seasons(tmp_path: Path) -> None:
     printed = run("predictions/seasons.py", tmp_path)
     cases = figures(tmp_path / "seasons" / "summary.json")["cases"]

@@ -22,6 +22,7 @@ from ntk_laplace.tools import cli
 from ntk_laplace.tools.estimators import training as estimator_training
 from refusals import refused
 
+pytestmark = pytest.mark.usefixtures("one_perceptron")
 QUIET = ntkl.Settings(progress=False)
 WAVES = [(2, 1.5), (0, 4.0), (2, 0.7)]
 
