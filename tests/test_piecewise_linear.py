@@ -16,6 +16,7 @@ from torch import Size, Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.posterior.calibrate import PredictiveFit
+from ntk_laplace.posterior.lack_of_fit import LackOfFit
 from ntk_laplace.runtime import tuning
 from ntk_laplace.tools.estimators import base as estimators_base
 from ntk_laplace.tools.estimators import training as estimator_training
@@ -384,6 +385,23 @@ def test_leave_one_out_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:training to the optimum")
+@pytest.mark.parametrize(("behind", "longer"), [(0.09, 2), (0.11, 1)])
+def test_a_perceptron_in_pieces_that_is_far_behind_is_dropped(
+    behind: float, longer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not trained for longer, as the first one is."""
+    (x, y), lengths, train = skewed(20), [], estimator_training.train_from_starts
+    monkeypatch.setattr(LackOfFit, "clear", property(lambda _: True))
+    monkeypatch.setattr(estimator_training, "rank", lambda training, left_out: (
+        True, -behind if training.posterior.prior.input_groups else 0.0))
+    monkeypatch.setattr(estimator_training, "train_from_starts",
+                        lambda *given, **options: lengths.append(options["epochs"]) or train(*given, **options))
+    ntkl.LaplaceRegressor(**QUICK | {"epochs": 1, "precision": "auto", "likelihood": "gaussian"}).fit(x, y)
+    assert lengths.count(1) == 2 and lengths.count(3) == longer
+
+
+@pytest.mark.slow
 def test_the_first_training_is_a_result_where_pieces_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = skewed(20)
     train = estimator_training.train_with_evidence
@@ -457,8 +475,10 @@ def test_pieces_and_waves_are_inputs_of_one_network() -> None:
     rng = np.random.default_rng(0)
     x = rng.uniform(0, 20, (120, 2))
     y = np.sin(2 * np.pi * x[:, 0] / 1.3) + (x[:, 1] > 9) + 0.1 * rng.normal(size=120)
-    model = ntkl.LaplaceRegressor(piecewise_features=True, likelihood="gaussian",
-                                  **QUICK | {"epochs": 60, "fourier_features": 1}).fit(x, y)
+    options = QUICK | {"epochs": 60, "fourier_features": 1, "likelihood": "gaussian"}
+    model = ntkl.LaplaceRegressor(piecewise_features=True, **options).fit(x, y)
+    chosen = ntkl.LaplaceRegressor(**options).fit(x, y)  # one without waves would be dropped as far behind
+    assert chosen.piecewise_features_ == [0, 1] and len(chosen.fourier_features_) == 1
     (column, period), = model.fourier_features_
     assert column == 0 and period == pytest.approx(1.3, rel=0.05) and model.piecewise_features_ == [0, 1]
     prior = model.posterior_.prior
