@@ -236,6 +236,21 @@ def test_a_precision_keeps_the_groups_of_its_prior(structure: str, tmp_path: Pat
         assert float(posterior.kl().value) == pytest.approx(float(found.kl().value), rel=1e-10)
 
 
+def test_lack_of_fit_weighs_inputs_of_shared_precisions() -> None:
+    """As with a precision for each: the residuals are alike among neighbors in the two inputs that count."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(300, 20, generator=generator).double() * 4.0
+    y = (torch.floor(x[:, :1]) + torch.floor(x[:, 1:2])) % 2
+    network, values = nn.Linear(20, 1).double(), torch.tensor([0.1, 1e6, 1.0], dtype=torch.float64, device="cpu")
+    numbers = [0, 0, *[1] * 18]
+    nn.init.zeros_(network.weight)
+    own, other, equal = (
+        ntkl.laplace(network, (x, y), ntkl.Gaussian(0.5), prior, "full", settings=QUIET).lack_of_fit().correlation
+        for prior in (ntkl.GaussianPrior(values, groups="input", input_groups=numbers),
+                      ntkl.GaussianPrior(values[[*numbers, 2]], groups="input"), ntkl.GaussianPrior(1.0)))
+    assert own == other > equal + 0.1
+
+
 def test_a_training_is_not_resumed_with_other_groups(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(9, 5).double(), torch.randn(9, 1).double()
