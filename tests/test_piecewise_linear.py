@@ -115,6 +115,15 @@ def test_knots_are_where_the_data_are() -> None:
     torch.testing.assert_close(found(x), ntkl.PiecewiseLinearFeatures.of(x)(x), rtol=0, atol=0)
 
 
+def test_features_of_standardized_inputs_are_the_same() -> None:
+    x = torch.rand(30, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu") * 7.0 + 40.0
+    features = ntkl.PiecewiseLinearFeatures.of(x)
+    mean, scale = x.mean(0), torch.tensor([2.0, 0.3, 5.0], dtype=torch.float64, device="cpu")
+    own = features.standardized(mean, scale)((x - mean) / scale)[:, 3:]
+    torch.testing.assert_close(own, features(x)[:, 3:], rtol=1e-11, atol=1e-12)  # whose knots stay as they were
+    torch.testing.assert_close(features(x)[:, 3:], ntkl.PiecewiseLinearFeatures.of(x)(x)[:, 3:], rtol=0, atol=0)
+
+
 def test_what_piecewise_linear_features_refuse() -> None:
     of, x = ntkl.PiecewiseLinearFeatures.of, torch.zeros(3, 2, device="cpu")
     for knots, got in (([(0, [0.0])], "(0, [0.0])"), ([(0, [1.0, 0.0])], "(0, [1.0, 0.0])"), (3, "3"), ("ab", "'a'"),

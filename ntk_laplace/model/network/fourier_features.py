@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError, NetworkError, is_number, is_whole
+from ntk_laplace.errors import HyperparameterError, is_number, is_whole
+from ntk_laplace.model.network.single_inputs import selected, with_fractions
 
 
 class FourierFeatures(nn.Module):
@@ -55,14 +56,8 @@ class FourierFeatures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, then all sines, then all cosines; whole numbers become torch's default floating type."""
-        if not (x.is_floating_point() or x.is_complex()):  # periods are no whole numbers
-            x = x.to(torch.get_default_dtype())
-        try:  # to read the numbers at each call would wait for a GPU
-            chosen = x[..., self.inputs]
-        except IndexError as cause:
-            most = 1 + max(number for number, _ in self.waves)
-            raise NetworkError(f"inputs of at least {most} numbers", f"shape {tuple(x.shape)}",
-                               "Number the inputs of FourierFeatures from 0.") from cause
+        x = with_fractions(x)  # periods are no whole numbers
+        chosen = selected(x, self.inputs, "FourierFeatures")
         angle = 2.0 * math.pi * chosen / self.periods.to(x.dtype)
         return torch.cat([x, angle.sin(), angle.cos()], -1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, HyperparameterError, NetworkError, is_number, is_whole, require_whole
+from ntk_laplace.errors import DataError, HyperparameterError, is_number, is_whole, require_whole
+from ntk_laplace.model.network.single_inputs import selected, with_fractions
 
 
 class PiecewiseLinearFeatures(nn.Module):
@@ -109,6 +111,13 @@ class PiecewiseLinearFeatures(nn.Module):
             found.factor.copy_(scale * total[found.inputs].rsqrt())
         return found
 
+    def standardized(self, mean: Tensor, scale: Tensor) -> PiecewiseLinearFeatures:
+        """The same features of inputs less a mean (d,), divided by a scale (d,); their values do not change."""
+        found = copy.deepcopy(self)
+        found.start.sub_(mean[self.inputs]).div_(scale[self.inputs])
+        found.width.div_(scale[self.inputs])
+        return found
+
     def input_groups(self, inputs: int) -> list[int]:
         """Numbers for `GaussianPrior`: each of so many inputs has its own, and the features of each share one."""
         own = self.inputs.tolist()
@@ -117,18 +126,13 @@ class PiecewiseLinearFeatures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, then the features, in the order of the knots; whole numbers become torch's default floating type."""
-        if not (x.is_floating_point() or x.is_complex()):  # knots are no whole numbers
-            x = x.to(torch.get_default_dtype())
+        x = with_fractions(x)  # knots are no whole numbers
         features = (self._pieces(x) - self.shift.to(x.dtype)) * self.factor.to(x.dtype)
         return torch.cat([x, features], -1)
 
     def _pieces(self, x: Tensor) -> Tensor:
         """Without shift and factor, each between 0 and 1, (..., m)."""
-        try:  # to read the numbers at each call would wait for a GPU
-            chosen = x[..., self.inputs]
-        except IndexError as cause:
-            raise NetworkError(f"inputs of at least {1 + int(self.inputs.max())} numbers", f"shape {tuple(x.shape)}",
-                               "Number the inputs of PiecewiseLinearFeatures from 0.") from cause
+        chosen = selected(x, self.inputs, type(self).__name__)
         return ((chosen - self.start.to(x.dtype)) / self.width.to(x.dtype)).clamp(0.0, 1.0)
 
     def extra_repr(self) -> str:

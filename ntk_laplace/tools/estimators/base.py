@@ -47,7 +47,7 @@ from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
 
-_PIECES_SCALE = 3.0  # of piecewise linear features: 1 is level, but on tables with jumps 0.04 nats behind
+_PIECES_SCALE = 3.0  # of piecewise linear features
 _LONGER = 1e-4, 1e-6  # prior precisions of trainings for more epochs, under precision="auto"
 
 
@@ -125,10 +125,8 @@ class LaplaceEstimator(_Fitted):
         with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             pieces = PiecewiseLinearFeatures([])
             if any(design.pieces for design in designs):  # of many columns they take memory
-                pieces = PiecewiseLinearFeatures.of(to_tensor(x), tuning.PIECES, _PIECES_SCALE)  # as given: it rounds
-                mean, scale = (to_tensor(part)[pieces.inputs] for part in (self._inputs.mean, self._inputs.scale))
-                pieces.start.sub_(mean).div_(scale)
-                pieces.width.div_(scale)
+                pieces = PiecewiseLinearFeatures.of(to_tensor(x), tuning.PIECES, _PIECES_SCALE)  # to standardize rounds
+                pieces = pieces.standardized(to_tensor(self._inputs.mean), to_tensor(self._inputs.scale))
             if not len(pieces.inputs):
                 designs = list(dict.fromkeys(replace(design, pieces=False) for design in designs))
 
@@ -195,9 +193,9 @@ class LaplaceEstimator(_Fitted):
                           for part in (self.linear_part, self.piecewise_features))
         usual = Design(deep and (by_input and features > tuning.INPUTS_WITHOUT_LINEAR if linear is None else linear),
                        perceptron and bool(pieces))
-        one = not isinstance(self.precision, (Mapping, Tensor)) or (
-            isinstance(self.precision, Tensor) and self.precision.numel() == 1)
-        if not (deep and by_input and one):  # several are those of the groups of one design
+        given = self.precision
+        of_groups = isinstance(given, Mapping) or (isinstance(given, Tensor) and given.numel() > 1)  # of one design
+        if of_groups or not (deep and by_input):
             return [usual]
         few = examples < tuning.EXAMPLES_OF_EACH_INPUT * features and features >= tuning.INPUTS_EITHER_WAY
         if self._either and few and linear is None:
