@@ -177,6 +177,8 @@ SHAPES = {"0.weight": Size((4, 5)), "0.bias": Size((4,)), "2.weight": Size((1, 4
 def test_inputs_share_precisions() -> None:
     prior = shared_prior(torch.tensor([2.0, 3.0, 5.0, 7.0, 11.0], device="cpu")).bind(SHAPES)
     assert prior.group_names == ["0.weight[:, [1, 4]]", "0.weight[:, [0, 2]]", "0.weight[:, 3]", "0", "2"]
+    together = ntkl.GaussianPrior(groups="input", input_groups=[0, 1, 1, 1, 2]).bind(SHAPES)
+    assert together.group_names[:3] == ["0.weight[:, 0]", "0.weight[:, 1:4]", "0.weight[:, 4]"]
     expected = torch.tensor([3.0, 2.0, 3.0, 5.0, 2.0] * 4 + [7.0] * 4 + [11.0] * 5, dtype=torch.float64, device="cpu")
     torch.testing.assert_close(prior.flat_precision(), expected)
     assert prior.precision_of_inputs.tolist() == pytest.approx([3.0, 2.0, 3.0, 5.0, 2.0])

@@ -60,7 +60,7 @@ class Grouping:
         members: list[list[int]] = [[] for _ in range(1 + max(own, default=-1))]
         for column, group in enumerate(own):
             members[group].append(column)
-        inputs = [f"{first}[:, {columns[0] if len(columns) == 1 else columns}]" for columns in members]
+        inputs = [f"{first}[:, {_columns(each)}]" for each in members]
         group_of, names = assign("layer", [name for name in shapes if name != first])
         later = {name: len(inputs) + group for name, group in group_of.items()}
         return cls(False, shapes, {first: 0} | later, inputs + names, first, shared)
@@ -202,3 +202,11 @@ class Grouping:
             if key not in self.shapes:
                 raise unknown("parameter", key, self.shapes)
         return flatten(given, self.shapes, "precision")
+
+
+def _columns(numbers: Sequence[int]) -> str:
+    """Ascending numbers as an index: 3, 3:5 or [3, 5]."""
+    if len(numbers) == 1:
+        return f"{numbers[0]}"
+    together = numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{numbers[0]}:{numbers[-1] + 1}" if together else f"{list(numbers)}"
