@@ -276,7 +276,7 @@ def test_the_evidence_chooses_a_linear_part(monkeypatch: pytest.MonkeyPatch) -> 
     """With their precisions integrated out."""
     rng = np.random.default_rng(3)
     x, chosen = rng.normal(size=(60, 16)), set()
-    quick = QUICK | {"epochs": 40, "hidden_layer_sizes": (8,), "likelihood": "gaussian", "precision": 1.0,
+    quick = QUICK | {"epochs": 12, "hidden_layer_sizes": (8,), "likelihood": "gaussian", "precision": 1.0,
                      "predictive": None}
     for y in (x @ rng.normal(size=16) + 0.3 * rng.normal(size=60), np.abs(3 * x[:, 0]) + 0.1 * rng.normal(size=60)):
         forms = {linear: ntkl.LaplaceRegressor(linear_part=linear, **quick).fit(x, y) for linear in (False, True)}
