@@ -94,7 +94,7 @@ def labeled(name: str, choice: Choice, seed: int, options: Any) -> dict[str, lis
     x, y = images(name, options.data)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator)
-    size, tests = (60, 60) if options.small else (1000, 500)
+    size, tests = (45, 60) if options.small else (1000, 500)
     x, y = x[order[: size + tests]], y[order[: size + tests]]
     pool, pool_y, x_test, y_test = x[:size], y[:size], x[size:], y[size:]
     known, found = list(range(START)), {"labels": [], "accuracy": [], "log_likelihood": []}

@@ -153,7 +153,8 @@ def main() -> None:
     rows, results, right, by_estimator = [], {}, [], {}
     most, network = (2, dict(hidden_layer_sizes=(8,), precision=1.0)) if options.small else (300, {})
     more = {"growing noise": growing, "counts": counts, "skewed targets": skewed}
-    tables = {**made, **{name: lambda seed, own=own: own(seed, n) for name, own in more.items()}}
+    tables = {name: lambda seed, own=own: own(seed, n) for name, own in more.items()}
+    tables = tables if options.small else {**made, **tables}
     for name, read in tables.items():
         by_estimator[name] = [once(options.out / f"estimator {name} {seed}.json", [str(options.small)],
                                    lambda read=read, seed=seed: estimator_case(read(seed), seed, most, **network))

@@ -68,7 +68,7 @@ def process(series: Series, period: float | None, restarts: int) -> GaussianProc
 
 def fitted(series: Series, small: bool) -> dict[str, tuple[np.ndarray, np.ndarray, float | None]]:
     """Mean, standard deviation and period of each model, at all months."""
-    found, epochs, restarts = {}, 40 if small else 300, 0 if small else 2
+    found, epochs, restarts = {}, 20 if small else 300, 0 if small else 2
     for name, options in {"network": {"fourier_features": 0}, "network, Fourier features": {}}.items():
         model = ntkl.LaplaceRegressor(likelihood="gaussian", epochs=epochs, random_state=0, **options)
         if small and options:
