@@ -813,10 +813,32 @@ def test_a_fit_is_repeatable_and_leaves_the_global_generator() -> None:
     assert not np.array_equal(first, other)
 
 
+@pytest.mark.slow
+def test_many_examples_take_fewer_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are steps in all, between the fewest and those of a small table."""
+    x, y = sine(23)
+    options = SINGLE | {"epochs": "auto", "predictive": None, "likelihood": "gaussian"}
+
+    def epochs(steps: int, fewest: int, batch_size: int | None = 10) -> int:
+        monkeypatch.setattr(tuning, "TRAINING_STEPS", steps)
+        monkeypatch.setattr(tuning, "FEWEST_EPOCHS", fewest)
+        return ntkl.LaplaceRegressor(**options | {"batch_size": batch_size}).fit(x, y).n_iter_
+
+    assert epochs(20, 2) == 7  # of three minibatches
+    assert epochs(20, 11) == 11
+    assert epochs(20, 2, None) == 20
+    assert epochs(20_000, 10, None) == 300
+    classifier = ntkl.LaplaceClassifier(**SINGLE | {"epochs": "auto", "predictive": None})
+    assert classifier.fit(x, np.sin(3 * x[:, 0]) > 0).n_iter_ == 100
+
+
 @pytest.mark.parametrize(("options", "error", "words"), [
     ({"network": "cnn"}, ntkl.UnsupportedError, "cnn"),
     ({"network": lambda features, outputs: 3}, ntkl.UnsupportedError, "int"),
     ({"epochs": 0}, ntkl.HyperparameterError, "epochs"),
+    ({"epochs": "many"}, ntkl.HyperparameterError, "epochs"),
+    ({"epochs": "auto", "batch_size": 0}, ntkl.DataError, "batch size"),
+    ({"epochs": "auto", "batch_size": "large"}, ntkl.DataError, "batch size"),
     ({"learning_rate": -1.0}, ntkl.HyperparameterError, "rate"),
     ({"activation": "cos"}, ntkl.UnsupportedError, "tanh"),
     ({"hidden_layer_sizes": (0,)}, ntkl.HyperparameterError, "0"),

@@ -745,6 +745,17 @@ def test_wide_tables(tmp_path: Path) -> None:
     assert "| factors of 17 " in printed and "| left out " in printed
 
 
+@pytest.mark.usefixtures("one_perceptron")
+def test_large_tables(tmp_path: Path) -> None:
+    printed = run("predictions/large.py", tmp_path)
+    cases = figures(tmp_path / "large" / "large.json")["cases"]
+    assert list(cases) == ["smooth, 400", "rules, 400"]
+    for one in cases.values():
+        assert all(math.isfinite(value) for value in one.values())
+        assert one["best"] > max(one["default"], one["boosting"])
+    assert "| smooth " in printed and "| rules " in printed
+
+
 def test_columns_in_pieces(tmp_path: Path) -> None:
     printed = run("predictions/pieces.py", tmp_path)
     cases = figures(tmp_path / "pieces" / "pieces.json")["cases"]

@@ -459,6 +459,20 @@ def test_what_ends_at_a_bound_is_told(regression: ntkl.Posterior) -> None:
     assert fit.at_bounds == ("scale",) and not fit.trusted and "bound" in str(fit)
 
 
+@pytest.mark.filterwarnings("ignore:.*scale lies at the bound")
+@pytest.mark.parametrize(("count", "end"), [(1_000.0, 20.0), (2_000.0, 30.0)])
+def test_the_largest_scale_counts_many_examples_as_a_thousand(count: float, end: float) -> None:
+    """Each target of 20 inputs, with `count` examples of each in the fit, is likeliest under a scale of 30."""
+    x = torch.eye(20, dtype=torch.float64)
+    posterior = ntkl.laplace(nn.Linear(20, 1, bias=False).double(), (x, x.sum(1, keepdim=True), count * x.sum(1)),
+                             ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0))
+    f = posterior.latent(x)
+    far = (f.mean + (30.0 * f.variance + 0.1).sqrt()).detach().reshape(20, 1)
+    fit = posterior.fit_predictive((x, far), parameters={"scale"})
+    assert fit.scale == pytest.approx(end, rel=2e-3)  # the density changes by 1e-10 there
+    assert fit.at_bounds == (() if end == 30.0 else ("scale",)) and fit.trusted == (end == 30.0)
+
+
 def test_labels_that_are_all_right_are_told(classifier: ntkl.Posterior) -> None:
     x = classes(40, seed=7)[0]
     fit = classifier.calibrate((x, classifier.predict(x, "map").probs.argmax(1)), temperature="network")

@@ -193,7 +193,7 @@ class CalibrationVerbs(PredictionVerbs):
         with torch.inference_mode(False):
             likelihood, parts = points.by_position(likelihood)
             found = densities(likelihood, parts)
-            calibration, at_bounds = fit_calibration(found, parameters, fixed)
+            calibration, at_bounds = fit_calibration(found, parameters, fixed, self._fitted.total)
             # the positions of an example are not independent: their terms are added up
             shape = len(points.mean), -1
             before, after, network = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -46,30 +46,35 @@ AXES = {
     "average_temperature": Axis(0.25, 10.0, 0.25, 6.0, 5),
     "noise": Axis(0.05, 1e10, 0.05, 1e3, 9),
 }
+_EXAMPLES = 1_000  # as so many a posterior's may count at least, under the largest scale
 COMMON = "common"
 """One factor for the covariance of f and the noise."""
 
 
 def fit_calibration(
-    found: Densities, names: Sequence[str] | None, fixed: Mapping[str, float] | None = None
+    found: Densities, names: Sequence[str] | None, fixed: Mapping[str, float] | None = None, examples: float = 0.0
 ) -> tuple[Calibration, tuple[str, ...]]:
     """The calibration of the largest mean log density, and the names of what is at a bound.
 
     The numbers of these names are fitted, by default all of the likelihood (UnsupportedError if it has no such number);
     the others are `fixed`, or 1. With "scale" among them, scale 0 is compared as well. "common" alone: one factor for
-    the covariance and the noise, in closed form.
+    the covariance and the noise, in closed form. `examples` is the sum of the weights of those that the posterior was
+    fitted to. The covariance is inversely proportional to it, and errors of the network are not: a scale of c, at most
+    20 or a thousandth of the sum, counts them as that sum over c.
     """
     chosen = _checked(found, names)
     if isinstance(found, NormalDensities) and chosen == (COMMON,):
         factor = found.common()
         return Calibration(scale=factor, noise=factor), ()
     axes = {name: AXES[name] for name in chosen}
+    if "scale" in axes:
+        axes["scale"] = replace(AXES["scale"], high=max(AXES["scale"].high, examples / _EXAMPLES))
     best = climb(found, axes, fixed)
     if "scale" in chosen:
         certain = climb(found, {name: axis for name, axis in axes.items() if name != "scale"}, {"scale": 0.0})
         best = best if best[0] > certain[0] + 1e-7 else certain
     values = best[1]
-    return Calibration(**values), _at_bounds(chosen, values)
+    return Calibration(**values), _at_bounds(axes, values)
 
 
 def log_density_terms(found: Densities, calibration: Calibration) -> Tensor:
@@ -148,16 +153,16 @@ def _value_and_gradient(
     return total, gradient.numpy()
 
 
-def _at_bounds(names: Sequence[str], values: dict[str, float]) -> tuple[str, ...]:
+def _at_bounds(axes: Mapping[str, Axis], values: dict[str, float]) -> tuple[str, ...]:
     """What ended at a bound as a symptom: of a bad model, of too little noise, or of points that are all right.
 
     Others are limits of good models: a small temperature of each draw with a scale, whose probabilities are those of a
     probit model, and a large scale beside a small temperature of the average.
     """
     found = []
-    for name in names:
-        axis, value = AXES[name], values[name]
-        limit = name == "scale" and "average_temperature" in names
+    for name, axis in axes.items():
+        value = values[name]
+        limit = name == "scale" and "average_temperature" in axes
         all_right = name == "temperature" and values.get("scale") == 0.0
         if (axis.at_low(value) and (name == "noise" or all_right)) or (axis.at_high(value) and not limit):
             found.append(name)

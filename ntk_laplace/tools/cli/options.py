@@ -291,7 +291,8 @@ def _add_fit(commands: Any) -> None:
                      "variance that depends on the inputs; auto tries the others where the first leaves outliers, and "
                      "the evidence chooses (default: auto)")
     _add_shared(fit, "--level")
-    fit.add_argument("--epochs", type=_count, metavar="N", help="of the training (default: 300, or 100 for classes)")
+    fit.add_argument("--epochs", type=_count, metavar="N",
+                     help="of the training (default: 300, or 100 for classes, and fewer of many rows)")
     fit.add_argument("--predictive", choices=("loo", "folds"), default="loo",
                      help="what sets the size of the uncertainty: the training rows, each predicted from all others in "
                      "closed form; or folds of them, each left out of a whole training of its own, which cost "

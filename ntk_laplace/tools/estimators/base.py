@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -86,7 +87,7 @@ class LaplaceEstimator(_Fitted):
     curvature: Any = "ggn"
     predictive: str | None = "loo"
     fourier_features: int = 4
-    epochs: int = 100
+    epochs: int | str = "auto"
     learning_rate: float = 0.02
     batch_size: int | None = 128
     standardize: bool | str = "auto"
@@ -94,6 +95,7 @@ class LaplaceEstimator(_Fitted):
     verbose: bool = False
     random_state: Any = None
 
+    _most_epochs: ClassVar[int] = 100  # of "auto"
     _spread = 1.0  # of the prior, for groups="input"
     _precisions: ClassVar[tuple[float, ...]] = (1.0,)  # at the start, of "auto"
     _either = False  # whether perceptrons with and without a linear part are tried
@@ -173,11 +175,11 @@ class LaplaceEstimator(_Fitted):
     ) -> Trained:
         """Take the network, or train one; `new` takes a likelihood, a design and waves, and `prior` the last two."""
         forms = [Form(partial(new, likelihood, design), partial(prior, design), design) for design in designs]
+        options_of = partial(self._training_options, len(data[1]))
         if self.prefit:
-            return taken(forms[0].new(()), data, likelihood, forms[0].prior(()), self.predictive,
-                         self._training_options(1))
+            return taken(forms[0].new(()), data, likelihood, forms[0].prior(()), self.predictive, options_of(1))
         most = 0 if is_module(self.network) else self.fourier_features
-        return trained(forms, data, likelihood, starts, self.predictive, seed, most, self._training_options)
+        return trained(forms, data, likelihood, starts, self.predictive, seed, most, options_of)
 
     def _of_likelihoods(
         self, run: Callable[[Likelihood, Sequence[Design]], Trained], likelihood: Likelihood, designs: Sequence[Design]
@@ -205,9 +207,14 @@ class LaplaceEstimator(_Fitted):
         both = small and pieces is None and self.predictive is not None  # which chooses
         return [usual, replace(usual, pieces=True)] if both else [usual]
 
-    def _training_options(self, times: int) -> dict[str, Any]:
+    def _training_options(self, examples: int, times: int) -> dict[str, Any]:
         """Of `train_with_evidence`, for `times` as many epochs."""
-        return {"structure": self.structure, "curvature": self.curvature, "epochs": times * self.epochs,
+        epochs = self.epochs
+        if isinstance(epochs, str):
+            size = self.batch_size if is_whole(self.batch_size, 1) else examples
+            batches = math.ceil(examples / size)
+            epochs = min(self._most_epochs, max(tuning.FEWEST_EPOCHS, math.ceil(tuning.TRAINING_STEPS / batches)))
+        return {"structure": self.structure, "curvature": self.curvature, "epochs": times * epochs,
                 "optimizer": partial(adam, rate=self.learning_rate), "batch_size": self.batch_size,
                 "settings": Settings(progress=bool(self.verbose))}
 
@@ -280,7 +287,8 @@ class LaplaceEstimator(_Fitted):
 
     def _require_parameters(self) -> None:
         """Refuse what no later check names by the parameter of the estimator."""
-        require_whole("epochs", self.epochs, 1, "Pass epochs=100, for instance.")
+        if not is_choice(self.epochs, ("auto",)):
+            require_whole("epochs", self.epochs, 1, 'Pass "auto", or epochs=100, for instance.')
         require_whole("fourier_features", self.fourier_features, 0, "Pass 0 for none.")
         require_number("a positive learning_rate", self.learning_rate, "Pass learning_rate=0.02.", above=0)
         several = _several(self.precision)

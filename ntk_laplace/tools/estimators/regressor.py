@@ -99,7 +99,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         where left-out residuals have a wave along this feature that is beyond chance, as long as leave-one-out gains by
         it. 0: none. A module keeps its inputs, and so does the network of a callable that makes none of other numbers
         of features.
-    epochs, learning_rate, batch_size
+    epochs : int or "auto"
+        Of each training. "auto": 300, of classes 100, or so many that there are 20,000 steps, but not fewer than 10.
+    learning_rate, batch_size
         Of the training with Adam, whose learning rate falls to 0 as a cosine (in a classification it is constant).
     standardize : bool or "auto"
         Whether inputs and targets are standardized by the training data. "auto": if the estimator makes the network.
@@ -162,18 +164,18 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     activation: str = "silu"
     likelihood: str = "auto"
     noise: Any = 1.0
-    epochs: int = 300
     learning_rate: float = 0.03
     batch_size: int | None = 512
 
+    _most_epochs: ClassVar[int] = 300
     _spread = 3.0  # with 1, irrelevant inputs stay in the function
     _precisions: ClassVar[tuple[float, ...]] = (1.0, 0.01)
     _either = True
 
-    def _training_options(self, times: int) -> dict[str, Any]:
+    def _training_options(self, examples: int, times: int) -> dict[str, Any]:
         """A rate that falls to 0, and more evaluations: precisions and noise must arrive before the epochs end."""
         steps, rate = _STEPS if len(self._targets.scale) == 1 else _STEPS_OF_SEVERAL
-        options = super()._training_options(times)
+        options = super()._training_options(examples, times)
         epochs: int = options["epochs"]
         return options | {
             "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs),
