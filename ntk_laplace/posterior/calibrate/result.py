@@ -29,8 +29,8 @@ class PredictiveFit:
         Points in these means.
     at_bounds : tuple of str
         What ended at a bound of its search. An upper one (of the scale 20, or a thousandth of the examples of the fit,
-        if that is more) is a symptom of a prior that is too weak, or of noise that is too small, and not to be trusted. A lower one is told: noise that vanishes, or a temperature without a scale
-        where no left-out label is wrong.
+        if that is more) is a symptom of a prior that is too weak, or of noise that is too small, and not to be trusted.
+        A lower one is told: noise that vanishes, or a temperature without a scale where no left-out label is wrong.
     standard_error : float
         Of `after`: how far the mean of these points may be from that of more points; NaN for a single one.
     gain_error : float
