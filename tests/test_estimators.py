@@ -832,6 +832,32 @@ def test_many_examples_take_fewer_epochs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert classifier.fit(x, np.sin(3 * x[:, 0]) > 0).n_iter_ == 100
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("few", "classes"), [(23, True), (22, True), (23, False)])
+def test_many_examples_make_two_layers(few: int, classes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a learning rate that falls to 0; a regression has both of few."""
+    rates: list[float] = []
+    train = estimator_training.train_with_evidence
+
+    def watched(*given: Any, **options: Any) -> ntkl.EvidenceTraining:
+        optimizers: list[torch.optim.Optimizer] = []
+        made = options["optimizer"]
+        found = train(*given, **options | {"optimizer": lambda own: optimizers.append(made(own)) or optimizers[0]})
+        rates.append(optimizers[0].param_groups[0]["lr"])
+        return found
+
+    monkeypatch.setattr(estimator_training, "train_with_evidence", watched)
+    monkeypatch.setattr(tuning, "EXAMPLES_OF_ONE_LAYER", few)
+    x, y = sine(23)
+    cls = ntkl.LaplaceClassifier if classes else ntkl.LaplaceRegressor
+    model = cls(epochs=2, precision=1.0, random_state=0, hidden_layer_sizes="auto", predictive=None)
+    model.fit(x, np.sin(3 * x[:, 0]) > 0 if classes else y)
+    widths = [layer.out_features for layer in model.network_.modules() if isinstance(layer, nn.Linear)]
+    large = few == 22 or not classes
+    assert widths[:-1] == [32, 32][: 1 + large]
+    assert rates == [pytest.approx(0.0 if large else 0.02, abs=1e-12)]
+
+
 @pytest.mark.parametrize(("options", "error", "words"), [
     ({"network": "cnn"}, ntkl.UnsupportedError, "cnn"),
     ({"network": lambda features, outputs: 3}, ntkl.UnsupportedError, "int"),
@@ -842,6 +868,7 @@ def test_many_examples_take_fewer_epochs(monkeypatch: pytest.MonkeyPatch) -> Non
     ({"learning_rate": -1.0}, ntkl.HyperparameterError, "rate"),
     ({"activation": "cos"}, ntkl.UnsupportedError, "tanh"),
     ({"hidden_layer_sizes": (0,)}, ntkl.HyperparameterError, "0"),
+    ({"hidden_layer_sizes": "wide"}, ntkl.HyperparameterError, "whole numbers"),
     ({"hidden_layer_sizes": [[1], [2, 3]]}, ntkl.HyperparameterError, "whole numbers"),
     ({"hidden_layer_sizes": 10**30}, ntkl.MemoryBudgetError, "weights of hidden_layer_sizes=10"),
     ({"standardize": "yes"}, ntkl.UnsupportedError, "standardize"),

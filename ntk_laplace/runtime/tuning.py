@@ -63,8 +63,9 @@ INPUTS_WITHOUT_LINEAR, INPUTS_EITHER_WAY, EXAMPLES_OF_EACH_INPUT = 64, 16, 10
 # of piecewise linear features of the estimators' perceptron: how many of each feature, and up to how many features and
 # examples a perceptron with them is tried: examples/predictions/pieces.py
 PIECES, INPUTS_IN_PIECES, EXAMPLES_IN_PIECES = 8, 40, 3_000
-# steps of an estimator's training from which it has fewer epochs, and the fewest: examples/predictions/large.py
-TRAINING_STEPS, FEWEST_EPOCHS = 20_000, 10
+# steps of an estimator's training from which it has fewer epochs, and the fewest; examples up to which a classifier's
+# perceptron has one hidden layer: examples/predictions/large.py
+TRAINING_STEPS, FEWEST_EPOCHS, EXAMPLES_OF_ONE_LAYER = 20_000, 10, 5_000
 STEP_MATRIX = 2_000  # parameters up to which H at other precisions is factored beside the posterior's own
 EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 

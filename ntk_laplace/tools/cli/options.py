@@ -284,8 +284,8 @@ def _add_fit(commands: Any) -> None:
                      help=f"a Python file and the function in it that returns the nn.Module to train (default: "
                      f"{_FACTORY}); the file is run")
     fit.add_argument("--hidden", type=_widths, metavar="A,B,...",
-                     help="units of the hidden layers (default: 32,32, or 32 for classes), or channels of the "
-                     "convolutions (default: 8,16)")
+                     help="units of the hidden layers (default: 32,32, or 32 for classes of at most 5,000 rows), or "
+                     "channels of the convolutions (default: 8,16)")
     fit.add_argument("--likelihood", choices=LIKELIHOODS,
                      help="the noise of numbers: normal; with heavy tails, for targets with outliers; or normal with a "
                      "variance that depends on the inputs; auto tries the others where the first leaves outliers, and "

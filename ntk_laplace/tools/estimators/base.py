@@ -77,7 +77,7 @@ class LaplaceEstimator(_Fitted):
 
     network: Any = "mlp"
     _: KW_ONLY
-    hidden_layer_sizes: Any = (32,)
+    hidden_layer_sizes: Any = "auto"
     linear_part: bool | str = "auto"
     piecewise_features: bool | str = "auto"
     activation: str = "tanh"
@@ -136,7 +136,7 @@ class LaplaceEstimator(_Fitted):
                 torch.manual_seed(seed)
                 inputs = features + 2 * len(waves) + design.pieces * len(pieces.inputs)
                 outputs = responses * _outputs_of_each(likelihood)
-                made = network_of(self.network, inputs, outputs, self.hidden_layer_sizes, self.activation,
+                made = network_of(self.network, inputs, outputs, self._layers(len(x)), self.activation,
                                   design.linear)
                 before: list[nn.Module] = [copy.deepcopy(pieces)] if design.pieces else []
                 if waves:
@@ -190,7 +190,7 @@ class LaplaceEstimator(_Fitted):
     def _designs(self, examples: int, features: int, by_input: bool) -> list[Design]:
         """What the network has beside its layers; of several that are to be tried the usual one comes first."""
         perceptron = isinstance(self.network, str)
-        deep = perceptron and bool(layer_sizes(self.hidden_layer_sizes))
+        deep = perceptron and bool(layer_sizes(self._layers(examples)))
         linear, pieces = (None if is_choice(part, ("auto",)) else bool(part)
                           for part in (self.linear_part, self.piecewise_features))
         usual = Design(deep and (by_input and features > tuning.INPUTS_WITHOUT_LINEAR if linear is None else linear),
@@ -214,9 +214,23 @@ class LaplaceEstimator(_Fitted):
             size = self.batch_size if is_whole(self.batch_size, 1) else examples
             batches = math.ceil(examples / size)
             epochs = min(self._most_epochs, max(tuning.FEWEST_EPOCHS, math.ceil(tuning.TRAINING_STEPS / batches)))
-        return {"structure": self.structure, "curvature": self.curvature, "epochs": times * epochs,
-                "optimizer": partial(adam, rate=self.learning_rate), "batch_size": self.batch_size,
-                "settings": Settings(progress=bool(self.verbose))}
+        epochs *= times
+        options = {"structure": self.structure, "curvature": self.curvature, "epochs": epochs,
+                   "optimizer": partial(adam, rate=self.learning_rate), "batch_size": self.batch_size,
+                   "settings": Settings(progress=bool(self.verbose))}
+        if self._learns_much(examples):
+            options["scheduler"] = lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+        return options
+
+    def _layers(self, examples: int) -> Any:
+        """`hidden_layer_sizes`; of "auto" what so many examples can teach."""
+        if is_choice(self.hidden_layer_sizes, ("auto",)):
+            return (32, 32) if self._learns_much(examples) else (32,)
+        return self.hidden_layer_sizes
+
+    def _learns_much(self, examples: int) -> bool:
+        """Whether the perceptron has two layers, and the learning rate falls to 0."""
+        return examples > tuning.EXAMPLES_OF_ONE_LAYER
 
     def _keep_apart(self, held: NDArray[np.intp]) -> None:
         """Take these training points out of the attributes that number them."""

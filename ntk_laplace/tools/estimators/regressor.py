@@ -48,8 +48,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     network : "mlp", callable, nn.Module or skorch net
         "mlp": a multilayer perceptron. A callable gets (features, outputs) and returns a module. A module is copied, as
         is the module of a skorch net; the caller's stays as it is.
-    hidden_layer_sizes : sequence of int
-        Units of the hidden layers of "mlp".
+    hidden_layer_sizes : sequence of int or "auto"
+        Units of the hidden layers of "mlp". "auto": two of 32; in a classification with at most 5,000 examples one.
     linear_part : bool or "auto"
         Whether the first layer of "mlp" has a unit more for each output, which skips the other layers. "auto": where
         each of more than 64 features has a precision of its own. In a regression on 16 features or more, of fewer than
@@ -102,7 +102,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     epochs : int or "auto"
         Of each training. "auto": 300, of classes 100, or so many that there are 20,000 steps, but not fewer than 10.
     learning_rate, batch_size
-        Of the training with Adam, whose learning rate falls to 0 as a cosine (in a classification it is constant).
+        Of the training with Adam, whose learning rate falls to 0 as a cosine; in a classification with at most 5,000
+        examples it is constant.
     standardize : bool or "auto"
         Whether inputs and targets are standardized by the training data. "auto": if the estimator makes the network.
     prefit : bool
@@ -160,7 +161,6 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     ((142,), (142,))
     """
 
-    hidden_layer_sizes: Any = (32, 32)
     activation: str = "silu"
     likelihood: str = "auto"
     noise: Any = 1.0
@@ -173,14 +173,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     _either = True
 
     def _training_options(self, examples: int, times: int) -> dict[str, Any]:
-        """A rate that falls to 0, and more evaluations: precisions and noise must arrive before the epochs end."""
+        """More evaluations of the evidence: precisions and noise must arrive before the epochs end."""
         steps, rate = _STEPS if len(self._targets.scale) == 1 else _STEPS_OF_SEVERAL
         options = super()._training_options(examples, times)
-        epochs: int = options["epochs"]
-        return options | {
-            "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs),
-            "schedule": EvidenceSchedule(max(1, epochs // _EVALUATIONS), steps=steps, learning_rate=rate),
-        }
+        frequency = max(1, options["epochs"] // _EVALUATIONS)
+        return options | {"schedule": EvidenceSchedule(frequency, steps=steps, learning_rate=rate)}
+
+    def _learns_much(self, examples: int) -> bool:
+        return True  # numbers tell more than classes
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
         """Train the network, its prior precisions and its noise.
