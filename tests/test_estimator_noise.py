@@ -16,6 +16,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import warn
+from ntk_laplace.runtime import tuning
 from ntk_laplace.tools.estimators import base
 from ntk_laplace.tools.estimators import noise as choice
 from ntk_laplace.tools.estimators import training as estimator_training
@@ -151,7 +152,7 @@ def test_other_likelihoods_have_the_design_of_the_first(monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore:of Gaussian", "ignore:leave-one-out is not to be trusted")
-def test_errors_of_the_training_points() -> None:
+def test_errors_of_the_training_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left out of an exact posterior, and plain of another; the evidence is one a point."""
     exact, other = (of_likelihood(ntkl.Gaussian(0.5), name).posterior for name in ("full", "kfac"))
     left_out = exact.leave_one_out()
@@ -160,6 +161,11 @@ def test_errors_of_the_training_points() -> None:
     np.testing.assert_allclose(found.deviation**2, left_out.covariance[:, :, 0] + 0.5, rtol=1e-9)
     np.testing.assert_allclose(Errors.of(other).error, (other.targets - other.f).detach(), rtol=1e-9)
     np.testing.assert_allclose(Errors.of(other).deviation, 0.5**0.5, rtol=1e-9)
+    monkeypatch.setattr(tuning, "LEFT_OUT_ERRORS", 119)
+    some, index = Errors.of(exact), exact.leave_one_out(119).index
+    np.testing.assert_allclose(some.error, found.error[index], rtol=1e-9)
+    np.testing.assert_allclose(some.deviation, found.deviation[index], rtol=1e-9)
+    assert len(some.weights) == 119
     ranked = choice.rank_of(of_likelihood(ntkl.Gaussian(0.5)))
     assert ranked == (True, pytest.approx(float(exact.log_marginal_likelihood()) / 120, rel=1e-9))
 

@@ -111,7 +111,8 @@ def main() -> None:
                           f"{row['default seconds'] / row['boosting seconds']:.1f}",
                           f"{row['default seconds']:.0f}"])
     print(table(["data", "rows", "best possible", "nats", "R² or accuracy", "boosting, nats", "R² or accuracy",
-                 "one layer, nats", "all epochs, nats", "their time, ratio", "time to boosting, ratio", "seconds"], lines))
+                 "one layer, nats", "all epochs, nats", "their time, ratio", "time to boosting, ratio", "seconds"],
+                lines))
     write(options.out / "large.json", {"machine": machine(options.threads), "cases": kept})
 
 

@@ -66,6 +66,7 @@ PIECES, INPUTS_IN_PIECES, EXAMPLES_IN_PIECES = 8, 40, 3_000
 # steps of an estimator's training from which it has fewer epochs, and the fewest; examples up to which a classifier's
 # perceptron has one hidden layer: examples/predictions/large.py
 TRAINING_STEPS, FEWEST_EPOCHS, EXAMPLES_OF_ONE_LAYER = 20_000, 10, 5_000
+LEFT_OUT_ERRORS = 20_000  # points whose errors tell the estimators of tails; all took a quarter of a fit of 300,000
 STEP_MATRIX = 2_000  # parameters up to which H at other precisions is factored beside the posterior's own
 EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 

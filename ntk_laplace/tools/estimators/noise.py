@@ -12,6 +12,7 @@ import torch
 from ntk_laplace.errors import NTKLaplaceError, told_later, untold, warn
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.runtime import tuning
 from ntk_laplace.tools.estimators.tables import Array
 from ntk_laplace.tools.estimators.training import Design, Trained
 
@@ -54,7 +55,7 @@ def chosen_noise(
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of the training points; where the posterior is exact, each is predicted from all others."""
+    """Errors of training points; where the posterior is exact, some of many, each predicted from all others."""
 
     error: Array  # (N, C)
     deviation: Array  # what the prediction says of its size, (N, C)
@@ -64,16 +65,17 @@ class Errors:
     @classmethod
     def of(cls, posterior: Posterior) -> Errors:
         """Of the posterior as it is, without a calibration."""
-        fitted, likelihood = posterior.fitted, posterior.likelihood
-        f, variance = posterior.f, torch.zeros_like(posterior.f)
+        fitted, likelihood, points = posterior.fitted, posterior.likelihood, posterior.fitted.points
+        f, targets, counts, variance = posterior.f, points.targets, points.counts, torch.zeros_like(posterior.f)
         if fitted.exact:
             with untold():  # the fit of the predictive tells
-                left_out = posterior.leave_one_out()
+                left_out = posterior.leave_one_out(tuning.LEFT_OUT_ERRORS if len(f) > tuning.LEFT_OUT_ERRORS else None)
             f, variance = left_out.mean, left_out.covariance.diagonal(dim1=-2, dim2=-1)
+            targets, counts = targets[left_out.index], counts[left_out.index]
         mean = likelihood.mean(f)  # outputs themselves; those of log variances come after
-        targets = posterior.targets.reshape(mean.shape)
+        targets = targets.reshape(mean.shape)
         variance = variance[:, : mean.shape[1]] + likelihood.response_variance(f)
-        parts = targets - mean, variance.sqrt(), fitted.points.counts, targets
+        parts = targets - mean, variance.sqrt(), counts, targets
         error, deviation, weights, values = (part.detach().cpu().double().numpy() for part in parts)
         return cls(error, deviation, weights, max(_largest_share(column, weights) for column in values.T))
 
