@@ -58,11 +58,14 @@ def test_the_numbers_are_the_posteriors(kind: str) -> None:
     posterior, x, _, x_new, targets = case(kind)
     content = explore(posterior, x_new, x, targets, k=4).content
     explained, prediction = posterior.explain(x_new, k=4), posterior.predict(x_new, "glm")
+    optimum = posterior.refit().explain(x_new, k=4)  # contributions are made of the residuals there
+    assert float(optimum.gap.abs().max()) < 1e-6 < float(explained.gap.abs().max())
+    assert content["atOptimum"] and not any("the gap is up to" in words for words in content["guarantees"])
     assert content["kind"] == kind and len(content["points"]) == 12 and content["examples"] == 30
     for i, point in enumerate(content["points"]):
         sign = -1.0 if kind == "binary" and explained.f[i, 0] < 0 else 1.0
         output = int(explained.output[i])
-        effect, share = explained.effect[i] * sign, explained.share[i] * sign
+        effect, share = explained.effect[i] * sign, optimum.contributions[i, :, output] * sign
         for side, order in (("for", effect.argsort()), ("against", effect.argsort(descending=True))):
             assert [j for j, *_ in point[side]] == order[: len(point[side])].tolist() and len(point[side]) == 4
             for j, own, part in point[side]:
@@ -70,6 +73,7 @@ def test_the_numbers_are_the_posteriors(kind: str) -> None:
                 assert (own < 0) == (side == "for")
         parts = torch.tensor([point["offset"], point["plus"], point["minus"], point["gap"]])
         assert abs(float(parts.sum()) - sign * float(explained.f[i, output])) < 2e-3 * float(parts.abs().sum())
+        assert close(point["gap"], sign * (explained.f[i, output] - optimum.f[i, output]))
         if kind == "values":
             assert point["target"] == pytest.approx(float(targets[i]), rel=1e-3)
             assert close(point["prediction"]["mean"], prediction.mean[i])

@@ -244,15 +244,20 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
 
 def _telling_gap(found: R) -> R:
     """The same; its guarantees say so where the decomposition leaves much to the gap."""
+    return replace(found, guarantees=(*found.guarantees, *words_of_gap(found)))
+
+
+def words_of_gap(found: Ranked) -> tuple[str, ...]:
+    """What guarantees say of a gap that is large; nothing of another."""
     gap, explained = (float(part.abs().max()) for part in (found.gap, found.f - found.offset))
     if gap <= _GAP * explained:
-        return found
+        return ()
     share = f"{gap / explained:.0%} of" if explained else "more than"
     words = (f"the gap is up to {share} the largest difference of a prediction from its offset: training has left a "
              "gradient, and the contributions are not those of an optimum, as they are after refit(), or after "
              'refit(linearization="moving") of an approximation; removal effects keep that gradient, and do not '
              "contain it")
-    return replace(found, guarantees=(*found.guarantees, words))
+    return (words,)
 
 
 def counted(k: Any, default: int) -> int:

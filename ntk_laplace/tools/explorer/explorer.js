@@ -225,8 +225,9 @@ function decomposition(point) {
   });
   at("decomposition").replaceChildren(make("h2", `Where ${unit(point)} comes from`), svg, make("p",
     "Offset: what the linearized network says at the prior mean. " + (whole ? "All points: the sum of all training points' " +
-    "contributions. " : "Points for and against: the sums of all training points' contributions. ") +
-    "Gap: how far the weights are from an optimum." + (data.origins ? ` The line is at ${number(origin, spread)}, the mean of the targets.` : ""),
+    "contributions" : "Points for and against: the sums of all training points' contributions") + (data.atOptimum
+    ? ", at the optimum of the linearized network. Gap: from there to the network."
+    : ". Gap: how far the weights are from an optimum.") + (data.origins ? ` The line is at ${number(origin, spread)}, the mean of the targets.` : ""),
     { class: "soft" }));
 }
 
