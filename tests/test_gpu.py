@@ -63,7 +63,10 @@ def test_every_verb_of_every_structure(network, device, structure):
     y = targets(LIKELIHOODS["categorical"], case)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        here, there = (answers(case, y, structure, torch.device(name), ASKED) for name in ("cpu", device))
+        here = answers(case, y, structure, torch.device("cpu"), ASKED)
+        # on the same device only what draws can differ
+        again = ASKED if device != "cpu" else {verb: ask for verb, ask in ASKED.items() if verb in DRAWN}
+        there = {**here, **answers(case, y, structure, torch.device(device), again)}
     assert sum(not isinstance(value, str) for value in here.values()) >= len(ASKED) // 2, here
     gaps = {verb: gap(here[verb], there[verb]) for verb in ASKED}
     exact = 1e-5 if hasattr(structure_named(structure), "relative_error") else 1e-7  # conjugate gradients stop early

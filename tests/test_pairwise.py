@@ -25,6 +25,13 @@ def test_every_allowed_pair_meets() -> None:
     assert pairs(found[1:]) != pairs(every) or pairs(found[:-1]) != pairs(every), "a table with cases to spare"
 
 
+def test_given_cases_are_among_them() -> None:
+    given = [(3, "a", True, 1), (4, "b", False, 2), (4, "a", True, 0)]  # the last is not allowed
+    found = pairwise(*AXES, allowed=odd_with_a, given=given)
+    assert set(given[:2]) < set(found) and given[2] not in found
+    assert pairs(found) == pairs(pairwise(*AXES, allowed=odd_with_a)) and len(found) < len(AXES[0]) * len(AXES[3]) + 9
+
+
 def test_a_seed_gives_the_same_table() -> None:
     assert pairwise(*AXES) == pairwise(*AXES) != pairwise(*AXES, seed=1)
     assert one_each(*AXES) == one_each(*AXES) != one_each(*AXES, seed=1)

@@ -19,12 +19,17 @@ def _anything(*case: Any) -> bool:
     return True
 
 
-def pairwise(*axes: Iterable[Any], allowed: Callable[..., bool] = _anything, seed: int = 0) -> list[Case]:
-    """Cases in which any two values of two axes meet, if an allowed case has them; sorted as the axes are."""
+def pairwise(*axes: Iterable[Any], allowed: Callable[..., bool] = _anything, seed: int = 0,
+             given: Iterable[Case] = ()) -> list[Case]:
+    """Cases in which any two values of two axes meet, if an allowed case has them; sorted as the axes are.
+
+    Those of `given` cases that are allowed are among them, such as cases of which something is computed anyway.
+    """
     every = [case for case in itertools.product(*axes) if allowed(*case)]
     drawn = random.Random(seed).sample(every, len(every))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in every}
-    left, chosen = set().union(*pairs.values()), set()
+    chosen = {case for case in given if case in pairs}
+    left = set().union(*pairs.values()).difference(*(pairs[case] for case in chosen))
     for new in range(len(next(iter(pairs.values()))), 0, -1):  # first the cases that bring the most pairs
         for case in drawn:
             if len(pairs[case] & left) >= new:
