@@ -425,7 +425,7 @@ def test_inputs_and_training_points_have_their_names(tmp_path: Path) -> None:
     posterior, x, _, x_new, targets = case("classes")
     inputs, training = [f"new/{i}.png" for i in range(12)], [f"row {3 * j + 100}" for j in range(30)]
     sources = posterior.source_effects(x_new, ["a", "b"] * 15)
-    page = explore(posterior, x_new, x, targets, k=3, naming=Naming(inputs=inputs, training=training), candidates=3,
+    page = explore(posterior, x_new, x, targets, k=3, naming=Naming(inputs=inputs, training=training), candidates=1,
                    sources=sources)
     with Browser(page.write(tmp_path / "page.html"), tmp_path / "profile", "#2") as browser:
         assert browser.text("#which") == "Input new/2.png" and browser.text("#point-2").startswith("new/2.png: ")

@@ -128,7 +128,7 @@ def test_every_structure_and_curvature_trains(name: str, curvature: str, problem
         "classification": (classes(), (3, 4, 3), ntkl.Categorical()),
     }[problem]
     network = mlp(*widths)
-    result = train(network, data, likelihood, structure=STRUCTURES[name], curvature=curvature, epochs=12,
+    result = train(network, data, likelihood, structure=STRUCTURES[name], curvature=curvature, epochs=6,
                    schedule=ntkl.EvidenceSchedule(3, 10), batch_size=10)
     history = result.history
     assert history.evidence[0] > history.evidence_before[0] and history.evidence[-1] > history.evidence[0]
