@@ -46,7 +46,7 @@ AXES = {
     "average_temperature": Axis(0.25, 10.0, 0.25, 6.0, 5),
     "noise": Axis(0.05, 1e10, 0.05, 1e3, 9),
 }
-_EXAMPLES = 1_000  # as so many a posterior's may count at least, under the largest scale
+_EXAMPLES = 1_000  # as which more than 20,000 of a posterior count under the largest scale
 COMMON = "common"
 """One factor for the covariance of f and the noise."""
 
@@ -58,9 +58,11 @@ def fit_calibration(
 
     The numbers of these names are fitted, by default all of the likelihood (UnsupportedError if it has no such number);
     the others are `fixed`, or 1. With "scale" among them, scale 0 is compared as well. "common" alone: one factor for
-    the covariance and the noise, in closed form. `examples` is the sum of the weights of those that the posterior was
-    fitted to. The covariance is inversely proportional to it, and errors of the network are not: a scale of c, at most
-    20 or a thousandth of the sum, counts them as that sum over c.
+    the covariance and the noise, in closed form.
+
+    `examples` is the sum of the weights of those that the posterior was fitted to. The covariance is inversely
+    proportional to it, and errors of the network are not. A scale of c counts them as that sum over c: at most 20, or
+    a thousandth of the sum.
     """
     chosen = _checked(found, names)
     if isinstance(found, NormalDensities) and chosen == (COMMON,):

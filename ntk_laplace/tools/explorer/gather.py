@@ -180,6 +180,7 @@ def _from_data(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The same in weight space: rank the training points for all inputs, then read the Jacobian of displayed ones."""
     posterior, n = answers.posterior, num_examples(x)
+    residual = None if optimum is None else optimum.fitted.residual()
     jacobian = posterior.jacobian(x)
     found = cast(Ranking, posterior.explain(x, k, output))
     asked = _Asked.of(answers, found, None if optimum is None else optimum.outputs(x))
@@ -191,8 +192,7 @@ def _from_data(
             members = torch.zeros(1, dtype=torch.long, device=found.f.device)
         removal = GroupRemoval(posterior.fitted, members)
         few, signs = jacobian.subset(part), asked.signs[part]
-        pulls = removal if optimum is None else GroupRemoval(optimum.fitted, members)
-        share = pulls.contributions(few, found.output[part]) * signs.to(found.f)[:, None]
+        share = removal.contributions(few, found.output[part], residual) * signs.to(found.f)[:, None]
         place = {int(j): slot for slot, j in enumerate(members)}
         left = {name: removal.effects(few, group[part]) for name, group in groups.items()}
         for i, record in enumerate(records[part]):
