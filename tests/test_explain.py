@@ -542,3 +542,50 @@ def test_a_large_gap_is_told(structure: str) -> None:
         assert not any("the gap is" in words for words in after.guarantees)
     if structure != "kfac":
         assert not any("the gap is" in words for words in early.refit().explain(x, k=2).guarantees)
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "iterative"])
+def test_contributions_at_the_optimum_of_the_linearized_network(structure: str) -> None:
+    """Those of the ridge regression that it is, in closed form: with the offset they are its prediction."""
+    x, new = torch.linspace(-2, 2, 12, dtype=torch.float64)[:, None], torch.tensor([[0.3], [2.5]], dtype=torch.float64)
+    y, noise, delta = x.sin(), 0.1, 0.5
+    network = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(noise), ntkl.GaussianPrior(delta), structure)
+    found, plain = (posterior.explain(new, k=12, decomposition=how) for how in ("optimum", "weights"))
+    theta = torch.cat([p.detach().flatten() for p in network.parameters()])
+    (jac, jac_new), (f, f_new) = (tuple(of(network, inputs_).squeeze(1) for inputs_ in (x, new))
+                                  for of in (jacobian, outputs))
+    seen = (y.squeeze(1) - f + jac @ theta) / noise  # targets of the regression on J, with weights from the prior mean
+    best = torch.linalg.solve(jac.T @ jac / noise + delta * torch.eye(len(theta), dtype=torch.float64), jac.T @ seen)
+    at_optimum = f_new - jac_new @ theta + jac_new @ best
+    residual = (y.squeeze(1) - f + jac @ theta - jac @ best) / noise
+    assert relative_error(found.offset.squeeze(1), f_new - jac_new @ theta) < 1e-9
+    assert relative_error(found.gap.squeeze(1), f_new - at_optimum) < 1e-7
+    assert relative_error(found.contributed().squeeze(1), jac_new @ best) < 1e-7
+    if structure == "gp":
+        assert relative_error(found.importance.squeeze(1), residual) < 1e-7
+        assert relative_error(found.contributions.squeeze(2), jac_new @ jac.T * residual / delta) < 1e-7
+    assert found.at_optimum and not plain.at_optimum and not any("the gap is up" in words for words in found.guarantees)
+    assert [one.removal_effect for one in found.entries(0, "for")] == [
+        one.removal_effect for one in plain.entries(0, "for")]
+    assert torch.equal(posterior.explain(new, decomposition="auto").gap, found.gap)
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_contributions_to_logits_at_the_optimum_are_those_of_the_refit(structure: str) -> None:
+    x, y = inputs(20), labels(20)
+    posterior = ntkl.laplace(network(), (x, y), ntkl.Categorical(), ntkl.GaussianPrior(1.0), structure)
+    found, reference = posterior.explain(x[:4], 2, 1, decomposition="optimum"), posterior.refit().explain(x[:4], 2, 1)
+    assert relative_error(found.contributed(), reference.contributed()) < 1e-9
+    assert relative_error(found.offset, reference.offset) < 1e-9
+    assert relative_error(found.gap, found.f - reference.f) < 1e-6
+
+
+def test_an_approximation_has_no_optimum_to_decompose() -> None:
+    posterior = ntkl.laplace(network(), (inputs(20), labels(20)), ntkl.Categorical(), structure="kfac")
+    with refused(ntkl.UnsupportedError, 'structure="gp", "full" or "iterative"', "kfac", "leave it out"):
+        posterior.explain(inputs(2), decomposition="optimum")
+    with refused(ntkl.UnsupportedError, "decomposition", "prior", "Leave it out"):
+        posterior.explain(inputs(2), decomposition="prior")
+    auto, plain = (posterior.explain(inputs(2), decomposition=how) for how in ("auto", "weights"))
+    assert torch.equal(auto.gap, plain.gap) and auto.guarantees == plain.guarantees and not auto.at_optimum

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError, require_flags, warn
+from ntk_laplace.errors import NumericalError, UnsupportedError, require_choice, require_flags, warn
 from ntk_laplace.jacobian import Jacobian, grouped
 from ntk_laplace.model.data import InputData, fill_buffer
 from ntk_laplace.posterior.chunks import Chunks
@@ -29,7 +30,8 @@ from ntk_laplace.posterior.explain.quantity import Output
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.posterior.lack_of_fit import LackOfFit, lack_of_fit
 from ntk_laplace.runtime import tuning
-from ntk_laplace.structures.what_if import Indices, drawn
+from ntk_laplace.structures import FittedModel
+from ntk_laplace.structures.what_if import Indices, at_optimum, drawn
 
 
 class ExplanationVerbs(Fitted):
@@ -37,7 +39,7 @@ class ExplanationVerbs(Fitted):
 
     def explain(
         self, x: InputData, k: int = 8, output: Output = None, *, by: str = "output", y: Any = None,
-        batch_size: int | None = None,
+        decomposition: str = "weights", batch_size: int | None = None,
     ) -> Explanation | Ranking:
         """Which training points determine the predictions at `x`, and the predictions without each of them.
 
@@ -59,6 +61,11 @@ class ExplanationVerbs(Fitted):
             of the mean response, to first order in f: the epistemic part of the predictive variance).
         y : optional
             Targets at `x`, for "log_likelihood"; for classes by default the explained class.
+        decomposition : str
+            Which residuals contributions are made of. "weights": those of the posterior's own outputs; the gap is what
+            the gradient that training has left adds, and a weak prior makes it larger than the prediction. "optimum":
+            those at the optimum of the linearized model, as after `refit`; the gap leads from its output to the
+            prediction. "auto": the optimum, if the structure is exact and it is reached.
         batch_size : int, optional
             Maximum inputs at a time; by default chosen by memory. With a structure other than "gp" each batch of
             inputs needs a pass over the training data.
@@ -70,15 +77,34 @@ class ExplanationVerbs(Fitted):
         Raises
         ------
         DataError, UnsupportedError
-            If there is no such output or quantity, or the data cannot be read again.
+            If there is no such output or quantity, or the data cannot be read again; if structure or curvature are not
+            exact, for the optimum.
+        NumericalError
+            If the optimum is not reached.
         MemoryBudgetError
             If the inverse of B does not fit in memory, for structure "gp"; nothing was computed.
         """
         self._fitted.warn_of_order()
+        optimum = self._optimum(decomposition)
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(k, output, by, y)
         if self._fitted.structure.spec.keeps_jacobian:
-            return joined(self._explained(chunks, request), chunks.length or 0)
-        return joined(rank(self._fitted, _merged(chunks, batch_size), request), chunks.length or 0)
+            return joined(self._explained(chunks, request, optimum), chunks.length or 0)
+        return joined(rank(self._fitted, _merged(chunks, batch_size), request, optimum), chunks.length or 0)
+
+    def _optimum(self, decomposition: str) -> FittedModel | None:
+        """The linearized model at its optimum, for this decomposition."""
+        require_choice(decomposition, ("weights", "optimum", "auto"), 'decomposition="weights", "optimum" or "auto"',
+                       "Leave it out for that at the weights.")
+        if decomposition == "weights":
+            return None
+        try:
+            self._fitted.require_exact(' for decomposition="optimum"', 'Fit one of them, or leave it out.')
+            with torch.inference_mode(False):
+                return at_optimum(self._fitted)
+        except (NumericalError, UnsupportedError):
+            if decomposition == "optimum":
+                raise
+            return None
 
     def removal_effects(
         self, x: InputData, output: Output = None, *, by: str = "output", y: Any = None, batch_size: int | None = None
@@ -208,10 +234,12 @@ class ExplanationVerbs(Fitted):
         if not found.trusted:
             warn(str(found.reliability))
 
-    def _explained(self, chunks: Chunks, request: ExplanationRequest) -> Iterator[Explanation]:
+    def _explained(
+        self, chunks: Chunks, request: ExplanationRequest, optimum: FittedModel | None = None
+    ) -> Iterator[Explanation]:
         """Explanations in function space, chunk by chunk."""
         self._fitted.function_space.require_inverse()
-        return explain(self._fitted, chunks.rows(bytes_of_each(self._fitted)), request)
+        return explain(self._fitted, chunks.rows(bytes_of_each(self._fitted)), request, optimum)
 
 
 def _merged(chunks: Chunks, batch_size: int | None) -> Iterator[Jacobian]:

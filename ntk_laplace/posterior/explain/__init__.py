@@ -11,7 +11,7 @@ from ntk_laplace.posterior.explain.leave_one_out import (
     left_out_means,
 )
 from ntk_laplace.posterior.explain.quantity import SPREADS
-from ntk_laplace.posterior.explain.ranked import Entry, Ranked, joined, words_of_gap
+from ntk_laplace.posterior.explain.ranked import Entry, Ranked, joined
 from ntk_laplace.posterior.explain.ranking import Ranking, effects, rank
 from ntk_laplace.posterior.explain.reliability import Reliability
 from ntk_laplace.posterior.explain.reranking import Reranking
@@ -42,5 +42,4 @@ __all__ = [
     "numbered",
     "rank",
     "source_labels",
-    "words_of_gap",
 ]

@@ -15,7 +15,7 @@ from ntk_laplace.jacobian.gram import diagonal_blocks
 from ntk_laplace.model.data import as_tensors
 from ntk_laplace.posterior.explain.algebra import Removals, contributions, leverages, similarities
 from ntk_laplace.posterior.explain.quantity import Output, Quantity, quantity_of
-from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted, strongest, whole
+from ntk_laplace.posterior.explain.ranked import AT_OPTIMUM, Entry, Ranked, counted, strongest, whole
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
@@ -175,10 +175,13 @@ class Explanation(Ranked):
 
 
 def explain(
-    fitted: FittedModel, chunks: Iterable[Jacobian], request: ExplanationRequest
+    fitted: FittedModel, chunks: Iterable[Jacobian], request: ExplanationRequest, optimum: FittedModel | None = None
 ) -> Iterator[Explanation]:
-    """Decompose predictions and rank the training points behind them, for each chunk of rows of J at inputs."""
-    decompose = _Decomposing(fitted)
+    """Decompose predictions and rank the training points behind them, for each chunk of rows of J at inputs.
+
+    Contributions are made of the residuals of the model at its `optimum`, if it is given.
+    """
+    decompose = _Decomposing(fitted, optimum)
     for test, about, k in request.of_each(fitted.model, chunks, fitted.num_examples):
         found = decompose(test, about, k)
         del test  # before the rows of the next chunk are computed
@@ -189,8 +192,11 @@ def explain(
 class _Decomposing:
     """Explanations in function space; terms that depend only on the training points are computed once."""
 
-    def __init__(self, fitted: FittedModel) -> None:
-        self._fitted, self._space, self._residual = fitted, fitted.function_space, fitted.residual()
+    def __init__(self, fitted: FittedModel, optimum: FittedModel | None) -> None:
+        self._fitted, self._space = fitted, fitted.function_space
+        self._residual = (fitted if optimum is None else optimum).residual()
+        own = _EXACT if fitted.exact else _OTHER_ROOT
+        self._guarantees = own if optimum is None else (AT_OPTIMUM, *own[1:])
         space = self._space
         with torch.no_grad():
             self._centered = fitted.from_prior_mean
@@ -215,7 +221,7 @@ class _Decomposing:
                            gap=pushed - shares.sum(1), removal=moved, widening=widened, effect=effect,
                            importance=self._residual, kernel=kernel, similarity=similarity, correlation=correlation,
                            variance=variance, leverage=self._leverage, targets=self._fitted.points.targets, k=k,
-                           guarantees=_EXACT if self._fitted.exact else _OTHER_ROOT)
+                           guarantees=self._guarantees)
 
 
 def bytes_of_each(fitted: FittedModel) -> int:

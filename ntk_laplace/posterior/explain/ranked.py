@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 R = TypeVar("R", bound="Ranked")
+AT_OPTIMUM = ("contributions are those of the optimum of the linearized network, where they and the offset add up to "
+              "its output exactly; the gap leads from there to the prediction")
 _GAP = 0.1  # of what the decomposition explains, above which its guarantees speak of the gap
 
 
@@ -78,6 +80,11 @@ class Ranked:
     guarantees: tuple[str, ...]
 
     AXES: ClassVar[dict[str, tuple[str, ...]]]
+
+    @property
+    def at_optimum(self) -> bool:
+        """Whether contributions are those of the optimum of the linearized network, and not of the weights."""
+        return AT_OPTIMUM in self.guarantees
 
     def by_input(self) -> dict[tuple[str, str], Tensor]:
         """Tensors whose first axis is the inputs, by field and side ("" without sides)."""
@@ -244,20 +251,15 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
 
 def _telling_gap(found: R) -> R:
     """The same; its guarantees say so where the decomposition leaves much to the gap."""
-    return replace(found, guarantees=(*found.guarantees, *words_of_gap(found)))
-
-
-def words_of_gap(found: Ranked) -> tuple[str, ...]:
-    """What guarantees say of a gap that is large; nothing of another."""
     gap, explained = (float(part.abs().max()) for part in (found.gap, found.f - found.offset))
-    if gap <= _GAP * explained:
-        return ()
+    if gap <= _GAP * explained or found.at_optimum:
+        return found
     share = f"{gap / explained:.0%} of" if explained else "more than"
     words = (f"the gap is up to {share} the largest difference of a prediction from its offset: training has left a "
-             "gradient, and the contributions are not those of an optimum, as they are after refit(), or after "
-             'refit(linearization="moving") of an approximation; removal effects keep that gradient, and do not '
-             "contain it")
-    return (words,)
+             "gradient, and the contributions are not those of an optimum, as they are with "
+             'decomposition="optimum", or after refit(linearization="moving") of an approximation; removal effects '
+             "keep that gradient, and do not contain it")
+    return replace(found, guarantees=(*found.guarantees, words))
 
 
 def counted(k: Any, default: int) -> int:

@@ -19,7 +19,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.posterior.explain.algebra import removal_terms
 from ntk_laplace.posterior.explain.explanation import ExplanationRequest
 from ntk_laplace.posterior.explain.quantity import SPREADS, Quantity
-from ntk_laplace.posterior.explain.ranked import Entry, Ranked, counted
+from ntk_laplace.posterior.explain.ranked import AT_OPTIMUM, Entry, Ranked, counted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.reduction import Reducer
@@ -144,14 +144,19 @@ class _Strongest:
 
 
 def rank(
-    fitted: FittedModel, chunks: Iterable[Jacobian], request: ExplanationRequest
+    fitted: FittedModel, chunks: Iterable[Jacobian], request: ExplanationRequest, optimum: FittedModel | None = None
 ) -> Iterator[Ranking]:
-    """Rank the training points by their effects on predictions, in a pass over the data for each chunk of rows of J."""
+    """Rank the training points by their effects on predictions, in a pass over the data for each chunk of rows of J.
+
+    The contributions that are summed up are made of the residuals of the model at its `optimum`, if it is given.
+    """
     for test, quantity, k in request.of_each(fitted.model, chunks, fitted.num_examples):
-        yield _rank(fitted, test, quantity, k)
+        yield _rank(fitted, test, quantity, k, optimum)
 
 
-def _rank(fitted: FittedModel, test: Jacobian, quantity: Quantity, k: int) -> Ranking:
+def _rank(
+    fitted: FittedModel, test: Jacobian, quantity: Quantity, k: int, optimum: FittedModel | None
+) -> Ranking:
     sides: dict[str, list[_Strongest]] = {side: [] for side in quantity.sides}
     leverage, total = test.f.new_zeros(fitted.num_examples), torch.zeros_like(fitted.theta)
     for part in _parts(fitted, test):
@@ -168,9 +173,10 @@ def _rank(fitted: FittedModel, test: Jacobian, quantity: Quantity, k: int) -> Ra
     with torch.no_grad():
         network, prior = fitted.network, fitted.prior
         pushed = test.jvp(network.unflatten(fitted.from_prior_mean))
-        contributed = test.jvp(network.unflatten(total / prior.flat_precision().to(total)))  # J P0⁻¹ Jᵀr
+        step = total / prior.flat_precision().to(total)  # P0⁻¹ Jᵀr, which is θ̄ - μ0 at an optimum θ̄
+        contributed = test.jvp(network.unflatten(step if optimum is None else optimum.from_prior_mean))
     case = "full" if fitted.exact else "other root" if fitted.structure.spec.exact else "other"
-    guarantees = (_SUMS, _GUARANTEES[case])
+    guarantees = (_SUMS if optimum is None else AT_OPTIMUM, _GUARANTEES[case])
     first_order = (_FIRST_ORDER,) if quantity.by in ("probability", "log_likelihood") else ()
     signs = {"for": -quantity.good, "against": quantity.good}
     return Ranking(

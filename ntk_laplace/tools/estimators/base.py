@@ -384,6 +384,9 @@ class LaplaceEstimator(_Fitted):
     def explain(self, X: Any, k: int = 8, y: Any = None, **options: Any) -> Explanation | Ranking:
         """Which training points determine the predictions at X: `Posterior.explain`, in units of the targets.
 
+        Contributions are those at the optimum of the linearized network, if the posterior is exact
+        (``decomposition="auto"``).
+
         Parameters
         ----------
         X : array_like, (n, features)
@@ -401,7 +404,7 @@ class LaplaceEstimator(_Fitted):
             the targets as `posterior_` takes them.
         """
         x, targets = self.network_inputs(X), None if y is None else self.network_targets(y)
-        return self._in_units(self.posterior_.explain(x, k, y=targets, **options))
+        return self._in_units(self.posterior_.explain(x, k, y=targets, **{"decomposition": "auto"} | options))
 
     def _in_units(self, found: Explained) -> Explained:
         """An explanation in units of the targets."""

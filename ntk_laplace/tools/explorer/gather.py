@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NTKLaplaceError, untold
+from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.model.data.pictures import require_picture
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.posterior.explain import Explanation, GroupRemoval, Ranking, Removals, leave_one_out, words_of_gap
+from ntk_laplace.posterior.explain import Explanation, GroupRemoval, Ranking, Removals, leave_one_out
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures.training_inputs import training_inputs
@@ -43,8 +43,7 @@ def gather(
     truths = None if targets is None else answers.truths(targets, n)
     kept = posterior.fitted.structure.spec.keeps_jacobian
     find = _from_rows if kept else _from_data
-    optimum = _optimum(posterior)
-    points, guarantees = find(answers, optimum, x, k, output, progress)
+    points, guarantees, at_optimum = find(answers, x, k, output, progress)
     left_out = leave_one_out(posterior.fitted)
     if candidates:
         guarantees = [*guarantees, *_reranked(answers, x, points, candidates, output)]
@@ -64,7 +63,7 @@ def gather(
         "guarantees": [*guarantees, *left_out.guarantees],
         "leaveOneOut": str(left_out.reliability),
         "approximate": not posterior.fitted.exact and not kept,
-        "atOptimum": optimum is not None,
+        "atOptimum": at_optimum,
         "points": points,
         "spreads": {"outputs": answers.outputs, "responses": answers.responses},
         "training": answers.training_set(left_out),
@@ -113,33 +112,6 @@ _GROUPS = {"for": ("for",), "against": ("against",), "both": ("for", "against")}
 _OTHER_SIDE = {"for": "against", "against": "for"}
 
 
-_AT_OPTIMUM = ("contributions are those of the optimum of the linearized network, where they and the offset add up to "
-               "its output exactly; the gap leads from there to the prediction")
-
-
-def _optimum(posterior: Posterior) -> Posterior | None:
-    """The posterior at the optimum of the linearized model, if there is one that is exact.
-
-    Contributions are made of the residuals there. Those at the weights miss the gradient that training has left, which
-    a prior variance turns into more than the prediction itself.
-    """
-    if not posterior.fitted.exact:
-        return None
-    try:
-        with untold():
-            return posterior.refit()
-    except NTKLaplaceError:  # such as an optimum that is not reached
-        return None
-
-
-def _guarantees(posterior: Posterior, found: Explanation | Ranking, optimum: Posterior | None) -> list[str]:
-    """What holds of the decomposition, the effects and the removal of groups."""
-    sums, *others = found.guarantees
-    if optimum is not None:
-        sums, others = _AT_OPTIMUM, [words for words in others if words not in words_of_gap(found)]
-    return [sums, *others, _joint(posterior)]
-
-
 def _joint(posterior: Posterior) -> str:
     """What holds of a group's removal."""
     fitted = posterior.fitted
@@ -147,20 +119,22 @@ def _joint(posterior: Posterior) -> str:
 
 
 def _from_rows(
-    answers: Answers, optimum: Posterior | None, x: Inputs, k: int, output: int | None, progress: bool | None
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """One record per input, and common information on them, in function space."""
+    answers: Answers, x: Inputs, k: int, output: int | None, progress: bool | None
+) -> tuple[list[dict[str, Any]], list[str], bool]:
+    """One record per input, what holds of them, and whether contributions are those of an optimum; in function space.
+
+    Those at the weights miss the gradient that training has left, often more than the prediction itself.
+    """
     posterior, n = answers.posterior, num_examples(x)
-    residual = None if optimum is None else optimum.fitted.residual()
     removals = Removals(posterior.fitted)
     records: list[dict[str, Any]] = []
     parts = list(panels(n, posterior.num_examples * posterior.num_outputs, _AT_ONCE))
     for part in track(parts, "ntk_laplace: explanations", len(parts), progress):
         here = take(x, part)
-        found, jacobian = cast(Explanation, posterior.explain(here, k, output)), posterior.jacobian(here)
-        asked = _Asked.of(answers, found, None if optimum is None else optimum.outputs(here))
-        share = found.share if residual is None else (found.kernel * residual.to(found.kernel)).sum(2)
-        share = share * asked.signs.to(share)[:, None]
+        found = cast(Explanation, posterior.explain(here, k, output, decomposition="auto"))
+        jacobian = posterior.jacobian(here)
+        asked = _Asked.of(answers, found)
+        share = found.share * asked.signs.to(found.share)[:, None]
         own = asked.records(here)
         for i, record in enumerate(own):
             own_share, spread = answers.units[found.output[i]] * share[i], answers.output_spread(int(found.output[i]))
@@ -172,18 +146,18 @@ def _from_rows(
             for i, record in enumerate(own):
                 record["without"][name] = answers.at(after[i], asked.signs[i])
         records += own
-    return records, _guarantees(posterior, found, optimum)
+    return records, [*found.guarantees, _joint(posterior)], found.at_optimum
 
 
 def _from_data(
-    answers: Answers, optimum: Posterior | None, x: Inputs, k: int, output: int | None, progress: bool | None
-) -> tuple[list[dict[str, Any]], list[str]]:
+    answers: Answers, x: Inputs, k: int, output: int | None, progress: bool | None
+) -> tuple[list[dict[str, Any]], list[str], bool]:
     """The same in weight space: rank the training points for all inputs, then read the Jacobian of displayed ones."""
     posterior, n = answers.posterior, num_examples(x)
-    residual = None if optimum is None else optimum.fitted.residual()
     jacobian = posterior.jacobian(x)
-    found = cast(Ranking, posterior.explain(x, k, output))
-    asked = _Asked.of(answers, found, None if optimum is None else optimum.outputs(x))
+    found = cast(Ranking, posterior.explain(x, k, output, decomposition="auto"))
+    residual = posterior.refit().fitted.residual() if found.at_optimum else None
+    asked = _Asked.of(answers, found)
     records, groups = asked.records(x), asked.groups()
     parts = list(panels(n, 2 * k * jacobian.nbytes, _HELD * n))
     for part in track(parts, "ntk_laplace: joint removals", len(parts), progress):
@@ -198,14 +172,14 @@ def _from_data(
         for i, record in enumerate(records[part]):
             number = part.start + i
             explained = int(found.output[number])
-            total = answers.units[explained] * asked.total(number, explained) * signs[i]
+            total = answers.units[explained] * found.total[number, explained] * signs[i]
             record["total"] = rounded(total, answers.output_spread(explained))
             record |= asked.listed(number, answers.units[explained] * share[i], place)
             for name, (change, leverage, trusted) in left.items():
                 record["without"][name] = answers.at(found.f[number] + change[i], signs[i])
                 if not trusted[i]:
                     record["without"][name]["held"] = rounded(float(leverage[i]))
-    return records, _guarantees(posterior, found, optimum)
+    return records, [*found.guarantees, _joint(posterior)], found.at_optimum
 
 
 def _reranked(
@@ -242,12 +216,10 @@ class _Asked:
     found: Explanation | Ranking
     signs: Tensor  # (n,)
     sides: list[dict[str, list[tuple[int, float]]]]  # by input and side, pairs (point, effect), the strongest first
-    gap: Tensor  # (n, C)
 
     @classmethod
-    def of(cls, answers: Answers, found: Explanation | Ranking, at_optimum: Tensor | None) -> _Asked:
-        """From an explanation by "output", and the outputs at the optimum of the linearized model, (n, C)."""
-        gap = found.gap if at_optimum is None else found.f - at_optimum.to(found.f)
+    def of(cls, answers: Answers, found: Explanation | Ranking) -> _Asked:
+        """From an explanation by "output"."""
         signs, sides = answers.signs(found.f), []
         for i, sign in enumerate(signs.tolist()):
             own = {}
@@ -257,12 +229,7 @@ class _Asked:
                 effects = [(entry.training_index, unit * entry.removal_effect) for entry in entries]
                 own[side] = [(j, e) for j, e in effects if (e < 0 if side == "for" else e > 0)]
             sides.append(own)
-        return cls(answers, found, signs, sides, gap)
-
-    def total(self, i: int, output: int) -> float:
-        """Sum of all contributions to an output."""
-        found = self.found
-        return float(found.f[i, output] - found.offset[i, output] - self.gap[i, output])
+        return cls(answers, found, signs, sides)
 
     def groups(self) -> dict[str, list[Tensor]]:
         """Training points that are removed together, for each input."""
@@ -288,7 +255,7 @@ class _Asked:
                 "output": output if answers.kind != "binary" else int(found.f[i, 0] >= 0),
                 "f": rounded_each(answers.shown(found.f[i]) * sign, answers.outputs),
                 "offset": rounded(answers.shown(found.offset[i])[output] * sign, answers.output_spread(output)),
-                "gap": rounded(answers.units[output] * self.gap[i, output] * sign),
+                "gap": rounded(answers.units[output] * found.gap[i, output] * sign),
                 "prediction": answers.said(glm, i, intervals),
                 "network": answers.said(plain, i), "without": {},
             })
