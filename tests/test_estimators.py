@@ -684,7 +684,9 @@ def test_explanations_are_in_units_of_the_targets(structure: str, by: str) -> No
     assert float(whole.log_marginal_likelihood()) == pytest.approx(model.log_marginal_likelihood(), rel=1e-9)
     given = truths if by == "log_likelihood" else None
     found = model.explain(new, 4, given, output=1, by=by)
-    wanted = whole.explain(model.network_inputs(new), 4, 1, by=by, y=None if given is None else torch.as_tensor(given))
+    wanted = whole.explain(model.network_inputs(new), 4, 1, by=by, y=None if given is None else torch.as_tensor(given),
+                           decomposition="optimum")
+    assert found.at_optimum and not model.explain(new, 4, given, by=by, decomposition="weights").at_optimum
     for (name, side), value in wanted.by_input().items():
         assert relative_error(found.by_input()[name, side].double(), value.double()) < 1e-6, name
     for name in ("leverage", "targets", *(["importance"] if structure == "gp" else [])):
