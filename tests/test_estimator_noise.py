@@ -250,7 +250,8 @@ def test_predictions_are_in_units_of_the_targets(targets: int, likelihood: str) 
     assert np.array_equal(draws, model.sample_y(x[:6], 20_000, random_state=0))
     for index, level in enumerate(levels):
         np.testing.assert_allclose((draws < quantiles[..., index, None]).mean(-1), level, atol=0.015)
-    found, plain = model.explain(x[:6], 3), model.posterior_.explain(model.network_inputs(x[:6]), 3)
+    found, plain = model.explain(x[:6], 3), model.posterior_.explain(
+        model.network_inputs(x[:6]), 3, decomposition="auto")
     np.testing.assert_allclose(found.f[:, :targets], mean.reshape(6, -1), rtol=1e-9)
     np.testing.assert_allclose(found.targets.reshape(y.shape), y, rtol=1e-9)
     np.testing.assert_allclose(found.total[:, :targets], plain.total[:, :targets].numpy() * scale, rtol=1e-9)
