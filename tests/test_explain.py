@@ -562,8 +562,9 @@ def test_contributions_at_the_optimum_of_the_linearized_network(structure: str) 
     assert relative_error(found.offset.squeeze(1), f_new - jac_new @ theta) < 1e-9
     assert relative_error(found.gap.squeeze(1), f_new - at_optimum) < 1e-7
     assert relative_error(found.contributed().squeeze(1), jac_new @ best) < 1e-7
+    assert relative_error(found.importance.squeeze(1), residual) < 1e-7
+    assert relative_error(plain.importance.squeeze(1), (y.squeeze(1) - f) / noise) < 1e-9
     if structure == "gp":
-        assert relative_error(found.importance.squeeze(1), residual) < 1e-7
         assert relative_error(found.contributions.squeeze(2), jac_new @ jac.T * residual / delta) < 1e-7
     assert found.at_optimum and not plain.at_optimum and not any("the gap is up" in words for words in found.guarantees)
     assert [one.removal_effect for one in found.entries(0, "for")] == [

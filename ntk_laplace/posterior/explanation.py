@@ -85,10 +85,10 @@ class ExplanationVerbs(Fitted):
             If the inverse of B does not fit in memory, for structure "gp"; nothing was computed.
         """
         self._fitted.warn_of_order()
-        optimum = self._optimum(decomposition)
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(k, output, by, y)
         if self._fitted.structure.spec.keeps_jacobian:
-            return joined(self._explained(chunks, request, optimum), chunks.length or 0)
+            return joined(self._explained(chunks, request, decomposition), chunks.length or 0)
+        optimum = self._optimum(decomposition)
         return joined(rank(self._fitted, _merged(chunks, batch_size), request, optimum), chunks.length or 0)
 
     def _optimum(self, decomposition: str) -> FittedModel | None:
@@ -235,10 +235,11 @@ class ExplanationVerbs(Fitted):
             warn(str(found.reliability))
 
     def _explained(
-        self, chunks: Chunks, request: ExplanationRequest, optimum: FittedModel | None = None
+        self, chunks: Chunks, request: ExplanationRequest, decomposition: str = "weights"
     ) -> Iterator[Explanation]:
         """Explanations in function space, chunk by chunk."""
         self._fitted.function_space.require_inverse()
+        optimum = self._optimum(decomposition)
         return explain(self._fitted, chunks.rows(bytes_of_each(self._fitted)), request, optimum)
 
 

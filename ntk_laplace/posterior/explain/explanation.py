@@ -91,6 +91,8 @@ class Explanation(Ranked):
         the exact difference between the outputs after and before.
     importance : Tensor, (N, C)
         r_i, the residuals of the training points ([T20] 5.2).
+    at_optimum : bool
+        Whether they are those of the optimum of the linearized network, and not of the weights.
     kernel : Tensor, (n, N, C)
         k(x, x_i) between the explained output and each output of the training point; its sum over C, weighted by
         `importance`, is `share` ([T20] 5.2).
@@ -112,7 +114,6 @@ class Explanation(Ranked):
     removal: Tensor
     widening: Tensor
     effect: Tensor
-    importance: Tensor
     kernel: Tensor
     similarity: Tensor
     correlation: Tensor
@@ -194,9 +195,9 @@ class _Decomposing:
 
     def __init__(self, fitted: FittedModel, optimum: FittedModel | None) -> None:
         self._fitted, self._space = fitted, fitted.function_space
-        self._residual = (fitted if optimum is None else optimum).residual()
+        self._residual, self._at_optimum = (optimum or fitted).residual(), optimum is not None
         own = _EXACT if fitted.exact else _OTHER_ROOT
-        self._guarantees = own if optimum is None else (AT_OPTIMUM, *own[1:])
+        self._guarantees = (AT_OPTIMUM, *own[1:]) if self._at_optimum else own
         space = self._space
         with torch.no_grad():
             self._centered = fitted.from_prior_mean
@@ -219,9 +220,9 @@ class _Decomposing:
         effect = about.effect(test.f, moved, along)
         return Explanation(f=test.f, quantity=about, offset=test.f - pushed, contributions=shares,
                            gap=pushed - shares.sum(1), removal=moved, widening=widened, effect=effect,
-                           importance=self._residual, kernel=kernel, similarity=similarity, correlation=correlation,
-                           variance=variance, leverage=self._leverage, targets=self._fitted.points.targets, k=k,
-                           guarantees=self._guarantees)
+                           importance=self._residual, at_optimum=self._at_optimum, kernel=kernel,
+                           similarity=similarity, correlation=correlation, variance=variance, leverage=self._leverage,
+                           targets=self._fitted.points.targets, k=k, guarantees=self._guarantees)
 
 
 def bytes_of_each(fitted: FittedModel) -> int:

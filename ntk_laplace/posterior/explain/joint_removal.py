@@ -49,13 +49,9 @@ class GroupRemoval:
         step = without.solve(rows.vjp(self._residual[here].to(rows.f), fitted.network.shapes))
         return -test.jvp(fitted.network.unflatten(step)), without.leverage, not without.partial
 
-    def contributions(self, test: Jacobian, output: Tensor, residual: Tensor | None = None) -> Tensor:
-        """k(x, x_j) r_j of one output of each input, for all members, (n, m).
-
-        `residual` are those of all training points, (N, C), by default at the posterior's outputs.
-        """
+    def contributions(self, test: Jacobian, output: Tensor, residual: Tensor) -> Tensor:
+        """k(x, x_j) r_j of one output of each input, for all members, (n, m), with `residual` of all points, (N, C)."""
         fitted = self._fitted
         chosen = one_hot(output, test.f.shape[1]).to(test.f).unsqueeze(-1)
-        residual = self._residual if residual is None else residual[self._members]
-        own = self._rows.weighted(residual.to(self._rows.f).unsqueeze(-1))
+        own = self._rows.weighted(residual[self._members].to(self._rows.f).unsqueeze(-1))
         return cross_gram(test.weighted(chosen), own, fitted.prior.variances())

@@ -63,6 +63,10 @@ class Ranked:
     quantity : Quantity
         What was requested.
     offset, gap : Tensor, (n, C)
+    importance : Tensor, (N, C)
+        Residuals of the training points, of which contributions are made.
+    at_optimum : bool
+        Whether they are those of the optimum of the linearized network, and not of the weights.
     leverage : Tensor, (N,)
     targets : Tensor
     k : int
@@ -74,17 +78,14 @@ class Ranked:
     quantity: Quantity
     offset: Tensor
     gap: Tensor
+    importance: Tensor
+    at_optimum: bool
     leverage: Tensor
     targets: Tensor
     k: int
     guarantees: tuple[str, ...]
 
     AXES: ClassVar[dict[str, tuple[str, ...]]]
-
-    @property
-    def at_optimum(self) -> bool:
-        """Whether contributions are those of the optimum of the linearized network, and not of the weights."""
-        return AT_OPTIMUM in self.guarantees
 
     def by_input(self) -> dict[tuple[str, str], Tensor]:
         """Tensors whose first axis is the inputs, by field and side ("" without sides)."""

@@ -51,6 +51,10 @@ class Ranking(Ranked):
         The explained quantity: `by`, its `output` (n,), the targets.
     offset, total, gap : Tensor, (n, C)
         f = offset + total + gap; `total` is the sum of all contributions.
+    importance : Tensor, (N, C)
+        Residuals of the training points, of which contributions are made.
+    at_optimum : bool
+        Whether they are those of the optimum of the linearized network, and not of the weights.
     indices, effects : dict of str to Tensor, (n, k)
         By side, "for" and "against", strongest first: training points, and the change of the quantity if one were left
         out.
@@ -71,7 +75,7 @@ class Ranking(Ranked):
     AXES: ClassVar[dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("f", "offset", "total", "gap"), ("input", "output")),
         **dict.fromkeys(("indices", "effects"), ("input", "rank")),
-        **dict.fromkeys(("leverage", "flagged"), ("training point",)),
+        "importance": ("training point", "output"), **dict.fromkeys(("leverage", "flagged"), ("training point",)),
     }
 
     def supporting(self, k: int | None = None) -> Tensor:
@@ -181,6 +185,7 @@ def _rank(
     signs = {"for": -quantity.good, "against": quantity.good}
     return Ranking(
         f=test.f, quantity=quantity, offset=test.f - pushed, total=contributed, gap=pushed - contributed,
+        importance=(optimum or fitted).residual(), at_optimum=optimum is not None,
         indices={side: torch.cat([heap.indices for heap in heaps]) for side, heaps in sides.items()},
         effects={side: signs[side] * torch.cat([heap.values for heap in heaps]) for side, heaps in sides.items()},
         leverage=leverage, targets=fitted.points.targets, k=k, guarantees=guarantees + first_order,

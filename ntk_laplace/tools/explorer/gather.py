@@ -156,7 +156,6 @@ def _from_data(
     posterior, n = answers.posterior, num_examples(x)
     jacobian = posterior.jacobian(x)
     found = cast(Ranking, posterior.explain(x, k, output, decomposition="auto"))
-    residual = posterior.refit().fitted.residual() if found.at_optimum else None
     asked = _Asked.of(answers, found)
     records, groups = asked.records(x), asked.groups()
     parts = list(panels(n, 2 * k * jacobian.nbytes, _HELD * n))
@@ -166,7 +165,7 @@ def _from_data(
             members = torch.zeros(1, dtype=torch.long, device=found.f.device)
         removal = GroupRemoval(posterior.fitted, members)
         few, signs = jacobian.subset(part), asked.signs[part]
-        share = removal.contributions(few, found.output[part], residual) * signs.to(found.f)[:, None]
+        share = removal.contributions(few, found.output[part], found.importance) * signs.to(found.f)[:, None]
         place = {int(j): slot for slot, j in enumerate(members)}
         left = {name: removal.effects(few, group[part]) for name, group in groups.items()}
         for i, record in enumerate(records[part]):
