@@ -5,9 +5,9 @@
 The functions of eight columns of pieces.py, one draw of each with 10,000 test points; the noise of a regression has a
 standard deviation of 0.3 of the function's. From 20,000 steps on a training has fewer epochs than those of a small
 table, which "all epochs" has, for 100,000 rows; "one layer" has one hidden layer, as in a classification of a small
-table, for at most as many. `HistGradientBoosting` is as in pieces.py. Figures are nats a test
-point, of standardized targets, R² or accuracy, and processor time, on one core with `--threads 1`; "best possible" are
-nats of the function itself.
+table, for at most as many. `HistGradientBoosting` is as in pieces.py. Figures are nats a test point, of standardized
+targets, R² or accuracy, and processor time, on one core with `--threads 1`; "best possible" are nats of the function
+itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import ntk_laplace as ntkl
 sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
 from _shared import machine, once, parser, table, write
-from pieces import CHANCES, FUNCTIONS, boosted, boosted_classes, inputs_of
+from pieces import CHANCES, FUNCTIONS, boosted, boosted_classes, inputs_of, scores
 
 NOISE, TEST = 0.3, 10_000
 ROWS, COMPARED = (10_000, 100_000, 1_000_000), 100_000  # of which all epochs are tried too
@@ -74,11 +74,7 @@ def case(name: str, rows: int, **options: Any) -> dict[str, float]:
     for way, own in ways.items():
         model: Any = (ntkl.LaplaceClassifier if of_classes else ntkl.LaplaceRegressor)(random_state=0, **options | own)
         _, row[f"{way} seconds"] = timed(lambda model=model: model.fit(x, y))
-        if of_classes:
-            row[way] = float(model.predict_log_proba(x_test)[np.arange(len(y_test)), y_test].mean())
-        else:
-            row[way] = float(model.predict_distribution(x_test).log_prob(torch.as_tensor(y_test)).mean())
-        row[f"{way} score"] = float(model.score(x_test, y_test))
+        row[way], row[f"{way} score"] = scores(model, x_test, y_test)
     (row["boosting"], row["boosting score"]), row["boosting seconds"] = timed(
         lambda: (boosted_classes if of_classes else boosted)(data))
     return row

@@ -124,6 +124,15 @@ def boosted_classes(data: Data) -> tuple[float, float]:
     return float(np.log(np.maximum(chance, 1e-15)).mean()), float(model.score(x_test, y_test))
 
 
+def scores(model: Any, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Nats a test point of an estimator, and R² or accuracy."""
+    if isinstance(model, ntkl.LaplaceClassifier):
+        nats = model.predict_log_proba(x)[np.arange(len(y)), np.searchsorted(model.classes_, y)]
+    else:
+        nats = model.predict_distribution(x).log_prob(torch.as_tensor(y))
+    return float(nats.mean()), float(model.score(x, y))
+
+
 def case(data: Data, of_classes: bool, seed: int, **network: Any) -> dict[str, float]:
     """Nats, score and seconds of each way, and of boosting."""
     x, y, x_test, y_test = data
@@ -134,12 +143,7 @@ def case(data: Data, of_classes: bool, seed: int, **network: Any) -> dict[str, f
         start = time.process_time()
         model.fit(x, y)
         row[f"{name} seconds"] = time.process_time() - start
-        if of_classes:
-            logs = model.predict_log_proba(x_test)
-            row[name] = float(logs[np.arange(len(y_test)), np.searchsorted(model.classes_, y_test)].mean())
-        else:
-            row[name] = float(model.predict_distribution(x_test).log_prob(torch.as_tensor(y_test)).mean())
-        row[f"{name} score"] = float(model.score(x_test, y_test))
+        row[name], row[f"{name} score"] = scores(model, x_test, y_test)
         row[f"{name} pieces"] = float(bool(model.piecewise_features_))
     row["boosting"], row["boosting score"] = (boosted_classes if of_classes else boosted)(data)
     return row
