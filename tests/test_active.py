@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace import active
@@ -55,9 +56,9 @@ def test_information_and_greedy_choice(kind: str, structure: str) -> None:
     matrix = joint(posterior, x)
     rank = len(matrix) // 9
     wanted = torch.tensor([told(matrix, rank, (i,)) for i in range(9)], dtype=torch.float64)
-    assert relative_error(active.score(posterior, x), wanted) < 1e-9
-    assert relative_error(active.score(posterior, x, batch_size=2), wanted) < 1e-9
-    found = active.select(posterior, x, 3)
+    assert relative_error(active.score(posterior, x, "information"), wanted) < 1e-9
+    assert relative_error(active.score(posterior, x, "information", batch_size=2), wanted) < 1e-9
+    found = active.select(posterior, x, 3, "information")
     chosen: tuple[int, ...] = ()
     for index, gain in zip(found.indices.tolist(), found.gains.tolist(), strict=True):
         gains = {i: told(matrix, rank, (*chosen, i)) - (told(matrix, rank, chosen) if chosen else 0.0)
@@ -73,7 +74,7 @@ def test_information_is_what_a_label_adds() -> None:
     """Of a Gaussian: half the change of log det B when the point is added, whatever its label."""
     posterior, x = fitted("gaussian")
     before = float(posterior.evidence().log_det)
-    for index, gain in zip(range(3), active.score(posterior, x[:3]), strict=True):
+    for index, gain in zip(range(3), active.score(posterior, x[:3], "information"), strict=True):
         more = posterior.add(x[index : index + 1], torch.full((1, 2), 7.0).double())
         assert 0.5 * (float(more.evidence().log_det) - before) == pytest.approx(float(gain), rel=1e-9)
 
@@ -81,7 +82,7 @@ def test_information_is_what_a_label_adds() -> None:
 def test_bald() -> None:
     """Of classes: from a million independent draws of f. Of a Gaussian: the information."""
     posterior, x = fitted("gaussian")
-    assert torch.equal(active.score(posterior, x, "bald"), active.score(posterior, x))
+    assert torch.equal(active.score(posterior, x, "bald"), active.score(posterior, x, "information"))
     for kind in ("categorical", "bernoulli"):
         posterior, x = fitted(kind)
         mean, covariance = posterior.latent_moments(x[:3])
@@ -102,6 +103,23 @@ def test_epig(kind: str) -> None:
         sum(single[i] + single[j] - told(matrix, rank, (i, j)) for j in (5, 6, 7, 8)) / 4 for i in range(5)
     ], dtype=torch.float64)
     assert relative_error(active.score(posterior, x[:5], "epig", targets=x[5:]), wanted) < 1e-8
+
+
+def test_targets_come_from_the_pool_where_none_are_given() -> None:
+    """All of a small pool; a hundred of a larger one, of which each has the same chance, and the same in every call."""
+    posterior, x = fitted("categorical")
+    assert torch.equal(active.score(posterior, x), active.score(posterior, x, "epig", targets=x))
+    assert torch.equal(active.select(posterior, x, 3).gains, active.select(posterior, x, 3, targets=x).gains)
+    pool = 2 * torch.randn(400, 3, dtype=torch.float64)
+    found = active.score(posterior, pool)
+    assert torch.equal(found, active.score(posterior, pool))
+    assert not torch.equal(found, active.score(posterior, pool, targets=pool[:100]))
+    assert relative_error(active.select(posterior, pool, 1).gains, found.max().reshape(1)) < 1e-10
+    whole = active.score(posterior, pool, targets=pool)
+    assert torch.stack([found, whole]).corrcoef()[0, 1] > 0.9  # the mean of a hundred of four hundred
+    loader = DataLoader(TensorDataset(pool, torch.zeros(400)), batch_size=70)
+    assert relative_error(active.score(posterior, loader), found) < 1e-10
+    assert active.select(posterior, loader, 2).indices.equal(active.select(posterior, pool, 2).indices)
 
 
 @pytest.mark.parametrize("kind", LIKELIHOODS)
@@ -185,7 +203,7 @@ def test_labels_with_another_noise() -> None:
             active.score(posterior, torch.cat([x, x]), likelihood=ntkl.Gaussian(noise), batch_size=12)
     likelihood, pool = ntkl.Gaussian(0.3), 2 * torch.randn(5, 3, dtype=torch.float64)
     covariance = posterior.posterior_precision.covariance(posterior.jacobian(pool)) / 0.3
-    found = active.score(posterior, pool, likelihood=likelihood)
+    found = active.score(posterior, pool, "information", likelihood=likelihood)
     assert torch.allclose(found, 0.5 * covariance.diagonal().log1p(), rtol=1e-10)
     whole = 0.5 * torch.logdet(torch.eye(5).double() + covariance)
     for method in ("information", "bald"):
@@ -230,10 +248,8 @@ def test_refusals() -> None:
     posterior, x = fitted("categorical")
     with refused(ntkl.UnsupportedError, "information, bald", "entropy", "information"):
         active.score(posterior, x, "entropy")
-    with refused(ntkl.UnsupportedError, "targets=", "epig", "inputs"):
-        active.score(posterior, x, "epig")
     with refused(ntkl.UnsupportedError, "targets=", "information", "Leave"):
-        active.select(posterior, x, 2, targets=x)
+        active.select(posterior, x, 2, "information", targets=x)
     with refused(ntkl.HyperparameterError, "at most 9", "10", "fewer"):
         active.select(posterior, x, 10)
     estimator = ntkl.LaplaceClassifier()

@@ -44,7 +44,7 @@ class Pool:
         shape = len(self), self.root.shape[-1], len(other), other.root.shape[-1]
         self._model.require_memory(torch.Size(shape).numel() * self.root.element_size(),
                                    f"covariances of {shape[0]:,} inputs and {shape[2]:,} targets",
-                                   "Pass fewer targets, or a part of the pool.")
+                                   'Pass fewer targets or a part of the pool, or use method="information".')
         found = self.root.new_empty(shape)
         for place, column in zip(found.unbind(-1), self._columns(other), strict=True):
             place.copy_(torch.einsum("ncr,cni->nri", self.root, column))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_choice, require_whole
-from ntk_laplace.model.data import InputData
+from ntk_laplace.model.data import InputData, Inputs, concatenate, num_examples, take
 from ntk_laplace.model.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from ntk_laplace.model.likelihoods.covariances import covariance_root
 from ntk_laplace.model.predictive import normal_points
@@ -19,6 +19,7 @@ from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.prediction import likelihood_elsewhere
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
+from ntk_laplace.structures.what_if import drawn
 from ntk_laplace.tools.active.pool import Pool, log_det_half, root_of
 
 METHODS = ("information", "bald", "epig", "variance")
@@ -26,7 +27,7 @@ _MOST_VECTORS = 2**10  # of labels of one example
 
 
 def score(
-    posterior: Posterior, pool: InputData, method: str = "information", *, targets: InputData | None = None,
+    posterior: Posterior, pool: InputData, method: str = "epig", *, targets: InputData | None = None,
     samples: int = 256, batch_size: int = 512, likelihood: Likelihood | None = None,
 ) -> Tensor:
     """How much a label at each input of a pool would tell, in nats; larger is better.
@@ -38,15 +39,16 @@ def score(
     pool : tensor, tuple or dict of tensors
         n unlabeled inputs.
     method : str
+        * "epig": what a label tells about the labels at `targets`, on average over these, to second order in f
+          (Bickford Smith et al. 2023).
         * "information": ½ log det(I + SᵀVS), what a label tells about the weights: exact for a Gaussian likelihood, to
           second order in f otherwise.
         * "bald": I(y; f) = H[E p(y given f)] - E H[p(y given f)], with the likelihood itself (Houlsby et al. 2011).
-        * "epig": what a label tells about the labels at `targets`, on average over these, to second order in f
-          (Bickford Smith et al. 2023).
         * "variance": tr V, no nats. It prefers inputs far away, whose labels may tell nothing: where a class is
           certain, f varies without changing it.
     targets : tensor, tuple or dict of tensors, optional
-        Inputs at which you want to predict, for "epig".
+        Inputs at which you want to predict, for "epig"; by default 100 inputs of the pool, always the same, or all of
+        a smaller one.
     samples : int
         Points of f, for "bald" of classes. They are always the same.
     batch_size : int
@@ -72,7 +74,9 @@ def score(
     require_options(posterior, method, targets, samples)
     with torch.inference_mode(False), torch.no_grad():
         own = of_labels(posterior, likelihood)
-        there = None if targets is None else Pool(posterior, posterior.jacobian(targets), own)
+        there = None
+        if method == "epig":
+            there = Pool(posterior, posterior.jacobian(of_pool(posterior, pool) if targets is None else targets), own)
         parts = (Pool(posterior, rows, own) for rows in Chunks(posterior.fitted.model, pool, batch_size).rows())
         found = [part_score(part, method, samples) if there is None else about(part, there, part.crossed(there))
                  for part in parts]
@@ -92,6 +96,19 @@ def of_labels(posterior: Posterior, given: Likelihood | None) -> Likelihood:
         raise UnsupportedError("likelihood= with one noise for all inputs", f"a {type(own).__name__} with another",
                                "Pass one variance, or one for each output; score inputs of another noise on their own."
                                ) from cause
+
+
+def of_pool(posterior: Posterior, pool: InputData) -> Inputs:
+    """The inputs of a pool that "epig" predicts where it is given no targets."""
+    chunks = Chunks(posterior.fitted.model, pool)
+    count = chunks.length or sum(num_examples(x) for _, x in chunks.inputs())
+    index = drawn(min(tuning.TARGETS_OF_POOL, count), count, 0).sort().values
+    found = []
+    for start, x in chunks.inputs():
+        here = index[(index >= start) & (index < start + num_examples(x))]
+        if len(here):
+            found.append(take(x, here - start))
+    return concatenate(found)
 
 
 def part_score(pool: Pool, method: str, samples: int) -> Tensor:
@@ -167,7 +184,6 @@ def require_options(posterior: Any, method: Any, targets: InputData | None, samp
         raise UnsupportedError("a Posterior", f"a {type(posterior).__name__}", remedy)
     require_whole("samples", samples, 2, "Leave it out for 256.")
     require_choice(method, METHODS, f"a method among {', '.join(METHODS)}", 'Use "information".')
-    if (method == "epig") != (targets is not None):
+    if method != "epig" and targets is not None:
         raise UnsupportedError('targets= for method="epig", and for no other', f"method={method!r}",
-                               "Pass the inputs at which you want to predict." if method == "epig" else
                                "Leave targets out.")
