@@ -27,10 +27,12 @@ from ntk_laplace.model.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    NegativeBinomial,
     Poisson,
     StudentT,
     Tempered,
 )
+from ntk_laplace.model.likelihoods.counts import Counts
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 
 T = 1.7
@@ -44,6 +46,15 @@ def normal_density(variance: Tensor) -> Callable[[Tensor, Tensor], list[float]]:
         return [scipy.stats.multivariate_normal(mean, cov).logpdf(value) for value, mean, cov in rows]
 
     return density
+
+
+def negative_binomial_mass(dispersion: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Log probabilities of rows of y by SciPy, of counts with this dispersion."""
+
+    def mass(f: Tensor, y: Tensor) -> Tensor:
+        return scipy.stats.nbinom(1 / dispersion, 1 / (1 + dispersion * f.exp())).logpmf(y).sum(1)
+
+    return mass
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class Case:
     def reached(self, name: str) -> Tensor:
         """Outputs of the network by name, within what the rate of a Poisson can be."""
         f = OUTPUTS[name]
-        return f.clamp_max(30.0) if self.name == "poisson" else f
+        return f.clamp_max(30.0) if self.targets is COUNTS else f
 
 
 REAL = draw(1, N, C)
@@ -91,12 +102,15 @@ CASES = [
     Case("student-output", lambda: StudentT(PER_OUTPUT, 20.0), REAL,
          lambda f, y: scipy.stats.t(20.0, f, PER_OUTPUT.sqrt()).logpdf(y).sum(1)),
     Case("poisson", Poisson, COUNTS, lambda f, y: scipy.stats.poisson(f.exp()).logpmf(y).sum(1)),
+    Case("negative-binomial", lambda: NegativeBinomial(0.8), COUNTS, negative_binomial_mass(0.8)),
+    Case("negative-binomial-narrow", lambda: NegativeBinomial(0.02), COUNTS, negative_binomial_mass(0.02)),
     Case(
         "tempered", lambda: Tempered(Bernoulli(), 2.5), BINARY,
         lambda f, y: 2.5 * scipy.stats.bernoulli(torch.special.expit(f)).logpmf(y).sum(1),
     ),
 ]
-FISHER = [case for case in CASES if "student" in case.name]  # their curvature is no second derivative
+# their curvature is no second derivative
+FISHER = [case for case in CASES if "student" in case.name or "negative" in case.name]
 NORMALIZED = [case for case in CASES if case.name != "tempered"]
 OUTPUTS = {
     "moderate": draw(3, N, C),
@@ -114,11 +128,12 @@ each_output = pytest.mark.parametrize("outputs", OUTPUTS)
 
 
 def test_every_likelihood_is_a_case() -> None:
-    known = {*Likelihood.__subclasses__(), *PerOutput.__subclasses__()}
+    known = {*Likelihood.__subclasses__(), *PerOutput.__subclasses__(), *Counts.__subclasses__()}
     # other tests define some, and run docstrings that do
     own = {kind for kind in known if kind.__module__.startswith("ntk_laplace.")
            and hasattr(sys.modules[kind.__module__], kind.__name__)}
-    elsewhere = {CustomLikelihood, PerOutput, HeteroscedasticGaussian, Everywhere}  # the last two have a module each
+    # the last two have a module each
+    elsewhere = {CustomLikelihood, PerOutput, Counts, HeteroscedasticGaussian, Everywhere}
     assert {type(case.build()) for case in CASES} == own - elsewhere
 
 
@@ -159,7 +174,7 @@ def test_hessian_is_minus_the_second_derivative(case: Case, outputs: str) -> Non
     assert torch.equal(likelihood.curvature(f), likelihood.curvature(f, case.targets))
 
 
-@pytest.mark.parametrize("case", FISHER, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in FISHER if "student" in case.name], ids=lambda case: case.name)
 def test_fisher_information_is_the_variance_of_the_residual(case: Case) -> None:
     """By quadrature over all responses of one output, at three outputs."""
     likelihood, f = case.bound(), torch.tensor([[0.3, -2.0, 5.0]]).double()
@@ -177,6 +192,37 @@ def test_fisher_information_is_the_variance_of_the_residual(case: Case) -> None:
     assert likelihood.diagonal_form(f) is not None
     again = [pickle.loads(pickle.dumps(likelihood)), StudentT.from_record(likelihood.record())]
     assert all(one.df == likelihood.df and torch.equal(one.noise, likelihood.noise) for one in again)
+
+
+@pytest.mark.parametrize("dispersion", [0.02, 0.8, 3.0])
+def test_moments_of_a_negative_binomial(dispersion: float) -> None:
+    """By sums over all counts of one output, at three outputs; Poisson is the limit of no dispersion."""
+    likelihood, f = NegativeBinomial(dispersion), torch.tensor([[0.3, -2.0, 3.0]]).double()
+    y = torch.arange(30_000).double().unsqueeze(1).expand(-1, C)
+    weight = likelihood.distribution(f).base_dist.log_prob(y).exp().detach()
+    each = likelihood.log_prob(f.mT, torch.full((C, 1), 3.0, dtype=torch.float64))  # each output as an example
+    torch.testing.assert_close(each.exp(), weight[3], rtol=1e-12, atol=0.0)
+    residual = likelihood.residual(f.expand(len(y), C), y)
+    torch.testing.assert_close(weight.sum(0), torch.ones(C).double(), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close((weight * residual).sum(0), torch.zeros(C).double(), rtol=0.0, atol=1e-11)
+    information = (weight * residual.square()).sum(0).diag()
+    torch.testing.assert_close(likelihood.curvature(f)[0], information, rtol=1e-11, atol=0.0)
+    variance = (weight * (y - likelihood.mean(f)).square()).sum(0)
+    torch.testing.assert_close(likelihood.response_variance(f)[0], variance, rtol=1e-11, atol=0.0)
+    assert likelihood.diagonal_form(f) is not None
+    again = [pickle.loads(pickle.dumps(likelihood)), NegativeBinomial.from_record(likelihood.record())]
+    assert all(one.dispersion == likelihood.dispersion for one in again)
+
+
+def test_a_negative_binomial_without_dispersion_is_a_poisson() -> None:
+    f, y = OUTPUTS["moderate"], 100 * COUNTS
+    for verb in ("log_prob", "residual"):
+        found = getattr(NegativeBinomial(1e-12), verb)(f, y)
+        torch.testing.assert_close(found, getattr(Poisson(), verb)(f, y), rtol=1e-8, atol=0.0)
+    torch.testing.assert_close(NegativeBinomial(1e-12).curvature(f), Poisson().curvature(f), rtol=1e-8, atol=0.0)
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(HyperparameterError, match="positive dispersion"):
+            NegativeBinomial(wrong)
 
 
 @each_case
@@ -337,7 +383,7 @@ def test_hyperparameter_gradients_are_finite_differences(case: Case, verb: str) 
         )
 
     if not function(*values).requires_grad:
-        assert verb == "mean" and isinstance(likelihood, (Gaussian, StudentT))
+        assert verb == "mean" and isinstance(likelihood, (Gaussian, StudentT, NegativeBinomial))
         return
     assert torch.autograd.gradcheck(function, [v.detach().clone().requires_grad_() for v in values], rtol=1e-5)
 

@@ -26,8 +26,8 @@ class EvidenceSchedule:
         γ, in log units.
     hyperparameters : sequence of str, optional
         Which hyperparameters are updated: "precision", "noise", "temperature", or "likelihood" for all of the
-        likelihood's. By default the precisions, and noise and excess of `Gaussian` and `StudentT`. Each step of a
-        temperature costs a pass over the data.
+        likelihood's. By default the precisions, and noise and excess of `Gaussian` and `StudentT`, and the dispersion
+        of `NegativeBinomial`. Each step of a temperature or dispersion costs a pass over the data.
     bounds : tuple of float
         Lower and upper bound of every precision, variance and temperature.
     patience : int, optional
@@ -73,7 +73,7 @@ class EvidenceSchedule:
         """Names of the hyperparameters that are updated."""
         if self.hyperparameters is None:
             own = dict(likelihood.named_parameters())
-            return ["precision", *(name for name in ("noise", "excess") if f"log_{name}" in own)]
+            return ["precision", *(name for name in ("noise", "excess", "dispersion") if f"log_{name}" in own)]
         return [self.hyperparameters] if isinstance(self.hyperparameters, str) else list(self.hyperparameters)
 
 

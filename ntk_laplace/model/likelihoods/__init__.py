@@ -9,11 +9,13 @@ from __future__ import annotations
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.bernoulli import Bernoulli
 from ntk_laplace.model.likelihoods.categorical import Categorical
+from ntk_laplace.model.likelihoods.count_mixture import CountMixture
 from ntk_laplace.model.likelihoods.custom import CustomLikelihood
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.everywhere import Everywhere, positions_of
 from ntk_laplace.model.likelihoods.gaussian import Gaussian
 from ntk_laplace.model.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from ntk_laplace.model.likelihoods.negative_binomial import NegativeBinomial
 from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.poisson import Poisson
@@ -33,12 +35,14 @@ __all__ = [
     "MISSING_LABEL",
     "Bernoulli",
     "Categorical",
+    "CountMixture",
     "CustomLikelihood",
     "DiagonalForm",
     "Everywhere",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "NegativeBinomial",
     "NormalMixture",
     "PerOutput",
     "Poisson",

@@ -14,6 +14,7 @@ from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.linearized import LinearizedResponse
 from ntk_laplace.model.likelihoods.mixture import MixtureResponse
 from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.likelihoods.number_mixture import NumberMixture
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import first_bad, read
 
@@ -333,7 +334,7 @@ class Likelihood(nn.Module):
         raise self._unsupported("numbers that are normal, or mixtures of normals, given f",
                                 "Use the probabilities of classes; else the quantiles of samples, sample((1000,)).")
 
-    def univariate_of(self, mean: Tensor, covariance: Tensor) -> NormalMixture | None:
+    def univariate_of(self, mean: Tensor, covariance: Tensor) -> NumberMixture | None:
         """`univariate` for f ~ N(mean (n, C), covariance (n, C, C)); None if it has to be sampled."""
         return self.univariate(mean, covariance.diagonal(dim1=-2, dim2=-1)) if self.scales_noise else None
 

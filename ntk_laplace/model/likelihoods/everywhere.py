@@ -24,7 +24,7 @@ from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
 from ntk_laplace.model.likelihoods.mixture import plug_in
-from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.likelihoods.number_mixture import NumberMixture
 from ntk_laplace.model.likelihoods.registry import built, record_to_build, register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.model.likelihoods.targets import MISSING_LABEL, read
@@ -417,7 +417,7 @@ class EverywhereResponse(Response):
         canonical = self.likelihood.targets(value, self.batch_shape[0], self.num_outputs)
         return self.marginals, canonical.flatten(0, len(self._positions))
 
-    def univariate(self) -> NormalMixture:
+    def univariate(self) -> NumberMixture:
         """Those of all positions, ``(n, *positions, ...)``."""
         return self.marginals.univariate().reshaped(*self.mean.shape)
 

@@ -11,7 +11,7 @@ from torch import distributions as td
 from torch.nn.functional import logsigmoid
 
 from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, require_choice
-from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.likelihoods.number_mixture import NumberMixture
 from ntk_laplace.model.likelihoods.one_number import NumberResponse
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
@@ -181,7 +181,7 @@ class HeteroscedasticGaussian(PerOutput):
         z = t.sinh() / _WIDER
         return HeteroscedasticResponse(self, moments, kept, t.cosh().log() - 0.5 * z.square(), z, num_outputs=2)
 
-    def univariate_of(self, mean: Tensor, covariance: Tensor) -> NormalMixture | None:
+    def univariate_of(self, mean: Tensor, covariance: Tensor) -> NumberMixture | None:
         """Under "log variance", of each response from its two outputs."""
         if type(self) is not HeteroscedasticGaussian or self.parametrization != "log variance":
             return None

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods.importance import NormalOutputs
-from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.likelihoods.number_mixture import NumberMixture
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 from ntk_laplace.model.likelihoods.responses import Response, ShapedResponse
 from ntk_laplace.runtime import tuning
@@ -88,7 +88,7 @@ class MixtureResponse(ShapedResponse):
             return self._exact[2]
         return self._at_samples(lambda likelihood, f: likelihood.response_variance(f)).mean(0)
 
-    def univariate(self) -> NormalMixture:
+    def univariate(self) -> NumberMixture:
         """Those of a normal f where they are known; else those given f, mixed over its samples."""
         if self._normal is not None:
             found = self.likelihood.univariate_of(self._normal.mean, self._normal.root @ self._normal.root.mT)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch import distributions as td
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.model.likelihoods.number_mixture import NumberMixture
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 
@@ -18,7 +17,7 @@ _LEAST = 1e-20  # weight: less does not change a distribution function, for the 
 _CLOSE, _ROUNDING = 1e-12, 1e-15  # the last step in deviations, and relative to the quantile
 
 
-class NormalMixture(td.MixtureSameFamily):
+class NormalMixture(NumberMixture):
     """Mixtures of K normals with the same weights, one for each number: a distribution of torch with `icdf`.
 
     Parameters
@@ -35,62 +34,25 @@ class NormalMixture(td.MixtureSameFamily):
     """
 
     component_distribution: td.Normal
-    arg_constraints: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]  # of torch's base classes it is one
+    _names: ClassVar[str] = "means and deviations"
 
     def __init__(self, log_weights: Tensor, mean: Tensor, deviation: Tensor) -> None:
-        self._parts = mean, deviation  # not yet broadcast, as (..., K) may be large
-        shapes = [tuple(part.shape) for part in (log_weights, mean, deviation)]
-        if len(shapes[0]) != 1 or any(shape[-1:] not in ((1,), shapes[0]) for shape in shapes[1:]):
-            raise DataError("log weights (K,), and means and deviations (..., K) or (..., 1)",
-                            "shapes " + ", ".join(map(str, shapes)), "Pass the same weights for all numbers.")
-        mean, deviation, _ = torch.broadcast_tensors(mean, deviation, log_weights)
-        super().__init__(td.Categorical(logits=log_weights, validate_args=False),
-                         td.Normal(mean, deviation, validate_args=False), validate_args=False)
+        super().__init__(log_weights, mean, deviation)
+
+    def _component(self, *parts: Tensor) -> td.Normal:
+        mean, deviation = parts
+        return td.Normal(mean, deviation, validate_args=False)
 
     @classmethod
     def normal(cls, mean: Tensor, variance: Tensor) -> NormalMixture:
         """Of one normal for each number, (...)."""
         return cls(mean.new_zeros(1), mean.unsqueeze(-1), variance.sqrt().unsqueeze(-1))
 
-    @property
-    def log_weights(self) -> Tensor:
-        """Of the normals, (K,)."""
-        return self.mixture_distribution.logits
-
     def affine(self, scale: Tensor, shift: Tensor) -> NormalMixture:
         """Of ``scale * y + shift``, for a positive scale; both are broadcast to the batch shape."""
         scale, shift = scale.unsqueeze(-1), shift.unsqueeze(-1)
         mean, deviation = self._parts
         return NormalMixture(self.log_weights, scale * mean + shift, scale * deviation)
-
-    def reshaped(self, *shape: int) -> NormalMixture:
-        """With another batch shape of as many numbers."""
-        return self._of_parts(lambda part: part.reshape(*shape, part.shape[-1]))
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> NormalMixture:
-        """With a larger batch shape, as torch's distributions do it."""
-        return self._of_parts(lambda part: part.expand(*batch_shape, -1))
-
-    def __getitem__(self, index: Any) -> NormalMixture:
-        """Of some of the numbers, as a tensor of the batch shape would be indexed."""
-        index = index if isinstance(index, tuple) else (index,)
-        last = slice(None) if any(one is ... for one in index) else ...
-        return self._of_parts(lambda part: part[(*index, last)])
-
-    def _of_parts(self, change: Callable[[Tensor], Tensor]) -> NormalMixture:
-        """With changed parts, from those of the whole batch shape."""
-        return NormalMixture(self.log_weights, *(change(part.expand(*self.batch_shape, -1)) for part in self._parts))
-
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> NormalMixture:
-        """On another device, and of another type."""
-        return NormalMixture(*(part.to(device, dtype) for part in (self.log_weights, *self._parts)))
-
-    def over_samples(self, samples: int) -> NormalMixture:
-        """The equal mixture of the parts of the first dimension, which has those of each sample one after the other."""
-        normals = self.component_distribution
-        mean, deviation = (part.unflatten(0, (samples, -1)).movedim(0, -2).flatten(-2)
-                           for part in (normals.loc, normals.scale))
-        return NormalMixture(self.log_weights.repeat(samples), mean, deviation)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws, of shape ``sample_shape + batch_shape``: each number is of a normal of its own choice."""
@@ -107,29 +69,16 @@ class NormalMixture(td.MixtureSameFamily):
 
         Those of several normals have no gradient.
         """
-        like, weights = self.mean, self.log_weights.double().exp()
-        q = torch.as_tensor(value, dtype=torch.float64, device=like.device)  # in float32 a level near 1 would be 1
-        q = q.expand(torch.broadcast_shapes(q.shape, like.shape))
-        levels, number = q.flatten(), torch.arange(like.numel(), device=like.device).view(like.shape).expand_as(q)
-        parts, number = [part.expand(*like.shape, -1).reshape(-1, part.shape[-1])
-                         for part in self._parts], number.flatten()
+        weights = self.log_weights.double().exp()
+        q, number = self._levels(value)
+        levels, number = q.flatten(), number.flatten()
         found = [q.new_zeros(0)]
         for here in panels(len(levels), len(weights), tuning.AVERAGED_OUTPUTS):
-            mean, deviation = (part[number[here]].double() for part in parts)
+            mean, deviation = self._rows(number[here])
             found.append(mean[:, 0] + deviation[:, 0] * torch.special.ndtri(levels[here]) if len(weights) == 1
                          else _solved(weights, mean, deviation, levels[here]))
-        return torch.where((levels > 0) & (levels < 1), torch.cat(found), torch.nan).reshape(q.shape).to(like.dtype)
-
-
-def checked_levels(levels: float | Sequence[float]) -> Tensor:
-    """Levels as float64 numbers (L,), each strictly between 0 and 1 (DataError if they are not, or there is none)."""
-    try:
-        found = torch.as_tensor(levels, dtype=torch.float64, device="cpu").detach().reshape(-1)
-    except (TypeError, ValueError, RuntimeError):
-        found = torch.zeros(0, device="cpu")
-    if not len(found) or not bool(((found > 0) & (found < 1)).all()):
-        raise DataError("levels strictly between 0 and 1", f"{levels!r}"[:80], "Pass probabilities such as 0.9.")
-    return found
+        numbers = torch.where((levels > 0) & (levels < 1), torch.cat(found), torch.nan)
+        return numbers.reshape(q.shape).to(self.mean.dtype)
 
 
 @torch.no_grad()

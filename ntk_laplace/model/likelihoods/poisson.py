@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch import distributions as td
 
-from ntk_laplace.errors import NonFiniteError
+from ntk_laplace.model.likelihoods.counts import CountResponse, Counts
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
-from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
-from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
-from ntk_laplace.model.likelihoods.targets import first_bad, require
+from ntk_laplace.model.likelihoods.responses import Response
 
 
 @register_likelihood
-class Poisson(PerOutput):
+class Poisson(Counts):
     """Poisson likelihood of counts, ``rate = exp(f)``, independent over outputs ([T20] Table 2.1).
 
     Targets are nonnegative whole numbers of shape (N, C), or (N,) for one output.
@@ -34,15 +30,10 @@ class Poisson(PerOutput):
         If `missing` has another value.
     """
 
-    is_density = False
-
-    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check counts, (N, C), or (N,) for one output."""
-        y = super().targets(y, num_examples, num_outputs)
-        remedy = "Poisson() is for counts; continuous targets want another likelihood, such as Gaussian()."
-        good = ((y >= 0) & (y == y.floor())) | y.isnan()
-        require(good, y, "targets that are whole numbers from 0", remedy)
-        return y
+    @property
+    def dispersion(self) -> Tensor:
+        """0, ()."""
+        return torch.zeros((), dtype=torch.float64, device="cpu")
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log probability of each example, summed over its outputs, (N,), nats."""
@@ -68,14 +59,6 @@ class Poisson(PerOutput):
         self._rate(f)
         return torch.diag_embed(self._known((0.5 * f).exp(), y))
 
-    def mean(self, f: Tensor) -> Tensor:
-        """Rate, ``exp(f)``, (N, C)."""
-        return f.exp()
-
-    def mean_jacobian(self, f: Tensor) -> Tensor:
-        """``exp(f)`` on the diagonal, (N, C, C)."""
-        return torch.diag_embed(f.exp())
-
     def response_variance(self, f: Tensor) -> Tensor:
         """``exp(f)``, (N, C)."""
         return f.exp()
@@ -84,15 +67,7 @@ class Poisson(PerOutput):
         """Independent Poisson responses given f."""
         rate = self._rate(f)
         base = td.Poisson(rate.squeeze(-1) if scalar else rate, validate_args=False)
-        return FactorizedResponse(self, base, torch.zeros_like(rate), rate, scalar)
-
-    def response_moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The rate is lognormal: its mean is ``exp(mean + v/2)``, its variance ``exp(2 mean + v) (exp(v) - 1)``."""
-        if type(self) is not Poisson:
-            return None  # a subclass may override the moments
-        variance = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0)
-        rate = (mean + 0.5 * variance).exp()
-        return rate, (2 * (mean + variance) + (-torch.expm1(-variance)).log()).exp(), rate
+        return CountResponse(self, base, torch.zeros_like(rate), rate, scalar)
 
     def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Those of f = `mean` with the expected rate ``E exp(f) = exp(mean + v/2)``."""
@@ -102,12 +77,3 @@ class Poisson(PerOutput):
         filled = self._filled(mean, y)
         terms = self._known(filled * mean - rate - torch.lgamma(filled + 1), y)
         return terms.sum(-1), self._known(filled - rate, y), torch.diag_embed(self._known(rate, y))
-
-    def _rate(self, f: Tensor) -> Tensor:
-        rate = f.exp()
-        if not rate.isfinite().all():
-            index = first_bad(~rate.isfinite())
-            raise NonFiniteError(f"rates exp(f) within {f.dtype}",
-                                 f"f = {float(f.detach()[index].max()):.3g} at example {index}",
-                                 "Scale the network's output, or use float64.")
-        return rate

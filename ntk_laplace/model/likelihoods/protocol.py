@@ -8,6 +8,7 @@ from torch import Size, Tensor
 from torch import distributions as td
 
 from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.likelihoods.number_mixture import NumberMixture
 
 
 class ObservationModel(Protocol):
@@ -46,7 +47,7 @@ class ObservationModel(Protocol):
     def univariate(self, mean: Tensor, variance: Tensor) -> NormalMixture:
         """Distribution of each number for a normal f."""
 
-    def univariate_of(self, mean: Tensor, covariance: Tensor) -> NormalMixture | None:
+    def univariate_of(self, mean: Tensor, covariance: Tensor) -> NumberMixture | None:
         """`univariate` for correlated outputs, (n, C)."""
 
     def distribution(self, f: Tensor, scalar: bool = False) -> td.Distribution:

@@ -20,7 +20,8 @@ from typing_extensions import Self
 from ntk_laplace.errors import TargetError, UnsupportedError
 from ntk_laplace.model.likelihoods.covariances import cholesky, marginal_log_density, require_positive
 from ntk_laplace.model.likelihoods.labels import label_log_prob
-from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture, checked_levels
+from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.likelihoods.number_mixture import NumberMixture, checked_levels
 from ntk_laplace.model.likelihoods.protocol import ObservationModel
 
 _OF_EACH_NUMBER = "Take that of each number, response.univariate(), or response.quantiles(levels); of classes, probs."
@@ -75,13 +76,13 @@ class Response(td.Distribution):
         """
         return super().log_prob(self._read(value))
 
-    def univariate(self) -> NormalMixture:
+    def univariate(self) -> NumberMixture:
         """Distribution of each number of the response, with the shape of `mean` as its batch shape.
 
         Raises
         ------
         UnsupportedError
-            If they are classes, counts or of a density of your own.
+            If they are classes or of a density of your own, or are counts linearized through their link.
         """
         return self.likelihood.univariate(self.mean, self.epistemic)
 
@@ -319,7 +320,7 @@ class FactorizedResponse(Response, td.Independent):
         scores = self.base_dist.log_prob(y.masked_fill(missing, 0.0)).masked_fill(missing, 0.0)
         return scores.sum(-1) if self.reinterpreted_batch_ndims else scores
 
-    def univariate(self) -> NormalMixture:
+    def univariate(self) -> NumberMixture:
         """The independent responses themselves, if they are normal."""
         normal = isinstance(self.base_dist, td.Normal)
         return NormalMixture.normal(self.mean, self.variance) if normal else super().univariate()

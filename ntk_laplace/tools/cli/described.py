@@ -16,7 +16,8 @@ from torch import distributions
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import untold
-from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.likelihoods import CountMixture, NormalMixture
+from ntk_laplace.model.likelihoods.number_mixture import NumberMixture
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.cli.scores import NETWORK, as_set, score_table, scores_of
 from ntk_laplace.tools.explorer import in_digits, spread_of
@@ -73,15 +74,21 @@ def _numbers(
     return Described(columns, scores)
 
 
-def _versions(model: ntkl.LaplaceRegressor, x: pandas.DataFrame, shape: tuple[int, ...]) -> dict[str, NormalMixture]:
+def _versions(model: ntkl.LaplaceRegressor, x: pandas.DataFrame, shape: tuple[int, ...]) -> dict[str, NumberMixture]:
     """Distributions of each target of each input, (n, targets), that are scored."""
-    training, weights, found = _columns(model.y_train_), _counts(model), {}
+    known = {name: model.predict_distribution(x, method).reshaped(*shape)
+             for name, method in {NETWORK: "map", _POSTERIOR: "glm"}.items()}
+    training, weights = _columns(model.y_train_), _counts(model)
     center = np.average(training, 0, weights)
-    if (spread := np.average((training - center) ** 2, 0, weights)).all():
-        found[_WITHOUT] = NormalMixture.normal(*(to_tensor(part).expand(shape) for part in (center, spread)))
-    for name, method in {NETWORK: "map", _POSTERIOR: "glm"}.items():
-        found[name] = model.predict_distribution(x, method).reshaped(*shape)
-    return found
+    spread = np.average((training - center) ** 2, 0, weights)
+    if not spread.all():
+        return known
+    if isinstance(known[NETWORK], CountMixture):  # of the mean and the variance of one target
+        alpha = max(0.0, float((spread[0] - center[0]) / center[0] ** 2))
+        alike: NumberMixture = CountMixture.single(to_tensor(center).expand(shape), to_tensor(alpha))
+    else:
+        alike = NormalMixture.normal(*(to_tensor(part).expand(shape) for part in (center, spread)))
+    return {_WITHOUT: alike} | known
 
 
 def _classes(model: ntkl.LaplaceClassifier, x: pandas.DataFrame, y: NDArray[Any] | None, level: float) -> Described:

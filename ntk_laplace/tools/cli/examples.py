@@ -28,6 +28,7 @@ from ntk_laplace.tools.cli.values import (
     require_no_numbers,
     target_classes,
 )
+from ntk_laplace.tools.estimators.regressor import COUNTS
 from ntk_laplace.tools.estimators.tables import require_magnitudes
 
 _FEWEST = 10  # rows
@@ -86,13 +87,19 @@ class TrainingExamples(Examples):
     classes: bool  # whether targets are labels
     shape: tuple[int, ...] | None = None  # (channels, height, width), or another shape, of inputs that are no rows
     columns: InputColumns | None = None  # of a table: what its columns of inputs are taken as
+    counts: bool = False  # whether --likelihood says that targets are
 
     def __str__(self) -> str:
         """What they are taken as."""
         values = np.unique(self.y)
         kind, other = f"{len(values)} classes" if self.classes else "real numbers", "--task says otherwise"
-        if not self.classes and self.y.ndim == 1 and len(values) <= _FEW and (values == np.floor(values)).all():
-            other = f"{len(values)} whole ones alone, which --task classes takes as classes"
+        if self.counts:
+            kind, other = "counts", "--likelihood says otherwise"
+        elif not self.classes and (values == np.floor(values)).all():
+            if self.y.ndim == 1 and len(values) <= _FEW:
+                other = f"{len(values)} whole ones alone, which --task classes takes as classes"
+            elif values[0] >= 0:
+                other = "whole ones alone, which --likelihood negative-binomial takes as counts"
         columns = self.x.shape[1]
         inputs = f"{columns} input{'s' * (columns != 1)}" if self.shape is None else f"inputs of shape {self.shape}"
         are = "are" if len(self.targets) > 1 else "is"
@@ -120,7 +127,7 @@ def read_examples(options: argparse.Namespace) -> TrainingExamples:
         require_no_dropped(path, options.drop)
         if options.category or options.fill_missing:
             raise DataError("a table, for --category COLUMN and --fill-missing", f"{path}", "Leave them out.")
-        found = (_images if path.is_dir() else _arrays)(path, options.task, options.source)
+        found = (_images if path.is_dir() else _arrays)(path, options)
     count = len(found.y)
     if count < _FEWEST:
         raise DataError(f"at least {_FEWEST} rows", f"{count} in {path}", "Add rows.")
@@ -135,7 +142,7 @@ def read_examples(options: argparse.Namespace) -> TrainingExamples:
         raise DataError(f"classes of two rows each in the mean in {found.targets[0]!r} of {path}",
                         f"{len(names):,} in {count:,} rows, such as {names[0]!r}",
                         "Numbers are no classes with --task regression. Or name another target.")
-    return found
+    return replace(found, counts=options.likelihood in COUNTS)
 
 
 def _table(path: Path, options: argparse.Namespace) -> TrainingExamples:
@@ -143,7 +150,7 @@ def _table(path: Path, options: argparse.Namespace) -> TrainingExamples:
     frame, targets, sources = training_columns(frame, path, options.target, options.source, options.drop)
     columns = InputColumns.of(frame, path, input_columns(frame, path, targets, None), options.category or (),
                               options.fill_missing)
-    classes = len(targets) == 1 and _classifies(frame[targets[0]], path, options.task)
+    classes = len(targets) == 1 and _classifies(frame[targets[0]], path, options)
     if options.task == "classes" and not classes:
         raise DataError("one target that is a class", f"--target {' --target '.join(targets)}",
                         "Fit one of them at a time.")
@@ -158,7 +165,8 @@ def _table(path: Path, options: argparse.Namespace) -> TrainingExamples:
                             sources=None if sources is None else np.array(sources, object))
 
 
-def _arrays(path: Path, task: str | None, group: str | None) -> TrainingExamples:
+def _arrays(path: Path, options: argparse.Namespace) -> TrainingExamples:
+    task, group = options.task, options.source
     inputs, y = load_data(path, torch.float64, what="the data")
     x = array_rows(path, inputs, y)
     sources = None if group is None else np.array(load_sources(path, group), object)
@@ -167,7 +175,7 @@ def _arrays(path: Path, task: str | None, group: str | None) -> TrainingExamples
     columns, classes = y.reshape(len(y), -1).numpy(), False
     if columns.shape[1] == 1:
         column = pandas.Series(columns[:, 0], name="y")
-        classes, targets = _classifies(column, path, task), ["y"]
+        classes, targets = _classifies(column, path, options), ["y"]
         values = table_labels(column, path) if classes else column.to_numpy(np.float64)
     elif task == "classes" or y.ndim > 2:
         raise DataError("y of shape (N,), or (N, targets) of real numbers", f"shape {tuple(y.shape)} in {path}",
@@ -200,7 +208,8 @@ def array_rows(path: Path, inputs: Any, y: Tensor | None, finite: Sequence[str] 
     return pandas.DataFrame(inputs.reshape(len(inputs), -1).double().numpy())
 
 
-def _images(path: Path, task: str | None, group: str | None) -> TrainingExamples:
+def _images(path: Path, options: argparse.Namespace) -> TrainingExamples:
+    task, group = options.task, options.source
     if task == "regression":
         raise DataError("a table or arrays, for regression", f"the folder {path}",
                         "The names in a folder of images are classes.")
@@ -211,14 +220,15 @@ def _images(path: Path, task: str | None, group: str | None) -> TrainingExamples
                             classes=True, shape=found.x.shape[1:])
 
 
-def _classifies(column: pandas.Series, path: Path, task: str | None) -> bool:
-    """Whether targets are classes."""
-    if task is not None:
-        return task == "classes"
+def _classifies(column: pandas.Series, path: Path, options: argparse.Namespace) -> bool:
+    """Whether targets are classes; with --likelihood, which is that of numbers, only names are."""
+    if options.task is not None:
+        return bool(options.task == "classes")
     if named_classes(column):
         require_64_bits(column, path, "take them as names of classes, --task classes")
         require_no_numbers(column, path, "take all as names of classes, --task classes, or name another target")
-    return named_classes(column) or (is_integer_dtype(column.dtype) and column.nunique() <= _FEW)
+    few = is_integer_dtype(column.dtype) and column.nunique() <= _FEW
+    return named_classes(column) or (few and options.likelihood is None)
 
 
 def table_labels(column: pandas.Series, path: Path) -> NDArray[Any]:

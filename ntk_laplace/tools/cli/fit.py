@@ -143,6 +143,8 @@ def _tell_evidence(model: Model) -> None:
         print(f"\nNoise with heavy tails: Student's t of {float(likelihood.df):.3g} degrees of freedom")
     elif isinstance(likelihood, ntkl.HeteroscedasticGaussian):
         print("\nNoise whose variance depends on the inputs: the second output for each target is its logarithm")
+    elif isinstance(likelihood, ntkl.NegativeBinomial):
+        print(f"\nCounts of variance μ + {float(likelihood.dispersion):.3g} μ² at the mean μ (negative binomial)")
     fit = model.predictive_fit_
     if fit is not None and not fit.trusted:
         print(f"\nWARNING: the posterior is used as it is, without calibration: {'; '.join(fit.reasons)}.")

@@ -145,7 +145,8 @@ class LaplaceEstimator(_Fitted):
                 if before:
                     place = next(made.parameters()).device  # which need not be torch's default one
                     made = nn.Sequential(*(one.to(place) for one in before), made)
-                return with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
+                made = with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
+                return self._made(made)
 
             data: tuple[Tensor, ...] = self._tensor(x, new(likelihood, designs[0])), y
             if weight is not None:
@@ -168,6 +169,10 @@ class LaplaceEstimator(_Fitted):
         evidence = self.posterior_.log_marginal_likelihood()
         self.log_marginal_likelihood_value_ = float(evidence.detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value
+
+    def _made(self, network: nn.Module) -> nn.Module:
+        """A new network, as it is trained."""
+        return network
 
     def _run(
         self, new: Callable[..., nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,

@@ -51,6 +51,18 @@ class _TwoLogits(nn.Module):
         return nn.functional.pad(f.reshape(-1, 1), (1, 0))
 
 
+class Shifted(nn.Module):
+    """Outputs with constants added, (C,)."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("shift", shift)
+
+    def forward(self, f: Tensor) -> Tensor:
+        """f + shift."""
+        return f + self.get_buffer("shift")
+
+
 class SkipPerceptron(nn.Module):
     """A perceptron and a linear function, added: the first layer has a unit more for each output, which skips the rest.
 

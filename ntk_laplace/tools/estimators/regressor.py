@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
@@ -12,27 +11,37 @@ import torch
 from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
-from torch import Tensor
+from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_whole
-from ntk_laplace.model.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
-from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture, checked_levels
+from ntk_laplace.model.likelihoods import (
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    NegativeBinomial,
+    Poisson,
+    StudentT,
+)
+from ntk_laplace.model.likelihoods.number_mixture import NumberMixture, checked_levels
 from ntk_laplace.runtime.conversion import to_tensor
-from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
-from ntk_laplace.tools.estimators.networks import is_module
+from ntk_laplace.tools.estimators.networks import Shifted, is_module
 from ntk_laplace.tools.estimators.noise import chosen_noise
+from ntk_laplace.tools.estimators.predictions import Predictions
 from ntk_laplace.tools.estimators.tables import Array, Standardized
 from ntk_laplace.tools.estimators.training import Design, Trained
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
 _ROWS = 2048  # of which predictions are computed together: points of f of several targets may be many
-LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian")
+COUNTS: dict[str, type[NegativeBinomial | Poisson]] = {"negative-binomial": NegativeBinomial, "poisson": Poisson}
+LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian", *COUNTS)
+_LEAST_RATE = 1e-3  # of the counts of a target, at the start
 _EVALUATIONS = 15  # evaluations of the evidence in a training
 _STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their size
-# where each target has its noise, a step takes two passes over the data; on six tables as good, in 0.4 of the time
+# where each target has its noise, and of a dispersion, a step takes two passes over the data; on six tables as good, in
+# 0.4 of the time
 _STEPS_OF_SEVERAL = 5, 0.4
 
 
@@ -71,16 +80,18 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 1,024 features and the structure supports it, else those of each layer. The
         spread of those of each input is 3; in a classification, and with a linear part, 1.
-    likelihood : {"auto", "gaussian", "student-t", "heteroscedastic-gaussian"}
+    likelihood : {"auto", "gaussian", "student-t", "heteroscedastic-gaussian", "negative-binomial", "poisson"}
         "student-t": noise with heavy tails, for targets with outliers (`StudentT`), whose degrees of freedom are
         learned too. "heteroscedastic-gaussian": noise that depends on the inputs; the network has two outputs for each
         target, the mean and the log variance of its noise. The predictive is no normal distribution with either: see
         `predict_quantiles`. "auto": "gaussian", and where residuals have heavy tails also the other two, each in a
         training of its own; the evidence chooses (`likelihood_`). A network of yours with one output for each target
-        is not trained with two.
+        is not trained with two. "negative-binomial": targets are counts, with the mean ``μ = exp(f)``, and the
+        variance ``μ + α μ²`` whose α is learned too (`NegativeBinomial`); "poisson": with the variance μ. Targets are
+        not standardized then, and "mlp" starts at the logarithm of their mean.
     noise : float or array_like, (targets,)
         Noise variance at the start, in squared units of the targets (standardized ones by default); of "student-t" σ².
-        Each of several targets has its own noise. "heteroscedastic-gaussian" has none.
+        Each of several targets has its own noise. "heteroscedastic-gaussian" and counts have none.
     structure, curvature
         Of the evidence during the training, as in `train_with_evidence`; with `prefit` or without a predictive also of
         the posterior: "kfac" is an approximation.
@@ -140,14 +151,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Whether the network is an "mlp" with a linear part.
     fourier_features_ : list of (int, float)
         Feature and period, in its units, of each sine and cosine that the network has in addition.
-    likelihood_ : {"gaussian", "student-t", "heteroscedastic-gaussian"}
+    likelihood_ : {"gaussian", "student-t", "heteroscedastic-gaussian", "negative-binomial", "poisson"}
         The noise that was chosen.
     noise_ : float or ndarray, (targets,)
         Noise variance in squared units of the targets; where it depends on the inputs, the mean over the training data.
     log_marginal_likelihood_value_ : float
         Evidence of the training data in their own units, in nats.
     theta_ : ndarray
-        Logarithms of prior precisions and noise; of "student-t" also of ν - 2.1.
+        Logarithms of prior precisions and noise; of "student-t" also of ν - 2.1, of "negative-binomial" of α.
     n_features_in_, feature_names_in_, n_iter_
 
     Examples
@@ -174,7 +185,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def _training_options(self, examples: int, times: int) -> dict[str, Any]:
         """More evaluations of the evidence: precisions and noise must arrive before the epochs end."""
-        steps, rate = _STEPS if len(self._targets.scale) == 1 else _STEPS_OF_SEVERAL
+        one = len(self._targets.scale) == 1 and self.likelihood not in COUNTS
+        steps, rate = _STEPS if one else _STEPS_OF_SEVERAL
         options = super()._training_options(examples, times)
         frequency = max(1, options["epochs"] // _EVALUATIONS)
         return options | {"schedule": EvidenceSchedule(frequency, steps=steps, learning_rate=rate)}
@@ -201,8 +213,11 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         self._single = y.ndim == 1
         y = y.reshape(len(y), -1).astype(np.float64)
         names = ["y"] if self._single else [f"column {index} of y" for index in range(y.shape[1])]
-        self._targets = Standardized.of(y, weight, self._standardized, names)
         likelihood = self._named_likelihood(self.likelihood, y.shape[1])
+        counts = self.likelihood in COUNTS
+        self._targets = Standardized.of(y, weight, self._standardized and not counts, names)
+        if counts:
+            self._log_rate = np.log(np.maximum(np.average(y, 0, weight), _LEAST_RATE))
         self._fit(x, to_tensor(self._targets(y)), y.shape[1], likelihood, weight)
         return self
 
@@ -217,9 +232,17 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
             others.append(self._named_likelihood("heteroscedastic-gaussian", targets))
         return chosen_noise(run, likelihood, others, designs)
 
+    def _made(self, network: nn.Module) -> nn.Module:
+        """With the mean count at the start, so that the prior is about what differs from it."""
+        if self.likelihood not in COUNTS or is_module(self.network):
+            return network
+        return nn.Sequential(network, Shifted(to_tensor(self._log_rate).to(next(network.parameters()))))
+
     def _named_likelihood(self, name: str, targets: int) -> Likelihood:
         """The likelihood of a name, with a noise for each of several targets; of "auto" the first that is tried."""
         given = Gaussian(self.noise)  # which checks it
+        if name in COUNTS:
+            return COUNTS[name]()
         if name == "heteroscedastic-gaussian":
             return HeteroscedasticGaussian()
         if name == "student-t":
@@ -239,35 +262,22 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     @property
     def likelihood_(self) -> str:
-        """The noise that was chosen: "gaussian", "student-t" or "heteroscedastic-gaussian"."""
+        """The noise that was chosen: "gaussian", "student-t" or "heteroscedastic-gaussian"; of counts the given one."""
         check_is_fitted(self, "posterior_")
         named = {StudentT: "student-t", HeteroscedasticGaussian: "heteroscedastic-gaussian"}
+        named |= {kind: name for name, kind in COUNTS.items()}
         return named.get(type(self.posterior_.likelihood), "gaussian")
 
     @property
     def noise_(self) -> float | Array:
         """Noise variance in squared units of the targets; where it depends on the inputs, the mean over the data."""
         check_is_fitted(self, "posterior_")
-        if self.likelihood_ == "heteroscedastic-gaussian":
-            counts = self.posterior_.fitted.points.counts.double().cpu()
-            noise = (counts / counts.sum()) @ self._noise_at(training_data(self.posterior_)[0])
-        else:
-            noise = self._calibrated.response_variance(to_tensor(self._targets.scale[None]))[0]  # the same at all f
-        found = noise.numpy() * self._targets.scale**2
+        found = self._predictions.noise(training_data(self.posterior_)[0], self.posterior_.fitted.points.counts)
         return float(found[0]) if self._single else found
 
-    def _noise_at(self, x: Tensor) -> Tensor:
-        """Noise variance of the standardized targets at inputs, (n, C)."""
-        parts = [self.posterior_.predict(x[rows]).aleatoric for rows in panels(len(x), 1, _ROWS)]
-        return torch.cat(parts).detach().cpu().double().reshape(len(x), -1)
-
     @property
-    def _calibrated(self) -> Likelihood:
-        """The likelihood with the factor of the calibration, in float64."""
-        posterior = self.posterior_
-        found = posterior.likelihood if posterior.predictive is None else posterior.predictive.likelihood(
-            posterior.likelihood)
-        return copy.deepcopy(found).requires_grad_(False).to("cpu", torch.float64)
+    def _predictions(self) -> Predictions:
+        return Predictions.of(self.posterior_, self._targets)
 
     @overload
     def predict(
@@ -308,28 +318,21 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         """
         if return_std and return_cov:
             raise UnsupportedError("return_std or return_cov", "both", "Take the diagonal of the covariance.")
-        x, targets = self.network_inputs(X), len(self._targets.scale)
+        x, found = self.network_inputs(X), self._predictions
         if return_cov:
-            mean, covariance = self._latent(x)
-            own = np.einsum("icjc->ijc", covariance[:, :targets, :, :targets])
-            own *= self._targets.scale**2
-            np.einsum("iic->ic", own)[...] += self._noise_at(x).numpy() * self._targets.scale**2
-            return self._shaped(self._targets.undone(mean[:, :targets])), own[..., 0] if self._single else own
+            mean, covariance = found.covariance(x)
+            return self._shaped(mean), covariance[..., 0] if self._single else covariance
         if not return_std:
-            f = self.posterior_.outputs(x).detach().cpu().double().numpy()
-            return self._shaped(self._targets.undone(f.reshape(len(x), -1)[:, :targets]))
-        parts = []
-        for rows in panels(len(x), 1, _ROWS):
-            response = self.posterior_.predict(x[rows])
-            parts.append(torch.stack([response.mean, response.variance]).detach().cpu().double())
-        mean, variance = torch.cat(parts, 1).reshape(2, len(x), -1).numpy()
-        return self._shaped(self._targets.undone(mean)), self._shaped(np.sqrt(variance) * self._targets.scale)
+            return self._shaped(found.mean(x))
+        mean, deviation = found.moments(x)
+        return self._shaped(mean), self._shaped(deviation)
 
-    def predict_distribution(self, X: Any, method: str = "glm") -> NormalMixture:
+    def predict_distribution(self, X: Any, method: str = "glm") -> NumberMixture:
         """Distribution of the target of each input by itself, noise included, in the units of the targets.
 
         A distribution of torch with batch shape (n,) or (n, targets), in float64 on the CPU: it has `log_prob`, `cdf`,
-        `icdf`, `mean`, `stddev` and `sample`. It is normal, or a mixture of some hundred normals, which it keeps.
+        `icdf`, `mean`, `stddev` and `sample`. It is normal, or a mixture of some hundred normals, which it keeps
+        (`NormalMixture`); of counts such a mixture of Poisson or negative binomial distributions (`CountMixture`).
 
         Parameters
         ----------
@@ -378,39 +381,13 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         ndarray, (n, n_samples) or (n, targets, n_samples)
         """
         count = require_whole("n_samples", n_samples, 1, "Leave it out for 1.")
-        generator, likelihood, targets = check_random_state(random_state), self._calibrated, len(self._targets.scale)
-        mean, covariance = self._latent(self.network_inputs(X))
-        n, c = mean.shape
-        root = symmetric_root(to_tensor(covariance.reshape(n * c, n * c))).numpy()
-        f = mean[..., None] + (root @ generator.standard_normal((n * c, count))).reshape(n, c, count)
-        shape = n, targets, count
-        if isinstance(likelihood, StudentT):
-            deviation = likelihood.noise.sqrt().expand(targets).numpy()[:, None]
-            noise = deviation * generator.standard_t(float(likelihood.df), shape)
-        elif isinstance(likelihood, HeteroscedasticGaussian):
-            noise = np.exp(0.5 * f[:, targets:]) * generator.standard_normal(shape)
-        else:
-            deviation = likelihood.response_variance(to_tensor(mean)).sqrt().numpy()[..., None]
-            noise = deviation * generator.standard_normal(shape)
-        draws = np.moveaxis(self._targets.undone(np.moveaxis(f[:, :targets] + noise, 1, -1)), -1, 1)
+        draws = self._predictions.draws(self.network_inputs(X), count, check_random_state(random_state))
         return draws[:, 0] if self._single else draws
 
-    def _distribution(self, x: Tensor, method: str = "glm") -> NormalMixture:
+    def _distribution(self, x: Tensor, method: str = "glm") -> NumberMixture:
         """`predict_distribution` at the network's inputs."""
-        targets = self._targets
-        with torch.no_grad():
-            response = self.posterior_.predict(x, method, likelihood=self._calibrated if method == "map" else None)
-            each = response.univariate().to("cpu", torch.float64).reshaped(len(response.mean), len(targets.scale))
-            found = each.affine(to_tensor(targets.scale), to_tensor(targets.mean))
+        found = self._predictions.distribution(x, method)
         return found[:, 0] if self._single else found
-
-    def _latent(self, x: Tensor) -> tuple[Array, Array]:
-        """Mean (n, C) and covariance (n, C, n, C) of the network's outputs, with the scale of the calibration."""
-        found, calibration = self.posterior_.latent(x), self.posterior_.predictive
-        mean = found.mean.detach().cpu().double().numpy().reshape(len(x), -1)
-        covariance = found.covariance_matrix.detach().cpu().double()  # of `found` alone: changed in place, not copied
-        covariance.mul_(1.0 if calibration is None else calibration.scale)
-        return mean, covariance.numpy().reshape(mean.shape * 2)
 
     def _require_parameters(self) -> None:
         super()._require_parameters()

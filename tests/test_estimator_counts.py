@@ -1,0 +1,146 @@
+"""Counts in `LaplaceRegressor` and the command, against the posterior, sums over counts, and draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pandas
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.tools import cli
+from refusals import refused
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* is not at the optimum of the evidence"),
+    pytest.mark.filterwarnings("ignore:the network is not at its optimum"),
+]
+QUICK: dict[str, Any] = {"epochs": 10, "learning_rate": 0.1, "hidden_layer_sizes": (8,), "precision": 1.0,
+                         "random_state": 0, "fourier_features": 0, "piecewise_features": False}
+
+
+def problem(targets: int = 1, level: float = 3.0, n: int = 150) -> tuple[np.ndarray, np.ndarray]:
+    """Rates around exp(level) that vary by gamma factors of variance 0.25."""
+    draws = np.random.default_rng(0)
+    x = draws.uniform(-2, 2, (n, 1))
+    rate = np.exp(level + 0.7 * np.sin(np.arange(1, targets + 1) * x)) * draws.gamma(4.0, 0.25, (n, targets))
+    y = draws.poisson(rate).astype(float)
+    return x, y[:, 0] if targets == 1 else y
+
+
+@pytest.mark.parametrize("likelihood", ["negative-binomial", "poisson"])
+@pytest.mark.parametrize("targets", [1, 2])
+def test_predictions_of_counts(targets: int, likelihood: str) -> None:
+    """Moments, quantiles, masses and draws are those of the posterior, whose targets are the counts themselves."""
+    x, y = problem(targets, level=1.0)
+    model = ntkl.LaplaceRegressor(likelihood=likelihood, **QUICK).fit(x, y)
+    assert model.likelihood_ == likelihood and np.array_equal(np.asarray(model.y_train_), y)
+    with torch.no_grad():
+        response = model.posterior_.predict(model.network_inputs(x[:6]))
+    mean, std = model.predict(x[:6], return_std=True)
+    np.testing.assert_allclose(mean, response.mean.numpy().reshape(mean.shape), rtol=1e-12)
+    np.testing.assert_allclose(std, response.variance.sqrt().numpy().reshape(mean.shape), rtol=1e-12)
+    np.testing.assert_array_equal(model.predict(x[:6]), mean)
+    dispersion = float(model.posterior_.likelihood.dispersion)
+    assert (dispersion > 0.05) == (likelihood == "negative-binomial")
+    noise = model.posterior_.predict(model.network_inputs(x)).aleatoric.numpy().mean(0)
+    np.testing.assert_allclose(model.noise_, noise.squeeze(), rtol=1e-9)
+    levels = (0.05, 0.5, 0.9)
+    quantiles, each = model.predict_quantiles(x[:6], levels), model.predict_distribution(x[:6])
+    assert isinstance(each, ntkl.CountMixture) and (quantiles == np.floor(quantiles)).all() and quantiles.min() >= 0
+    np.testing.assert_array_equal(quantiles, np.moveaxis(response.quantiles(levels).numpy(), 0, -1).reshape(
+        *mean.shape, 3))
+    np.testing.assert_allclose(each.mean, mean, rtol=1e-7)
+    if targets == 1:
+        own = torch.as_tensor(y[:6])
+        np.testing.assert_allclose(each.log_prob(own), response.log_prob(own[:, None]), atol=1e-3)  # by 1,000 points
+    alone = model.predict_distribution(x[:6], "map")
+    rate = model.posterior_.outputs(model.network_inputs(x[:6])).exp().detach().numpy().reshape(mean.shape)
+    np.testing.assert_allclose(alone.mean, rate, rtol=1e-9)
+    np.testing.assert_allclose(alone.variance, rate + dispersion * rate**2, rtol=1e-9)
+    _, covariance = model.predict(x[:6], return_cov=True)
+    np.testing.assert_allclose(np.sqrt(np.einsum("ii...->i...", covariance)), std, rtol=1e-9)
+    draws = model.sample_y(x[:6], 20_000, random_state=0)
+    assert np.array_equal(draws, model.sample_y(x[:6], 20_000, random_state=0)) and (draws == np.floor(draws)).all()
+    np.testing.assert_allclose(draws.mean(-1), mean, rtol=0.05)
+    np.testing.assert_allclose(draws.std(-1), std, rtol=0.05)
+    if targets == 1:
+        drawn = np.cov(draws)
+        size = np.sqrt(np.outer(drawn.diagonal(), drawn.diagonal()))
+        np.testing.assert_allclose(drawn / size, covariance / size, atol=0.04)
+    for index, level in enumerate(levels):
+        assert ((draws <= quantiles[..., index, None]).mean(-1) > level - 0.02).all()
+        assert ((draws < quantiles[..., index, None]).mean(-1) < level + 0.02).all()
+    found = model.explain(x[:6], 3)  # of logarithms of rates
+    np.testing.assert_allclose(found.f.exp().numpy().reshape(mean.shape), rate, rtol=1e-9)
+    assert len(model.theta_) == len(model.posterior_.prior.precision.reshape(-1)) + (likelihood != "poisson")
+
+
+def test_counts_start_at_their_mean_and_are_better_than_numbers() -> None:
+    """Rates of 600 and of 0.02 are found; of counts the evidence of a negative binomial is far above the others."""
+    for level in (6.4, -4.0):
+        x, y = problem(level=level, n=400)
+        model = ntkl.LaplaceRegressor(likelihood="negative-binomial", **QUICK).fit(x, y)
+        assert model.predict(x).mean() == pytest.approx(y.mean(), rel=0.15)
+    x, y = problem(level=1.0)
+    new = ntkl.LaplaceRegressor(likelihood="negative-binomial", **QUICK).fit(x, y)
+    normal = ntkl.LaplaceRegressor(likelihood="gaussian", **QUICK).fit(x, y)
+    assert new.log_marginal_likelihood_value_ > normal.log_marginal_likelihood_value_ + 20
+    assert new.log_marginal_likelihood(new.theta_) == pytest.approx(new.log_marginal_likelihood_value_, rel=1e-8)
+
+
+def test_equal_rows_and_weights_count_as_so_many() -> None:
+    x, y = problem(n=40)
+    weights = np.arange(40) % 3 + 1
+    model, repeated = (ntkl.LaplaceRegressor(likelihood="negative-binomial", **QUICK | {"batch_size": None})
+                       for _ in range(2))
+    model.fit(x, y, weights)
+    repeated.fit(np.repeat(x, weights, 0), np.repeat(y, weights, 0))
+    np.testing.assert_allclose(model.predict(x), repeated.predict(x), rtol=1e-6)
+
+
+def test_what_is_no_count_is_refused() -> None:
+    x, y = problem(n=30)
+    for wrong in (y - 100, y + 0.5):
+        with refused(ntkl.TargetError, "whole numbers from 0", r"\d", "NegativeBinomial"):
+            ntkl.LaplaceRegressor(likelihood="negative-binomial", **QUICK).fit(x, wrong)
+    network = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    given = ntkl.LaplaceRegressor(network, likelihood="poisson", **QUICK).fit(x, y)  # as it is, without a shift
+    assert type(given.network_) is nn.Sequential and len(given.network_) == 3
+
+
+def test_fit_of_a_table_of_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Few whole numbers are no classes with --likelihood; files and scores are those of the estimator."""
+    monkeypatch.chdir(tmp_path)
+    x, y = problem(level=0.3, n=60)
+    y = np.minimum(y, 7)
+    pandas.DataFrame({"age": x[:, 0], "claims": y.astype(int)}).to_csv("t.csv", index=False)
+    options = ["--target", "claims", "--epochs", "4", "--hidden", "4", "--out", "out"]
+    assert cli.main(["fit", "t.csv", *options, "--likelihood", "negative-binomial"]) == 0
+    out, found = capsys.readouterr().out, pandas.read_csv("out/predictions.csv")
+    model = joblib.load("out/model.joblib")
+    assert "claims is taken as counts (--likelihood says otherwise)" in out and "(negative binomial)" in out
+    inputs = pandas.read_csv("t.csv").loc[found["row"], ["age"]]
+    np.testing.assert_array_equal(found[["lower", "upper"]], model.predict_quantiles(inputs, (0.05, 0.95)))
+    assert ((found["lower"] <= found["upper"]) & (found["lower"] >= 0)).all()
+    scores = {line.split("  ")[0]: float(line[14:].split()[0]) for line in out.splitlines()
+              if line.startswith(("without inputs", "network alone ", "posterior "))}
+    train = pandas.read_csv("t.csv").drop(index=found["row"])["claims"]
+    alpha = max(0.0, (train.var(ddof=0) - train.mean()) / train.mean() ** 2)
+    alike = stats.nbinom(1 / alpha, 1 / (1 + alpha * train.mean())) if alpha else stats.poisson(train.mean())
+    assert scores["without inputs"] == pytest.approx(alike.logpmf(found["target"]).mean(), abs=5.1e-5)
+    own = model.predict_distribution(inputs).log_prob(torch.as_tensor(found["target"].to_numpy(copy=True)))
+    assert scores["posterior"] == pytest.approx(float(own.mean()), abs=5.1e-5)
+    for command in (["predict", "out/model.joblib", "--inputs", "t.csv", "--out", "again.csv"],
+                    ["explain", "out/model.joblib", "--inputs", "t.csv", "--most", "3"],
+                    ["evidence", "out/model.joblib"]):
+        assert cli.main(command) == 0
+    pandas.DataFrame({"age": x[:, 0], "claims": 3 * np.arange(60)}).to_csv("t.csv", index=False)
+    assert cli.main(["fit", "t.csv", *options, "--likelihood", "gaussian"]) == 0
+    assert "which --likelihood negative-binomial takes as counts" in capsys.readouterr().out
