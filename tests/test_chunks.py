@@ -132,6 +132,7 @@ LIKELIHOODS: dict[str, tuple[Callable[[], ntkl.Likelihood], int | None, Callable
     "outliers": (ntkl.StudentT, None, lambda f: f.squeeze(1) + 0.1),
     "counts": (ntkl.Poisson, 2, lambda f: f.exp().round()),
     "one count": (ntkl.Poisson, None, lambda f: f.squeeze(1).exp().round()),
+    "counts that vary": (ntkl.NegativeBinomial, None, lambda f: f.squeeze(1).exp().round()),
     "classes": (ntkl.Categorical, 2, lambda f: f.argmax(1)),
 }
 

@@ -21,6 +21,7 @@ LIKELIHOODS: dict[str, tuple[Callable[[], ntkl.Likelihood], Callable[[], Tensor]
     "bernoulli": (ntkl.Bernoulli, lambda: torch.randint(2, (N, 3)).to(F64)),
     "student": (lambda: ntkl.StudentT(0.3), lambda: torch.randn(N, 3, dtype=F64)),
     "poisson": (ntkl.Poisson, lambda: torch.randint(4, (N, 3)).to(F64)),
+    "negative binomial": (ntkl.NegativeBinomial, lambda: torch.randint(4, (N, 3)).to(F64)),
     "categorical": (lambda: ntkl.Categorical(1.2), lambda: torch.randint(3, (N,))),
     "everywhere": (lambda: ntkl.Everywhere(ntkl.Bernoulli(), (3,)), lambda: torch.randint(2, (N, 3)).to(F64)),
 }

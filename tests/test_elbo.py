@@ -64,6 +64,8 @@ KNOWN = {  # likelihoods without sampling, with targets, and the outputs of the 
     "noise per point": (ntkl.Gaussian(torch.tensor([0.3, 0.5, 1.2]), kind="point"), REAL, 2),
     "poisson": (ntkl.Poisson(), COUNTS, 2),
     "poisson with gaps": (ntkl.Poisson(missing="nan"), gaps(COUNTS), 2),
+    "negative binomial": (ntkl.NegativeBinomial(0.4), COUNTS, 2),
+    "negative binomial with gaps": (ntkl.NegativeBinomial(2.0, missing="nan"), gaps(COUNTS), 2),
     "student with gaps": (ntkl.StudentT(torch.tensor([4.0, 9.0]), 30.0, "nan"), gaps(REAL), 2),
     "bernoulli": (ntkl.Bernoulli(), LABELS, 2),
     "bernoulli with gaps": (ntkl.Bernoulli(missing="nan"), gaps(LABELS), 2),

@@ -28,6 +28,7 @@ from ntk_laplace.model.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    NegativeBinomial,
     Poisson,
     StudentT,
     Tempered,
@@ -107,6 +108,8 @@ CASES = [
     Case("poisson", Poisson, counts, 2),
     Case("poisson-one", Poisson, counts, 1),
     Case("poisson-scalar", Poisson, counts, 1, scalar=True),
+    Case("binomial", lambda: NegativeBinomial(0.5), counts, 2),
+    Case("binomial-scalar", lambda: NegativeBinomial(0.5), counts, 1, scalar=True),
 ]
 BY_NAME = {case.name: case for case in CASES}
 SUPPORTED = [

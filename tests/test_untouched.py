@@ -111,6 +111,7 @@ LIKELIHOODS: dict[str, tuple[Callable[[], Any], Callable[[int], Tensor], int]] =
     "bernoulli": (lambda: ntkl.Bernoulli(), lambda n: torch.randint(0, 2, (n, 2)).double(), 2),
     "categorical": (lambda: ntkl.Categorical(), lambda n: torch.randint(0, 3, (n,)), 3),
     "student": (lambda: ntkl.StudentT(0.5), lambda n: torch.randn(n, 2).double(), 2),
+    "negative binomial": (lambda: ntkl.NegativeBinomial(), lambda n: torch.randint(0, 4, (n, 2)).double(), 2),
     "poisson": (lambda: ntkl.Poisson(), lambda n: torch.randint(0, 4, (n, 2)).double(), 2),
 }
 NEW = torch.randn(3, 3, generator=torch.Generator().manual_seed(7)).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ntk_laplace.errors import require_number
 from ntk_laplace.model.likelihoods.count_mass import log1p_exp, log_mass
 from ntk_laplace.model.likelihoods.counts import CountResponse, Counts
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
+from ntk_laplace.model.likelihoods.quadrature import expectation_by_output
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.runtime.scalars import scalar
@@ -100,6 +102,15 @@ class NegativeBinomial(Counts):
         size = self._size(f).expand(at.shape)
         base = td.NegativeBinomial(size, logits=self._logit(at), validate_args=False)
         return CountResponse(self, base, torch.zeros_like(f), self.response_variance(f), scalar)
+
+    def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """E log p, E r and E Λ by quadrature, output by output; log p is singular at -log α ± iπ."""
+        if type(self) is not NegativeBinomial:
+            return None  # a subclass may override the density
+        log_prob = expectation_by_output(self, lambda own, f, y: own.log_prob(f, y), mean, covariance, y, math.pi)
+        residual = expectation_by_output(self, lambda own, f, y: own.residual(f, y), mean, covariance, y, math.pi)
+        curvature = expectation_by_output(self, lambda own, f, y: own.curvature(f, y), mean, covariance, y, math.pi)
+        return log_prob, residual, curvature
 
     def record(self) -> dict[str, Any]:
         """The dispersion, and the mark of missing counts."""
