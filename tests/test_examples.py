@@ -756,6 +756,16 @@ def test_large_tables(tmp_path: Path) -> None:
     assert "| smooth " in printed and "| rules " in printed
 
 
+@pytest.mark.usefixtures("one_perceptron")
+def test_counts(tmp_path: Path) -> None:
+    printed = run("predictions/counts.py", tmp_path)
+    found = figures(tmp_path / "counts" / "counts.json")["results"]["some, rates vary"]
+    assert list(found) == ["negative binomial", "default", "gradient boosting", "log-linear"]
+    for one in found.values():
+        assert -4 < one["log likelihood"] < -1.5 and 0.6 < one["coverage"] <= 1 and 0 < one["rmse"] < 10
+    assert printed.count("| some, rates vary ") == 4
+
+
 def test_columns_in_pieces(tmp_path: Path) -> None:
     printed = run("predictions/pieces.py", tmp_path)
     cases = figures(tmp_path / "pieces" / "pieces.json")["cases"]

@@ -61,7 +61,6 @@ def dropout_bald(posterior: ntkl.Posterior, x: Tensor, y: Tensor, rest: Tensor, 
 
 PEERS: dict[str, Choice] = {
     "random": WAYS["random"],
-    "epig": WAYS["epig"],
     "information": WAYS["information"],
     "margin (scikit-activeml)": margin,
     "BatchBALD (scikit-activeml)": batch_bald,
