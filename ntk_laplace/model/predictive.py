@@ -38,7 +38,7 @@ def predictive(
         * ``glm``: the response averaged over f ([T20] 3.15), in closed form if there is one (`Gaussian`, and one
           response of `StudentT`, or of `HeteroscedasticGaussian` with "log variance"), else over `samples`
           quasi-Monte-Carlo points of f. Half of those of the density of a number are points of f given the target, with
-          importance weights. Mean and variance of `Poisson`, and of several responses of `HeteroscedasticGaussian`
+          importance weights. Mean and variance of counts, and of several responses of `HeteroscedasticGaussian`
           with "log variance", are in closed form too.
         * ``blr``: moments of the response linearized through the link ([T20] 3.16): mean g⁻¹(mean), covariance
           G V Gᵀ + Cov(y given f), with G the slope of the inverse link g⁻¹.

@@ -61,8 +61,9 @@ def laplace(
         targets under the key `targets`. With weights w (N,), example n counts w_n times in the log likelihood, its
         gradient and its curvature, as if it occurred that often; 0 leaves it out.
     likelihood : Likelihood
-        `Gaussian`, `StudentT`, `HeteroscedasticGaussian`, `Bernoulli`, `Categorical`, `Poisson`, or a user-defined one.
-        It is copied, and so is the prior: those of the posterior are ``posterior.likelihood`` and ``posterior.prior``.
+        `Gaussian`, `StudentT`, `HeteroscedasticGaussian`, `Bernoulli`, `Categorical`, `Poisson`, `NegativeBinomial`, or
+        a user-defined one. It is copied, and so is the prior: those of the posterior are ``posterior.likelihood`` and
+        ``posterior.prior``.
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
     structure : str or StructureSpec
