@@ -293,6 +293,8 @@ def interval_coverage(
 def central_coverage(predictive: Distribution, targets: torch.Tensor, levels: Sequence[float]) -> NDArray[np.float64]:
     """Fraction of targets inside the central interval of each nominal level, which leaves out as much on either side.
 
+    Its ends are the quantiles of (1 - level)/2 and (1 + level)/2. That of counts holds more than the level.
+
     Parameters
     ----------
     predictive : Distribution
@@ -309,9 +311,12 @@ def central_coverage(predictive: Distribution, targets: torch.Tensor, levels: Se
     if targets.shape != predictive.batch_shape or not targets.numel():
         raise TargetError(f"targets of shape {tuple(predictive.batch_shape)}, at least one", f"{tuple(targets.shape)}",
                           "Pass one target for each number.")
-    below = _array(predictive.cdf(targets)).ravel()
-    _require_present(below)
-    return (np.abs(2.0 * below - 1.0)[None, :] <= _levels(levels)[:, None]).mean(1)
+    reached = _array(predictive.cdf(targets)).ravel()
+    _require_present(reached)
+    discrete = predictive.support is not None and predictive.support.is_discrete
+    before = _array(predictive.cdf(targets - 1.0)).ravel() if discrete else reached
+    half = 0.5 * _levels(levels)[:, None]  # a target is an end of the interval, or inside
+    return ((reached >= 0.5 - half) & (before <= 0.5 + half)).mean(1)
 
 
 def set_coverage(probabilities: ArrayLike, labels: ArrayLike, levels: Sequence[float]) -> NDArray[np.float64]:

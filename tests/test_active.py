@@ -105,12 +105,14 @@ def test_epig(kind: str) -> None:
     assert relative_error(active.score(posterior, x[:5], "epig", targets=x[5:]), wanted) < 1e-8
 
 
-def test_targets_come_from_the_pool_where_none_are_given() -> None:
-    """All of a small pool; a hundred of a larger one, of which each has the same chance, and the same in every call."""
+def test_targets_come_from_the_pool_where_none_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a small pool; a part of a larger one, of which each has the same chance, and the same in every call."""
     posterior, x = fitted("categorical")
     assert torch.equal(active.score(posterior, x), active.score(posterior, x, "epig", targets=x))
     assert torch.equal(active.select(posterior, x, 3).gains, active.select(posterior, x, 3, targets=x).gains)
     pool = 2 * torch.randn(400, 3, dtype=torch.float64)
+    assert torch.equal(active.score(posterior, pool), active.score(posterior, pool, targets=pool))
+    monkeypatch.setattr(tuning, "TARGET_COVARIANCES", 400 * 100 * 4 - 1)
     found = active.score(posterior, pool)
     assert torch.equal(found, active.score(posterior, pool))
     assert not torch.equal(found, active.score(posterior, pool, targets=pool[:100]))
@@ -119,6 +121,9 @@ def test_targets_come_from_the_pool_where_none_are_given() -> None:
     assert torch.stack([found, whole]).corrcoef()[0, 1] > 0.9  # the mean of a hundred of four hundred
     loader = DataLoader(TensorDataset(pool, torch.zeros(400)), batch_size=70)
     assert relative_error(active.score(posterior, loader), found) < 1e-10
+    monkeypatch.setattr(tuning, "TARGET_COVARIANCES", 400 * 200 * 4)
+    more = active.score(posterior, pool)
+    assert not torch.equal(more, found) and torch.stack([more, whole]).corrcoef()[0, 1] > 0.95
     assert active.select(posterior, loader, 2).indices.equal(active.select(posterior, pool, 2).indices)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.metrics import central_coverage
 from ntk_laplace.model.predictive import predictive
 from reference import relative_error
 from refusals import refused
@@ -72,6 +73,18 @@ def test_quantiles_in_both_tails(kind: str) -> None:
     torch.random.set_rng_state(generator_state)
     torch.testing.assert_close(drawn.mean(0), each.mean, rtol=0.05, atol=0.0)
     assert each.sample((0, 3)).shape == (0, 3, 1, 2)
+
+
+def test_coverage_of_central_intervals() -> None:
+    """A count is inside if it is between the quantiles, ends included."""
+    rate = torch.linspace(0.2, 30.0, 400, dtype=torch.float64)
+    for dispersion in (0.0, 0.5):
+        each = ntkl.CountMixture.single(rate, torch.tensor(dispersion, dtype=torch.float64))
+        torch.manual_seed(0)
+        y, levels = each.sample(), (0.3, 0.5, 0.9)
+        ends = [[each.icdf(torch.tensor(0.5 + sign * level / 2)) for sign in (-1, 1)] for level in levels]
+        inside = [float(((low <= y) & (y <= high)).double().mean()) for low, high in ends]
+        assert central_coverage(each, y, levels).tolist() == inside and inside[2] >= 0.88
 
 
 @functools.cache

@@ -7,7 +7,7 @@ start, 100 test points, 100 more for validation, and one row of the rest labeled
 is needed here, because the evidence chooses precisions and noise, and these rows are left aside. In each round a
 perceptron with 50 tanh units is trained with its evidence (200 epochs) on all labels so far. The next row is any, or
 the one of most "information", which is that of the largest variance here, under the exact posterior, KFAC and a
-diagonal; or that of the largest "epig", the default, with 100 rows of the pool as targets. It prints RMSE in the
+diagonal; or that of the largest "epig", the default, with the rows of the pool as targets. It prints RMSE in the
 original units and log likelihoods (glm, standardized); means and paired standard errors over ten seeds of rows and
 weights. It writes tables.json and tables.png.
 """

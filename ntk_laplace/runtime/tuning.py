@@ -95,7 +95,8 @@ POSITION_OUTPUTS = 2**8  # outputs at all positions above which a predictive dra
 POSITION_BLOCK = 64  # outputs of neighboring positions whose covariance is computed together
 MIXTURE_OUTPUTS = 2**22  # entries of f at a time in the mean of a mixture
 WEIGHT_SAMPLE_BYTES = 256 * MIB  # weight samples at a time
-TARGETS_OF_POOL = 100  # inputs of the pool at which active learning wants to predict
+# inputs of the pool at which active learning wants to predict: so many at least, and more for so many covariances
+TARGETS_OF_POOL, TARGET_COVARIANCES = 100, 2**22
 EXPLAINED_BYTES = 512 * MIB  # rows of the explained inputs that share a pass over the training data
 DIRECTION_BYTES = 512 * MIB  # directions U of the ranked inputs that share a pass over the training data
 DRAWN_NUMBERS = 2**25  # random numbers at a time, leave-one-out

@@ -13,7 +13,7 @@ from ntk_laplace.model.data import InputData
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.tools.active.pool import Pool
-from ntk_laplace.tools.active.scores import about, of_labels, of_pool, part_score, require_options
+from ntk_laplace.tools.active.scores import about, of_labels, part_score, require_options, target_pool
 
 if TYPE_CHECKING:
     import pandas
@@ -89,9 +89,7 @@ def select(
         if k > len(candidates):
             raise HyperparameterError(f"k of at most {len(candidates)}, the inputs of the pool", f"{k}",
                                       "Ask for fewer.")
-        there = None
-        if method == "epig":
-            there = Pool(posterior, posterior.jacobian(of_pool(posterior, pool) if targets is None else targets), own)
+        there = target_pool(posterior, pool, targets, own) if method == "epig" else None
         numbers = k * candidates.root[0].numel() * (len(candidates) + (0 if there is None else len(there)))
         posterior.fitted.model.require_memory(
             numbers * candidates.root.element_size(), f"covariances of {len(candidates):,} inputs and {k:,} of them",

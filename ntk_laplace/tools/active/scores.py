@@ -47,8 +47,8 @@ def score(
         * "variance": tr V, no nats. It prefers inputs far away, whose labels may tell nothing: where a class is
           certain, f varies without changing it.
     targets : tensor, tuple or dict of tensors, optional
-        Inputs at which you want to predict, for "epig"; by default 100 inputs of the pool, always the same, or all of
-        a smaller one.
+        Inputs at which you want to predict, for "epig"; by default inputs of the pool, always the same: 100, or more if
+        the covariances take at most 32 MiB.
     samples : int
         Points of f, for "bald" of classes. They are always the same.
     batch_size : int
@@ -74,9 +74,7 @@ def score(
     require_options(posterior, method, targets, samples)
     with torch.inference_mode(False), torch.no_grad():
         own = of_labels(posterior, likelihood)
-        there = None
-        if method == "epig":
-            there = Pool(posterior, posterior.jacobian(of_pool(posterior, pool) if targets is None else targets), own)
+        there = target_pool(posterior, pool, targets, own) if method == "epig" else None
         parts = (Pool(posterior, rows, own) for rows in Chunks(posterior.fitted.model, pool, batch_size).rows())
         found = [part_score(part, method, samples) if there is None else about(part, there, part.crossed(there))
                  for part in parts]
@@ -98,11 +96,17 @@ def of_labels(posterior: Posterior, given: Likelihood | None) -> Likelihood:
                                ) from cause
 
 
-def of_pool(posterior: Posterior, pool: InputData) -> Inputs:
-    """The inputs of a pool that "epig" predicts where it is given no targets."""
-    chunks = Chunks(posterior.fitted.model, pool)
+def target_pool(posterior: Posterior, pool: InputData, targets: InputData | None, likelihood: Likelihood) -> Pool:
+    """Where "epig" predicts: the targets, or inputs of the pool where none are given."""
+    found: InputData = _of_pool(posterior, pool, likelihood) if targets is None else targets
+    return Pool(posterior, posterior.jacobian(found), likelihood)
+
+
+def _of_pool(posterior: Posterior, pool: InputData, likelihood: Likelihood) -> Inputs:
+    chunks, each = Chunks(posterior.fitted.model, pool), likelihood.rank(posterior.num_outputs) ** 2
     count = chunks.length or sum(num_examples(x) for _, x in chunks.inputs())
-    index = drawn(min(tuning.TARGETS_OF_POOL, count), count, 0).sort().values
+    most = min(count, max(tuning.TARGETS_OF_POOL, tuning.TARGET_COVARIANCES // (count * each)))
+    index = drawn(most, count, 0).sort().values
     found = []
     for start, x in chunks.inputs():
         here = index[(index >= start) & (index < start + num_examples(x))]
