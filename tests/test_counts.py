@@ -63,6 +63,8 @@ def test_quantiles_in_both_tails(kind: str) -> None:
     for level in (1e-12, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-12):
         found = each.icdf(torch.tensor(level, dtype=torch.float64)).flatten()
         assert np.abs(found.numpy() - own.ppf(level)).max() <= (0 if level < 0.9 else 1)  # 1 - q has few digits
+    last = each.icdf(torch.tensor(1 - 2.0**-52, dtype=torch.float64)).flatten().numpy()
+    assert np.abs(last - own.isf(2.0**-52)).max() <= 1
     assert each.icdf(torch.tensor([0.0, 1.0]).double().view(2, 1, 1)).isnan().all()
     assert each[0, 1].icdf(torch.tensor(0.5)).item() == own.ppf(0.5)[1]
     both = each.over_samples(1).reshaped(2)
