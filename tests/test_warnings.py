@@ -101,6 +101,30 @@ def test_outputs_that_are_probabilities(likelihood: ntkl.Likelihood) -> None:
         assert [str(one.message)[:44] for one in caught] == ["the outputs of the network are probabilities"] * told
 
 
+@pytest.mark.parametrize("likelihood", [ntkl.Bernoulli(), ntkl.Tempered(ntkl.Bernoulli(), 2.0)],
+                         ids=lambda likelihood: type(likelihood).__name__)
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_outputs_that_are_probabilities_of_one(likelihood: ntkl.Likelihood, outputs: int) -> None:
+    """A network that ends in a sigmoid; logits between 0 and 1 that were trained as such are none."""
+    x = torch.linspace(-2, 2, 40, dtype=torch.float64, device="cpu")[:, None].expand(40, outputs)
+    steep, flat = (nn.Linear(outputs, outputs).double() for _ in range(2))
+    with torch.no_grad():
+        for layer, slope, bias in ((steep, 3.0, 0.0), (flat, 0.2, 0.5)):
+            layer.weight.copy_(slope * torch.eye(outputs))
+            layer.bias.fill_(bias)
+    assert 0 < flat(x).min() < flat(x).max() < 1
+    frequencies = flat(x).detach().sigmoid()  # soft labels that these logits predict exactly
+    for layers, y, told in (
+        (nn.Sequential(steep, nn.Sigmoid()), (x > 0).double(), True),
+        (steep, (x > 0).double(), False),
+        (flat, frequencies, False),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ntkl.laplace(layers, (x, y), likelihood)
+        assert [str(one.message)[:44] for one in caught] == ["the outputs of the network are probabilities"] * told
+
+
 def test_all_warnings_go_one_way() -> None:
     """`errors.warn` finds the line; a fixed depth would be wrong after the next change."""
     calling = [path.name for path in (ROOT / "ntk_laplace").rglob("*.py") if "warnings.warn(" in path.read_text()]

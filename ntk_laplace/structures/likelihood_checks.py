@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import UnsupportedError, warn
-from ntk_laplace.model.likelihoods import Categorical, Likelihood
+from ntk_laplace.model.likelihoods import Bernoulli, Categorical, Likelihood
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.structures.points import BRANCH, TrainingPoints
 
 _CHECKED = 4  # points at which the methods of a likelihood are compared
 _NORMALIZED = 1e-4  # error of a sum of probabilities in float32
+_LIKELIER = 3.0  # nats by which outputs that are probabilities explain the labels better than as logits
 _AGREEMENT = 1e-3  # relative difference of a residual and the derivative: float32 likelihoods differ by rounding
 
 
@@ -84,8 +85,11 @@ def require_consistent(points: TrainingPoints, likelihood: Likelihood, curvature
     points.log_likelihood(likelihood)
     if curvature_type.kind == "ggn" and not curvature.any():
         _tell_flat(points, likelihood)
-    if isinstance(likelihood.at_position().counted_once(), Categorical):
+    counted = likelihood.at_position().counted_once()
+    if isinstance(counted, Categorical):
         _tell_probabilities(points, likelihood.num_positions(points.num_outputs))
+    elif isinstance(counted, Bernoulli):
+        _tell_probabilities_of_one(points, likelihood)
 
 
 def _require_absent(points: TrainingPoints, likelihood: Likelihood) -> None:
@@ -122,6 +126,21 @@ def _tell_probabilities(points: TrainingPoints, positions: int) -> None:
             return
     warn("the outputs of the network are probabilities: rows that sum to 1, none negative. Categorical takes them for "
          "logits, and takes their softmax again; leave out the softmax at the end of the network")
+
+
+def _tell_probabilities_of_one(points: TrainingPoints, likelihood: Likelihood) -> None:
+    """Warn where the outputs are probabilities at all points, which the labels alone tell from small logits."""
+    f = points.f.detach()
+    for part in (f[:_CHECKED], f):  # few points tell logits
+        if bool(((part < 0.0) | (part > 1.0)).any()):
+            return
+    with torch.no_grad():
+        log_odds = torch.logit(f, eps=torch.finfo(points.precision).eps)
+        gain = (points.log_prob_at(likelihood, log_odds) - points.log_prob(likelihood)).sum()
+    if float(gain) > _LIKELIER:
+        warn("the outputs of the network are probabilities: all are in [0, 1], and the labels are likelier by "
+             f"{float(gain):.3g} nats if they are taken for such. Bernoulli takes them for logits, and takes their "
+             "sigmoid again; leave out the sigmoid at the end of the network")
 
 
 def _of_shape(
