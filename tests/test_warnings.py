@@ -125,6 +125,29 @@ def test_outputs_that_are_probabilities_of_one(likelihood: ntkl.Likelihood, outp
         assert [str(one.message)[:44] for one in caught] == ["the outputs of the network are probabilities"] * told
 
 
+@pytest.mark.parametrize(("structure", "width", "most", "told"), [
+    ("gp", 2, 1e5, True),  # B has 800 rows, H has 17
+    ("gp", 2, None, False),
+    ("gp", 200, 1e5, False),  # H has 1,403
+    ("auto", 2, 1e5, False),
+    ("full", 2, 1e5, False),
+])
+def test_work_of_function_space(
+    structure: str, width: int, most: float | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fit tells of weight space that takes a small part of the operations."""
+    if most is not None:
+        monkeypatch.setattr(tuning, "LONG_OPERATIONS", most)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 3, dtype=torch.float64, device="cpu", generator=generator)
+    y = torch.randint(3, (400,), device="cpu", generator=generator)
+    layers = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 3)).double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ntkl.laplace(layers, (x, y), ntkl.Categorical(), structure=structure)
+    assert [str(one.message)[:20] for one in caught] == ["structure='gp' takes"] * told
+
+
 def test_all_warnings_go_one_way() -> None:
     """`errors.warn` finds the line; a fixed depth would be wrong after the next change."""
     calling = [path.name for path in (ROOT / "ntk_laplace").rglob("*.py") if "warnings.warn(" in path.read_text()]

@@ -25,6 +25,8 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import (
     Auto,
     FittedModel,
+    FullWeightSpace,
+    FunctionSpace,
     GivenGaussian,
     Iterative,
     LinearizedModel,
@@ -35,7 +37,7 @@ from ntk_laplace.structures import (
 )
 from ntk_laplace.structures.checkpoint import restored_model
 from ntk_laplace.structures.data_passes import ModelSignature, digest
-from ntk_laplace.structures.forecast import Problem
+from ntk_laplace.structures.forecast import Problem, memory_of
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.structures.problem_sample import ProblemSample
 
@@ -248,6 +250,8 @@ def fitted_to(spec: StructureSpec | Auto, model: LinearizedModel, batches: Batch
             problem = _problem(model, batches, first)
             spec, reason = spec.chosen(problem, lambda: _sampled(problem, batches))
             _LOG.info(reason)
+        elif isinstance(spec, FunctionSpace):
+            _warn_of_work(spec, model, batches, first)
         if settings.resume is not None and not spec.resumable:
             raise UnsupportedError(
                 'a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
@@ -272,6 +276,26 @@ def can_fit(spec: Auto, model: LinearizedModel, batches: Batches) -> bool:
         except (MemoryBudgetError, UnsupportedError):
             return False
     return True
+
+
+def _warn_of_work(spec: FunctionSpace, model: LinearizedModel, batches: Batches, x: Inputs) -> None:
+    """Warn where function space takes long, and weight space a small part of it for the same numbers."""
+    n, outputs = batches.length, model.network.num_outputs
+    if n is None or model.settings.reducer.world_size > 1:  # a stream is not counted
+        return
+    most = tuning.LONG_OPERATIONS if model.network.device.type == "cpu" else tuning.LONG_OPERATIONS_DEVICE
+    rows = n * model.curvature_type.columns(model.likelihood, outputs)
+    if rows**3 / 3 < most or rows <= model.network.num_parameters:
+        return
+    problem, other = _problem(model, batches, x), FullWeightSpace()
+    here, there = spec.forecast(problem), other.forecast(problem)
+    if here.work is None or there is None or there.work is None or there.required > memory_of(model):
+        return
+    takes, would = here.work.operations(problem), there.work.operations(problem)
+    if takes >= most and takes > tuning.FASTER * would:
+        warn(f"structure={spec.name!r} takes about {takes:.1g} operations for {rows:,} rows, and again when "
+             f"hyperparameters change; structure={other.name!r} has the same numbers from about {would:.1g}, and "
+             'structure="auto" takes the cheaper of the two')
 
 
 def _warn_of_numbers(weights: Tensor) -> None:

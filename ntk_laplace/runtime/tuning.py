@@ -160,6 +160,8 @@ OVERSAMPLING = 1.25  # test vectors of a low rank that is kept alone, relative t
 # operations of an exact matrix that "auto" takes on a CPU (minutes on two cores) and on a device, and how many
 # times less another structure has to take: its operations are slower
 EXACT_OPERATIONS, EXACT_OPERATIONS_DEVICE, FASTER = 3e13, 3e15, 10.0
+# operations of function space from which a fit tells that weight space takes a small part (half a minute on a core)
+LONG_OPERATIONS, LONG_OPERATIONS_DEVICE = 1e12, 1e14
 PROBED_EXAMPLES = 256  # examples whose rows are timed
 PROBED_ROWS = 512  # rows of SᵀJ, whose eigenvalues are extrapolated
 PROBED_GRAM_ROWS = 2048  # rows of SᵀJ, from which leading rows are extrapolated
