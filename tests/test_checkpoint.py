@@ -258,6 +258,31 @@ def test_another_likelihood_is_neither_merged_nor_loaded(
     assert again.merge(first).num_examples == 12
 
 
+@pytest.mark.parametrize(("layer", "error"), [
+    (nn.Dropout(0.5), ntkl.NonDeterministicError), (nn.BatchNorm1d(6), ntkl.MixedExamplesError),
+], ids=["dropout", "batch norm"])
+def test_a_network_that_is_loaded_in_training_mode_is_refused_by_every_verb(
+    layer: nn.Module, error: type[ntkl.NTKLaplaceError], tmp_path: Path
+) -> None:
+    """A new module is in training mode: means and weight samples of it were random, or mixed examples."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 6), copy.deepcopy(layer), nn.Tanh(), nn.Linear(6, 2)).double().eval()
+    x = torch.randn(20, 3, dtype=torch.float64, device="cpu")
+    labels = torch.randint(2, (20,), device="cpu")
+    posterior = ntkl.laplace(network, (x, labels), ntkl.Categorical(), structure="full")
+    posterior.save(tmp_path / "posterior.pt")
+    for verb in (
+        lambda loaded: loaded.outputs(x[:5]),
+        lambda loaded: loaded.predict(x[:5], "map").probs,
+        lambda loaded: loaded.predict(x[:5], "nn", generator=torch.Generator().manual_seed(0)).probs,
+        lambda loaded: loaded.predict(x[:5]).probs,
+    ):
+        loaded = ntkl.load(tmp_path / "posterior.pt", copy.deepcopy(network).train())
+        with pytest.raises(error, match=r"network\.eval\(\)"):
+            verb(loaded)
+        assert torch.equal(verb(ntkl.load(tmp_path / "posterior.pt", network)), verb(posterior))
+
+
 def test_counters_and_buffers_that_are_not_saved_may_differ(tmp_path: Path) -> None:
     x, y = torch.randn(10, 3).double(), torch.arange(10) % 2
     network, other = with_statistics(), with_statistics()

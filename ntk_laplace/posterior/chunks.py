@@ -34,11 +34,11 @@ class Chunks:
 
     def inputs(self, most: int | None = None) -> Iterator[tuple[int, Inputs]]:
         """(index of the first example, inputs) of chunks of at most `most` examples, to evaluate the network."""
-        own = None if self._chosen else self._model.jacobian_pass.sizes.evaluated
-        bounds, seen = [size for size in (most, own) if size is not None], 0
+        seen = 0
         for x in self._read():
-            n = num_examples(x)
-            step = min([n, *bounds])
+            sizes = self._model.jacobian_pass.prepare(x)  # checks the network of a checkpoint at its first inputs
+            own, n = None if self._chosen else sizes.evaluated, num_examples(x)
+            step = min([n, *(size for size in (most, own) if size is not None)])
             for start in range(0, n, step):
                 yield seen + start, take(x, slice(start, start + step)) if step < n else x
             seen += n
