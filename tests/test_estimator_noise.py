@@ -146,9 +146,25 @@ def test_other_likelihoods_have_the_design_of_the_first(monkeypatch: pytest.Monk
         asked.append((type(likelihood).__name__, tuple(designs)))
         return replace(of_likelihood(ntkl.Gaussian(1.0)), design=other)
 
-    choice.chosen_noise(run, ntkl.Gaussian(1.0), [ntkl.StudentT(1.0, 3.0), ntkl.HeteroscedasticGaussian()],
-                        (one, other))
+    others = [ntkl.StudentT(1.0, 3.0), ntkl.HeteroscedasticGaussian()]
+    choice.chosen_noise(run, ntkl.Gaussian(1.0), others, (one, other))
     assert asked == [("Gaussian", (one, other)), ("StudentT", (other,)), ("HeteroscedasticGaussian", (other,))]
+
+
+@pytest.mark.filterwarnings("ignore:of Gaussian")
+@pytest.mark.parametrize("pieces", [False, True])
+def test_other_likelihoods_are_tried_without_pieces(pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under normal noise pieces may only follow noise that has another distribution."""
+    monkeypatch.setattr(Errors, "have_tails", True)
+    asked: list[tuple[Design, ...]] = []
+    designs = Design(), Design(pieces=True)
+
+    def run(likelihood: ntkl.Likelihood, given: Sequence[Design]) -> Trained:
+        asked.append(tuple(given))
+        return replace(of_likelihood(ntkl.Gaussian(1.0)), design=Design(pieces=pieces))
+
+    choice.chosen_noise(run, ntkl.Gaussian(1.0), [ntkl.StudentT(1.0, 3.0), ntkl.HeteroscedasticGaussian()], designs)
+    assert asked == [designs, *2 * [designs if pieces else designs[:1]]]
 
 
 @pytest.mark.filterwarnings("ignore:of Gaussian", "ignore:leave-one-out is not to be trusted")

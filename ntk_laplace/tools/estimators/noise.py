@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ def chosen_noise(
 ) -> Trained:
     """Train under a normal likelihood, and if its residuals have heavy tails under others; the evidence chooses.
 
-    `run` takes the designs among which it chooses too; under the others the network has that of the first one.
+    `run` takes the designs among which it chooses too; under the others the network has that of the first one. One
+    with pieces is tried without them too, if that was among the first: a normal likelihood gets them for its noise.
 
     Another is not taken if it has learned its targets by heart and the normal one has not, if its squared errors are
     larger, or if its errors have a mean: of skewed targets the center of Student's t is not the mean, which people ask
@@ -42,9 +43,10 @@ def chosen_noise(
     with told_later() as told:
         found = run(normal, designs)
     errors = Errors.of(found.posterior)
+    tried = [design for design in designs if design in (found.design, replace(found.design, pieces=False))]
     for likelihood in others if errors.have_tails else ():
         with suppress(NTKLaplaceError), untold(), told_later() as of_other:  # the first training is a result
-            other = run(likelihood, (found.design,))
+            other = run(likelihood, tried)
             own = Errors.of(other.posterior)
             if not (own.biased or own.larger_than(errors)) and rank_of(other) > rank_of(found):
                 found, told = other, of_other
