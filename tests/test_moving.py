@@ -446,6 +446,32 @@ def test_strong_curvature_in_float32_is_no_missing_second_derivative():
     likelihood.require_second_derivatives(theta)
 
 
+@pytest.mark.parametrize("smaller", [1.0, 20.0])
+def test_kinks_in_float32_are_no_missing_second_derivative(smaller: float):
+    """ReLU units of a training put examples on their kinks, and a prior may make the weights of one layer small.
+
+    A backward pass that cannot be differentiated is refused behind them all the same.
+    """
+    torch.manual_seed(1)
+    x = torch.randn(200, 10)
+    y = (x[:, 0] * x[:, 1] > 0).long()
+    module = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = torch.optim.Adam(module.parameters(), 1e-2, weight_decay=1e-3)
+    for _ in range(300):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    with torch.no_grad():
+        module[0].weight.div_(smaller)
+        module[0].bias.div_(smaller)
+        module[2].weight.mul_(smaller)
+    found = ntkl.laplace(module, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.2))
+    likelihood_of(found.fitted, "nn", x, 1).require_second_derivatives(found.network.theta)
+    fused = ntkl.laplace(nn.Sequential(module, Lost()), (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.2))
+    with refused(ntkl.UnsupportedError, "second derivatives", "differ by", "relinearize"):
+        likelihood_of(fused.fitted, "nn", x, 1).require_second_derivatives(fused.network.theta)
+
+
 @pytest.mark.filterwarnings("ignore:the network is not at a minimum")
 def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):
     """Not that its objective has kinks, which it has not."""
@@ -516,6 +542,13 @@ class Fused(nn.Module):
 
     def forward(self, x):
         return Once.apply(self.inner(x))
+
+
+class Lost(nn.Module):
+    """Hyperbolic tangents, whose backward pass cannot be differentiated."""
+
+    def forward(self, f):
+        return Once.apply(f)
 
 
 class Length(nn.Module):

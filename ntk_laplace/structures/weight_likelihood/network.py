@@ -38,6 +38,8 @@ _KINKS = re.compile(r"[Rr]elu|^Elu|shrink|Threshold|Hard|Clamp|Abs|Max|Min|Sort|
 # where they are compared: distances from the weights, over their root mean square. At an optimum of ReLU units inputs
 # may lie on a kink, where no difference of gradients is a derivative; a wrong product is wrong everywhere
 _PLACES = (0.0, 0.01, 0.03)
+_FEW = 8  # examples, behind kinks
+_SMALL = 1e-6  # of the root mean square of all weights; smaller parameters say nothing of their size
 _SMALLER = 2  # times that a difference may shrink to a tenth: it is wrong behind a normalization of small inputs
 
 
@@ -135,14 +137,27 @@ class NetworkLikelihood(WeightLikelihood):
         if torch.finfo(precision).bits < 32:
             raise UnsupportedError("a network in float32 or float64, for Newton steps with its exact Hessian",
                                    f"one in {precision}", 'Use linearization="fixed", or network.float().')
-        generator, gaps = torch.Generator().manual_seed(0), list[float]()
-        for distance in _PLACES:
-            away, noise = torch.randn(2, len(theta), generator=generator, dtype=torch.float64, device="cpu").to(theta)
-            gaps.append(self.hessian_gap(theta + distance * theta.square().mean().sqrt() * away, noise))
-            if gaps[-1] <= _DISAGREEMENT:
-                return
+        generator, size = torch.Generator().manual_seed(0), self._sizes(theta)
+        gaps = list[float]()
+        for examples in (None, _FEW) if self.has_kinks(theta) else (None,):
+            for distance in _PLACES:
+                away, noise = torch.randn(2, len(theta), generator=generator, dtype=torch.float64, device="cpu").to(theta)
+                gaps.append(self.hessian_gap(theta + distance * size * away, size / size.max() * noise, examples))
+                if gaps[-1] <= _DISAGREEMENT:
+                    return
         raise no_second_derivatives(f"products with the Hessian that differ by {min(gaps):.2g} from the gradient's "
                                      "difference")
+
+    def _sizes(self, theta: Tensor) -> Tensor:
+        """Root mean square of each weight's parameter, (P,); of all weights where it is 0, and 1 if all are.
+
+        A step of one length for all would turn off or on every unit of a layer whose weights a prior has made small.
+        """
+        parts = theta.split(list(self._network.network.shapes.sizes.values()))
+        each = torch.stack([part.square().mean().sqrt() for part in parts])
+        whole = theta.square().mean().sqrt()
+        each = torch.where(each > _SMALL * whole, each, whole if whole > 0 else torch.ones_like(whole))
+        return torch.cat([one.expand(len(part)) for one, part in zip(each, parts, strict=True)])
 
     def has_kinks(self, theta: Tensor) -> bool:
         """Whether an operation of the network's graph at θ, (P,), has a derivative that jumps."""
@@ -150,13 +165,18 @@ class NetworkLikelihood(WeightLikelihood):
             f = self._network(theta[None].detach().requires_grad_(), take(self._batches[0], slice(0, 2)))
         return any(_KINKS.search(node.name()) for node in autograd_nodes(f))
 
-    def hessian_gap(self, theta: Tensor, noise: Tensor) -> float:
+    def hessian_gap(self, theta: Tensor, noise: Tensor, examples: int | None = None) -> float:
         """Relative gap of a product with the Hessian at θ and a difference of gradients along the same direction.
 
-        The difference shrinks as long as the gap is large, and the difference is another one than before.
+        The difference shrinks as long as the gap is large, and the difference is another one than before. It may be
+        that of some examples, about as many as asked for: behind kinks a difference of many examples is no derivative,
+        as some are at a kink between its ends, and the smaller it is, the more each of them adds.
         """
         size = torch.finfo(self._network.network.precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
-        once = self.weighted(theta.new_ones(1, self._points.shape[0]))
+        total = self._points.shape[0]
+        weights = theta.new_zeros(1, total)
+        weights[:, :: 1 if examples is None else max(1, total // examples)] = 1.0
+        once = self.weighted(weights)
         found = once.curvature(theta[None]).products(noise[None])[0]
 
         def difference(size: Tensor) -> Tensor:
@@ -171,7 +191,7 @@ class NetworkLikelihood(WeightLikelihood):
             truth = difference(size)
             if _gap(larger, truth) <= _DISAGREEMENT:
                 break
-        return _gap(found, truth)
+        return _gap(found, truth) if examples is None or bool(truth.any()) else math.inf
 
     def at_once(self) -> int:
         return self._fitting
