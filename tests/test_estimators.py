@@ -653,6 +653,19 @@ def test_equal_examples_are_one() -> None:
         plain.fit(x, y, sample_weight=np.zeros(20))
 
 
+def test_weights_that_are_shares_are_told() -> None:
+    """Shares of 1 leave the data the say of one row; their multiples of mean 1, and few rows of small weight, do not."""
+    x, y = sine(20)
+    share = np.full(20, 1 / 20)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="weights of 20 rows add up to 1, .* divide them by their mean"):
+        ntkl.LaplaceRegressor(**SINGLE).fit(x, y, sample_weight=share)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ntkl.LaplaceRegressor(**SINGLE).fit(x, y, sample_weight=share / share.mean())
+        ntkl.LaplaceRegressor(**SINGLE).fit(x[:9], y[:9], sample_weight=share[:9])
+    assert not any("add up to" in str(one.message) for one in told)
+
+
 class _Raw(nn.Module):
     """The network of standardized targets, with outputs in units of the targets."""
 

@@ -29,6 +29,7 @@ from ntk_laplace.errors import (
     require_flags,
     require_number,
     require_whole,
+    warn,
 )
 from ntk_laplace.model.likelihoods import HeteroscedasticGaussian, Likelihood
 from ntk_laplace.model.network import FourierFeatures, PiecewiseLinearFeatures
@@ -49,6 +50,7 @@ from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
 
 _PIECES_SCALE = 3.0  # of piecewise linear features
+_NORMALIZED = 2.0, 10  # weights that add up to less, of so many examples or more, are rather shares of one whole
 _LONGER = 1e-4, 1e-6  # prior precisions of trainings for more epochs, under precision="auto"
 
 
@@ -349,6 +351,10 @@ class LaplaceEstimator(_Fitted):
         first, total, point = merged_rows(x, y, weight)
         if not len(first):  # scikit-learn says so itself from 1.8 on
             raise DataError("sample weights of which one at least is non-zero", "zeros alone", "Leave them out.")
+        if len(first) >= _NORMALIZED[1] and total.sum() < _NORMALIZED[0]:
+            warn(f"the sample weights of {np.count_nonzero(weight)} rows add up to {total.sum():.3g}, and a row of weight "
+                 "w counts as w rows, so that the data say next to nothing; if the weights are shares of one whole, "
+                 "divide them by their mean")
         self.training_index_, self.training_point_, self._row_weight = first, point, weight
         self.held_out_index_ = np.zeros(0, dtype=np.intp)
         self.y_train_ = y[self.training_index_]
