@@ -654,7 +654,7 @@ def test_equal_examples_are_one() -> None:
 
 
 def test_weights_that_are_shares_are_told() -> None:
-    """Shares of 1 leave the data the say of one row; their multiples of mean 1, and few rows of small weight, do not."""
+    """Shares of 1 leave all rows the say of one; multiples of mean 1 do not, and of few rows none are told."""
     x, y = sine(20)
     share = np.full(20, 1 / 20)
     with pytest.warns(ntkl.NTKLaplaceWarning, match="weights of 20 rows add up to 1, .* divide them by their mean"):

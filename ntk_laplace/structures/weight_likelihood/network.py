@@ -141,8 +141,9 @@ class NetworkLikelihood(WeightLikelihood):
         gaps = list[float]()
         for examples in (None, _FEW) if self.has_kinks(theta) else (None,):
             for distance in _PLACES:
-                away, noise = torch.randn(2, len(theta), generator=generator, dtype=torch.float64, device="cpu").to(theta)
-                gaps.append(self.hessian_gap(theta + distance * size * away, size / size.max() * noise, examples))
+                drawn = torch.randn(2, len(theta), generator=generator, dtype=torch.float64, device="cpu")
+                away, noise = size * drawn.to(theta)
+                gaps.append(self.hessian_gap(theta + distance * away, noise / size.max(), examples))
                 if gaps[-1] <= _DISAGREEMENT:
                     return
         raise no_second_derivatives(f"products with the Hessian that differ by {min(gaps):.2g} from the gradient's "

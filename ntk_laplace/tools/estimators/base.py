@@ -352,8 +352,8 @@ class LaplaceEstimator(_Fitted):
         if not len(first):  # scikit-learn says so itself from 1.8 on
             raise DataError("sample weights of which one at least is non-zero", "zeros alone", "Leave them out.")
         if len(first) >= _NORMALIZED[1] and total.sum() < _NORMALIZED[0]:
-            warn(f"the sample weights of {np.count_nonzero(weight)} rows add up to {total.sum():.3g}, and a row of weight "
-                 "w counts as w rows, so that the data say next to nothing; if the weights are shares of one whole, "
+            warn(f"the sample weights of {np.count_nonzero(weight)} rows add up to {total.sum():.3g}, and a row of "
+                 "weight w counts as w rows, so that the data say next to nothing; if they are shares of one whole, "
                  "divide them by their mean")
         self.training_index_, self.training_point_, self._row_weight = first, point, weight
         self.held_out_index_ = np.zeros(0, dtype=np.intp)
