@@ -103,6 +103,7 @@ def test_equal_rows_and_weights_count_as_so_many() -> None:
     model.fit(x, y, weights)
     repeated.fit(np.repeat(x, weights, 0), np.repeat(y, weights, 0))
     np.testing.assert_allclose(model.predict(x), repeated.predict(x), rtol=1e-6)
+    assert float(model.network_.state_dict()["1.shift"]) == pytest.approx(np.log(np.average(y, weights=weights)))
 
 
 def test_what_is_no_count_is_refused() -> None:
