@@ -15,6 +15,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.tools import cli
+from ntk_laplace.tools.estimators.noise import may_be_counts
 from refusals import refused
 
 pytestmark = [
@@ -93,6 +94,26 @@ def test_counts_start_at_their_mean_and_are_better_than_numbers() -> None:
     normal = ntkl.LaplaceRegressor(likelihood="gaussian", **QUICK).fit(x, y)
     assert new.log_marginal_likelihood_value_ > normal.log_marginal_likelihood_value_ + 20
     assert new.log_marginal_likelihood(new.theta_) == pytest.approx(new.log_marginal_likelihood_value_, rel=1e-8)
+
+
+def test_small_whole_numbers_that_vary_are_tried_as_counts() -> None:
+    """The evidence chooses; the result is that of either likelihood, and others are not even tried as counts."""
+    x, y = problem(level=1.0)
+    found, counts = (ntkl.LaplaceRegressor(likelihood=name, **QUICK).fit(x, y)
+                     for name in ("auto", "negative-binomial"))
+    assert found.likelihood_ == "negative-binomial" and found.get_params()["likelihood"] == "auto"
+    assert found.log_marginal_likelihood_value_ == counts.log_marginal_likelihood_value_
+    np.testing.assert_array_equal(found.predict(x), counts.predict(x))
+    np.testing.assert_array_equal(found.training_index_, counts.training_index_)
+    assert [may_be_counts(one, None) for one in (y[:, None], np.stack([y, y], 1))] == [True, True]
+    narrow = np.round(5 + np.tanh(x))  # varies less than a count of mean 5
+    for other in (y[:, None] + 0.5, y[:, None] - 3, narrow, 100 * y[:, None], 0 * y[:, None]):
+        assert not may_be_counts(other, None)
+    assert not may_be_counts(y[:, None], np.where(y == 2, 1.0, 1e-9))
+    steps = np.where(x[:, 0] > 0, 40.0, 0.0)  # a count of mean 40 would vary
+    steps += np.random.default_rng(1).integers(0, 2, len(x))
+    sharp = ntkl.LaplaceRegressor(**QUICK).fit(x, steps)
+    assert may_be_counts(steps[:, None], None) and sharp.likelihood_ != "negative-binomial"
 
 
 def test_equal_rows_and_weights_count_as_so_many() -> None:

@@ -23,6 +23,7 @@ _STEPS = 50  # of the scale, each a weighted mean
 _GAIN, _GAIN_A_POINT = 5.0, 0.02
 _CHANCE, _LARGER, _LARGEST = 2.0, 1.05, 1.5  # standard errors of a change of squared errors, and ratios of these
 _TIED = 0.5  # of the targets, that may be equal
+_MOST_OF_COUNTS = 50.0  # the mean of targets; larger whole numbers are often rounded, and nearly continuous
 _BIAS, _BIAS_SHARE = 3.0, 0.02  # standard errors of a mean error, and its share of the squared errors
 
 
@@ -53,6 +54,15 @@ def chosen_noise(
     for message in dict.fromkeys(told):
         warn(message)
     return found
+
+
+def may_be_counts(targets: Array, weights: Array | None) -> bool:
+    """Whether targets (N, D) are small whole numbers from 0 that vary at least as much as counts of one mean."""
+    if not ((targets >= 0) & (targets == np.floor(targets))).all():
+        return False
+    mean = np.average(targets, 0, weights)
+    variance = np.average((targets - mean) ** 2, 0, weights)
+    return bool((mean <= _MOST_OF_COUNTS).all() and (variance >= mean).all() and mean.all())
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
@@ -13,7 +15,16 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, UnsupportedError, require_choice, require_whole
+from ntk_laplace.errors import (
+    DataError,
+    NTKLaplaceError,
+    UnsupportedError,
+    require_choice,
+    require_whole,
+    told_later,
+    untold,
+    warn,
+)
 from ntk_laplace.model.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
@@ -27,7 +38,7 @@ from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
 from ntk_laplace.tools.estimators.networks import Shifted, is_module
-from ntk_laplace.tools.estimators.noise import chosen_noise
+from ntk_laplace.tools.estimators.noise import Errors, chosen_noise, may_be_counts
 from ntk_laplace.tools.estimators.predictions import Predictions
 from ntk_laplace.tools.estimators.tables import Array, Standardized
 from ntk_laplace.tools.estimators.training import Design, Trained
@@ -88,7 +99,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         training of its own; the evidence chooses (`likelihood_`). A network of yours with one output for each target
         is not trained with two. "negative-binomial": targets are counts, with the mean ``μ = exp(f)``, and the
         variance ``μ + α μ²`` whose α is learned too (`NegativeBinomial`); "poisson": with the variance μ. Targets are
-        not standardized then, and "mlp" starts at the logarithm of their mean.
+        not standardized then, and "mlp" starts at the logarithm of their mean. "auto" tries "negative-binomial" too
+        where targets are whole numbers from 0 with a mean of at most 50, and vary as much as counts of one mean do.
     noise : float or array_like, (targets,)
         Noise variance at the start, in squared units of the targets (standardized ones by default); of "student-t" σ².
         Each of several targets has its own noise. "heteroscedastic-gaussian" and counts have none.
@@ -185,7 +197,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def _training_options(self, examples: int, times: int) -> dict[str, Any]:
         """More evaluations of the evidence: precisions and noise must arrive before the epochs end."""
-        one = len(self._targets.scale) == 1 and self.likelihood not in COUNTS
+        one = len(self._targets.scale) == 1 and self._likelihood not in COUNTS
         steps, rate = _STEPS if one else _STEPS_OF_SEVERAL
         options = super()._training_options(examples, times)
         frequency = max(1, options["epochs"] // _EVALUATIONS)
@@ -212,19 +224,47 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         x, y, weight = self._read(X, y, sample_weight, multi_output=True, y_numeric=True)
         self._single = y.ndim == 1
         y = y.reshape(len(y), -1).astype(np.float64)
+        counts = copy.copy(self)
+        if self.likelihood != "auto" or is_module(self.network) or not may_be_counts(y, weight):
+            self._fit_as(self.likelihood, x, y, weight)
+            return self
+        with told_later() as told:
+            self._fit_as("auto", x, y, weight)
+        with suppress(NTKLaplaceError), untold(), told_later() as of_counts:  # the first training is a result
+            counts._fit_as("negative-binomial", x, y, weight)
+            if counts._rank > self._rank and not counts._errors.larger_than(self._errors):
+                self.__dict__, told = counts.__dict__, of_counts
+        for message in dict.fromkeys(told):
+            warn(message)
+        return self
+
+    def _fit_as(self, name: str, x: Array, y: Array, weight: Array | None) -> None:
+        """Fit with a likelihood, or with those of "auto" among which the evidence chooses."""
+        self._likelihood = name
         names = ["y"] if self._single else [f"column {index} of y" for index in range(y.shape[1])]
-        likelihood = self._named_likelihood(self.likelihood, y.shape[1])
-        counts = self.likelihood in COUNTS
+        likelihood, counts = self._named_likelihood(name, y.shape[1]), name in COUNTS
         self._targets = Standardized.of(y, weight, self._standardized and not counts, names)
         if counts:
             self._log_rate = np.log(np.maximum(np.average(y, 0, weight), _LEAST_RATE))
         self._fit(x, to_tensor(self._targets(y)), y.shape[1], likelihood, weight)
-        return self
+
+    @property
+    def _rank(self) -> tuple[bool, float]:
+        """The larger, the better: the evidence a point of targets in their own units, nats."""
+        fit, total = self.predictive_fit_, self.posterior_.fitted.total
+        learned = fit is not None and fit.reliability is not None and fit.reliability.learned_targets
+        return not learned, self.log_marginal_likelihood_value_ / total
+
+    @property
+    def _errors(self) -> Errors:
+        """Those of the training points, in units of the targets."""
+        found = Errors.of(self.posterior_)
+        return replace(found, error=found.error * self._targets.scale)
 
     def _of_likelihoods(
         self, run: Callable[[Likelihood, Sequence[Design]], Trained], likelihood: Likelihood, designs: Sequence[Design]
     ) -> Trained:
-        if self.likelihood != "auto":
+        if self._likelihood != "auto":
             return run(likelihood, designs)
         targets = len(self._targets.scale)
         others = [self._named_likelihood("student-t", targets)]
@@ -234,7 +274,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def _made(self, network: nn.Module) -> nn.Module:
         """With the mean count at the start, so that the prior is about what differs from it."""
-        if self.likelihood not in COUNTS or is_module(self.network):
+        if self._likelihood not in COUNTS or is_module(self.network):
             return network
         return nn.Sequential(network, Shifted(to_tensor(self._log_rate).to(next(network.parameters()))))
 
