@@ -58,11 +58,11 @@ def chosen_noise(
 
 def may_be_counts(targets: Array, weights: Array | None) -> bool:
     """Whether targets (N, D) are small whole numbers from 0 that vary at least as much as counts of one mean."""
-    if not ((targets >= 0) & (targets == np.floor(targets))).all():
-        return False
     mean = np.average(targets, 0, weights)
-    variance = np.average((targets - mean) ** 2, 0, weights)
-    return bool((mean <= _MOST_OF_COUNTS).all() and (variance >= mean).all() and mean.all())
+    whole = (targets >= 0) & (targets == np.floor(targets))
+    if not (whole.all() and mean.all() and (mean <= _MOST_OF_COUNTS).all()):
+        return False
+    return bool((np.average((targets - mean) ** 2, 0, weights) >= mean).all())
 
 
 @dataclass(frozen=True)
