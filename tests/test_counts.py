@@ -167,8 +167,9 @@ def test_a_training_finds_the_dispersion() -> None:
     for y, low, high in ((torch.poisson(rate * factor), 0.38, 0.65), (torch.poisson(rate), 0.0, 0.05)):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-        training = ntkl.train_with_evidence(network, (x, y), ntkl.NegativeBinomial(), structure="full", epochs=60,
-                                            batch_size=200)
+        schedule = ntkl.EvidenceSchedule(5, steps=10, learning_rate=0.3)
+        training = ntkl.train_with_evidence(network, (x, y), ntkl.NegativeBinomial(), structure="full", epochs=40,
+                                            batch_size=200, schedule=schedule)
         found = float(training.posterior.likelihood.dispersion)
         assert low <= found < high
         again = training.posterior
