@@ -77,6 +77,18 @@ def test_quantiles_in_both_tails(kind: str) -> None:
     assert each.sample((0, 3)).shape == (0, 3, 1, 2)
 
 
+@each_likelihood
+def test_quantiles_of_a_wide_f(kind: str) -> None:
+    """Beyond the moments that a number can hold: those of exp(f), whose spread the count's own is far below."""
+    mean, deviation = torch.tensor([[2.0, -3.0, 30.0]]).double(), torch.tensor([12.0, 25.0, 45.0]).double()
+    each = LIKELIHOODS[kind].univariate_of(mean, torch.diag(deviation.square())[None])
+    for level in (0.9, 0.95):
+        wanted = mean[0] + scipy.stats.norm.ppf(level) * deviation
+        found = each.icdf(torch.tensor(level, dtype=torch.float64))[0].log()
+        assert bool(((found - wanted).abs() < 0.03 * deviation).all())
+    assert each.icdf(torch.tensor(0.01, dtype=torch.float64)).tolist() == [[0.0, 0.0, 0.0]]
+
+
 def test_coverage_of_central_intervals() -> None:
     """A count is inside if it is between the quantiles, ends included."""
     rate = torch.linspace(0.2, 30.0, 400, dtype=torch.float64)

@@ -15,7 +15,8 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.panels import panels
 
-_STEPS = 64  # halvings of the bounds of a quantile
+_STEPS = 64  # halvings of the bounds of a quantile, or of their logarithms
+_INFINITE = 1e300  # an upper bound where there is none
 _SUMMED, _DIGITS = 2**10, 1e-9  # counts that are added up for a quantile, whose level is as far from 1
 
 
@@ -102,13 +103,14 @@ class CountMixture(NumberMixture):
 
         (log_rate,), dispersion = (part.detach().cpu().numpy() for part in self._rows(number)), float(self._dispersion)
         k = np.floor(count.cpu().numpy())[:, None]
-        rate, at = np.exp(log_rate), np.maximum(k, 0.0) + 1.0
+        at = np.maximum(k, 0.0) + 1.0
         if not dispersion > 0:
-            found = special.gammainc(at, rate) if tail else special.gammaincc(at, rate)
-        else:
-            part = dispersion * rate / (1.0 + dispersion * rate)
-            found = special.betainc(at, 1.0 / dispersion, part) if tail else \
-                special.betaincc(at, 1.0 / dispersion, part)
+            found = (special.gammainc if tail else special.gammaincc)(at, np.exp(log_rate))
+        else:  # the share of αμ, or of 1, in 1 + αμ: the smaller one has all its digits
+            size, odds = 1.0 / dispersion, log_rate + np.log(dispersion)
+            of_few, of_many = (special.betainc, special.betaincc) if tail else (special.betaincc, special.betainc)
+            found = np.where(odds < 0, of_few(at, size, special.expit(np.minimum(odds, 0.0))),
+                             of_many(size, at, special.expit(-np.maximum(odds, 0.0))))
         found = np.where(k < 0, float(tail), np.broadcast_to(found, (len(k), found.shape[1])))
         weights = self.log_weights.double().exp()
         each = to_tensor(found).to(weights.device).expand(-1, len(weights))
@@ -120,14 +122,15 @@ class CountMixture(NumberMixture):
         center, spread = (part.reshape(-1)[number].double() for part in (self.mean, self.stddev))
         inside = levels.clamp(1e-300, 1.0 - 1e-16)
         odds = (inside / (1.0 - inside)).sqrt()
-        low = (center - spread / odds).floor().clamp_min(0.0) - 1.0  # not reached there
-        high = (center + spread * odds).ceil()  # reached there
+        # not reached at `low`, and reached at `high`; moments of a wide f may be beyond the numbers
+        low = (center - spread / odds).nan_to_num(0.0).floor().clamp_min(0.0) - 1.0
+        high = (center + spread * odds).nan_to_num(_INFINITE, posinf=_INFINITE).ceil()
         found, few = torch.empty_like(levels), (high < _SUMMED) & (levels < 1.0 - _DIGITS)
-        if bool(few.any()):
-            most = int(high[few].max())
-            each = max(1, tuning.AVERAGED_OUTPUTS // (len(self.log_weights) * (most + 1)))
-            for here in few.nonzero().flatten().split(each):
-                found[here] = self._summed(levels[here], number[here], most)
+        ordered = high.argsort()  # so that the counts that are added up are about as many as each needs
+        ordered, each = ordered[few[ordered]], len(self.log_weights) * _SUMMED
+        for rows in panels(len(ordered), each, tuning.AVERAGED_OUTPUTS):
+            here = ordered[rows]
+            found[here] = self._summed(levels[here], number[here], int(high[here].max()))
         rest = ~few
         found[rest] = self._halved(levels[rest], number[rest], low[rest], high[rest])
         return found
@@ -144,9 +147,9 @@ class CountMixture(NumberMixture):
         """Quantiles, by halving bounds."""
         upper = levels > 0.5
         for _ in range(_STEPS):
-            if bool((high - low <= 1.0).all()):
+            if not len(levels) or bool((high - low <= 1.0).all()):
                 break
-            middle = ((low + high) / 2).floor()
+            middle = torch.where(high > 4.0 * (low + 2.0), ((low + 2.0) * high).sqrt(), (low + high) / 2).floor()
             reached = torch.where(upper, self._below(middle, number, True) <= 1.0 - levels,
                                   self._below(middle, number, False) >= levels)
             low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)

@@ -17,8 +17,8 @@ from ntk_laplace.model.likelihoods.targets import first_bad, require
 # The trapezoidal rule for a count under f ~ N(m, s²). As a function of f its distribution has the width 1/√Λ, and the
 # error of a step of h deviations is of order exp(-2π²/(h² (1 + s² Λ))), with Λ at the largest f that counts: e^-40 for
 # h √(1 + s² Λ) = 0.7. That of small counts, and of r below 1, is exp(-π²/(h s)): e^-30 for h s = 0.33. The step has an
-# end, where the count is narrower than the points are apart.
-_STEP, _STEP_OF_FEW, _LEAST_STEP, _REACH, _LARGEST = 0.7, 0.33, 0.002, 8.4, 5.0
+# end, where the count is narrower than the points are apart, and an error of 2 % of s in a quantile's logarithm.
+_STEP, _STEP_OF_FEW, _LEAST_STEP, _REACH, _LARGEST = 0.7, 0.33, 0.02, 8.4, 5.0
 
 
 class Counts(PerOutput):
