@@ -163,6 +163,7 @@ def test_fit_of_a_table_of_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     ["explain", "out/model.joblib", "--inputs", "t.csv", "--most", "3"],
                     ["evidence", "out/model.joblib"]):
         assert cli.main(command) == 0
+    assert "log claims" in Path("out/explanations.html").read_text()
     pandas.DataFrame({"age": x[:, 0], "claims": 3 * np.arange(60)}).to_csv("t.csv", index=False)
     assert cli.main(["fit", "t.csv", *options, "--likelihood", "gaussian"]) == 0
     assert "which --likelihood negative-binomial takes as counts" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.likelihoods import MISSING_LABEL
+from ntk_laplace.model.likelihoods.counts import Counts
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.estimator_file import Estimator
@@ -35,6 +36,8 @@ def estimator_page(
     names = classes or (list(targets) if len(targets) > 1 else None)
     if getattr(model, "likelihood_", "") == "heteroscedastic-gaussian":
         names = [*targets, *(f"log noise variance of {name}" for name in targets)]
+    elif names is not None and isinstance(model.posterior_.likelihood, Counts):
+        names = [f"log {name}" for name in names]
     truths = _truths(model, new)
     values = None
     if estimator.shape is None:

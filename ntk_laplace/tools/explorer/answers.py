@@ -12,6 +12,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.data import as_tensor
 from ntk_laplace.model.likelihoods import HeteroscedasticGaussian
+from ntk_laplace.model.likelihoods.counts import Counts
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import LeaveOneOut
 from ntk_laplace.runtime.conversion import to_tensor
@@ -63,6 +64,8 @@ class Answers:
         c = self.posterior.num_outputs
         if self.kind == "values":
             what = target if self.posterior.likelihood.num_responses(c) == c else "output"
+            if isinstance(self.posterior.likelihood, Counts):
+                what = f"log {target}"
             return [what if c == 1 else f"{what} {i}" for i in range(c)]
         return [str(i) for i in range(2 if self.kind == "binary" else c)]
 
