@@ -88,6 +88,7 @@ class Counts(PerOutput):
         return Counts in type(self).__bases__
 
     def _rate(self, f: Tensor) -> Tensor:
+        """``exp(f)``; NonFiniteError if it is infinite."""
         rate = f.exp()
         if not rate.isfinite().all():
             index = first_bad(~rate.isfinite())

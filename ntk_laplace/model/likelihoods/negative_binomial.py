@@ -98,6 +98,7 @@ class NegativeBinomial(Counts):
 
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
         """Independent negative binomial responses given f."""
+        self._rate(f)
         at = f.squeeze(-1) if scalar else f
         size = self._size(f).expand(at.shape)
         base = td.NegativeBinomial(size, logits=self._logit(at), validate_args=False)
@@ -107,9 +108,11 @@ class NegativeBinomial(Counts):
         """E log p, E r and E Λ by quadrature, output by output; log p is singular at -log α ± iπ."""
         if type(self) is not NegativeBinomial:
             return None  # a subclass may override the density
-        log_prob = expectation_by_output(self, lambda own, f, y: own.log_prob(f, y), mean, covariance, y, math.pi)
-        residual = expectation_by_output(self, lambda own, f, y: own.residual(f, y), mean, covariance, y, math.pi)
-        curvature = expectation_by_output(self, lambda own, f, y: own.curvature(f, y), mean, covariance, y, math.pi)
+        functions = (lambda own, f, y: own.log_prob(f, y), lambda own, f, y: own.residual(f, y),
+                     lambda own, f, y: own.curvature(f, y))
+        log_prob, residual, curvature = (
+            expectation_by_output(self, function, mean, covariance, y, math.pi) for function in functions
+        )
         return log_prob, residual, curvature
 
     def record(self) -> dict[str, Any]:
