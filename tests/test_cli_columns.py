@@ -199,7 +199,7 @@ def test_a_model_of_an_earlier_version(frame: pandas.DataFrame) -> None:
 def test_a_model_that_was_fitted_again_has_the_columns_of_that_fit(frame: pandas.DataFrame) -> None:
     """What the command knows of its rows, its categories and its targets is not of other data."""
     table = argparse.Namespace(data=TABLE, target=["price"], category=[], drop=["code"], fill_missing=False,
-                               source=None, task=None)
+                               likelihood=None, source=None, task=None)
     training = read_examples(table)
     model = ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(2,), likelihood="gaussian", predictive=None,
                                   precision=1.0)

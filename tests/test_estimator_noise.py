@@ -308,6 +308,60 @@ def test_noise_that_depends_on_the_inputs() -> None:
         assert fixed.posterior_.num_outputs == 1
 
 
+@pytest.mark.parametrize("targets", [1, 2])
+def test_positive_targets_by_their_logarithms(targets: int) -> None:
+    """All of it is the fit to the logarithms, in the units of the targets."""
+    x, y = problem(outliers=False, targets=targets)
+    logs = y / 40.0
+    y = np.exp(logs)
+    weights = np.where(x[:, 0] > 0, 2.0, 1.0)
+    model = ntkl.LaplaceRegressor(likelihood="log-normal", **SHORT).fit(x, y, weights)
+    plain = ntkl.LaplaceRegressor(likelihood="gaussian", **SHORT).fit(x, logs, weights)
+    assert model.likelihood_ == "log-normal" and model.get_params()["likelihood"] == "log-normal"
+    each, of_logs = model.predict_distribution(x[:6]), plain.predict_distribution(x[:6])
+    assert isinstance(each, ntkl.LogNormalMixture)
+    m, v = of_logs.mean.numpy(), of_logs.variance.numpy()
+    mean, std = model.predict(x[:6], return_std=True)
+    np.testing.assert_allclose(mean, np.exp(m + v / 2), rtol=1e-10)
+    np.testing.assert_allclose(std, mean * np.sqrt(np.expm1(v)), rtol=1e-10)
+    np.testing.assert_array_equal(model.predict(x[:6]), mean)
+    own = torch.as_tensor(y[:6])
+    np.testing.assert_allclose(each.log_prob(own), of_logs.log_prob(own.log()) - own.log(), rtol=1e-7)
+    np.testing.assert_allclose(model.predict_quantiles(x[:6]), np.exp(plain.predict_quantiles(x[:6])), rtol=1e-9)
+    np.testing.assert_allclose(model.sample_y(x[:6], 5), np.exp(plain.sample_y(x[:6], 5)), rtol=1e-7)
+    _, covariance = model.predict(x[:6], return_cov=True)
+    _, of_plain = plain.predict(x[:6], return_cov=True)
+    np.testing.assert_allclose(covariance, mean[:, None] * mean[None] * np.expm1(of_plain), rtol=1e-7)
+    everywhere = plain.predict_distribution(x)
+    square = np.exp(2 * everywhere.mean.numpy() + 2 * everywhere.variance.numpy())  # E y²
+    wanted = np.average(square * -np.expm1(-np.asarray(plain.noise_)), 0, weights)
+    np.testing.assert_allclose(model.noise_, wanted, rtol=1e-9)
+    shift = float(weights @ logs.reshape(len(x), -1).sum(1))
+    assert model.log_marginal_likelihood_value_ == pytest.approx(plain.log_marginal_likelihood_value_ - shift, rel=1e-9)
+    assert model.predictive_fit_.after == pytest.approx(plain.predictive_fit_.after - shift / weights.sum(), rel=1e-8)
+    np.testing.assert_allclose(model.explain(x[:2], 2).f, plain.explain(x[:2], 2).f, rtol=1e-9)
+    np.testing.assert_allclose(model.network_targets(y), plain.network_targets(logs), atol=1e-12)
+    with refused(ntkl.DataError, "positive numbers in", "0", "another likelihood"):
+        model.fit(x, y - y.min())
+
+
+def test_the_distribution_of_positive_numbers() -> None:
+    """Against SciPy's log-normal distributions."""
+    log_weights = torch.tensor([0.3, 0.7], dtype=torch.float64).log()
+    mean, deviation = torch.tensor([[0.0, 1.0], [-1.0, 3.0]]).double(), torch.tensor([[0.5, 0.2], [1.5, 0.3]]).double()
+    each = ntkl.LogNormalMixture(log_weights, mean, deviation)
+    parts = stats.lognorm(deviation.numpy(), scale=mean.exp().numpy())
+    x = np.array([0.8, 5.0])
+    share = np.array([0.3, 0.7])
+    own = torch.as_tensor(x)
+    np.testing.assert_allclose(each.log_prob(own), np.log(parts.pdf(x[:, None]) @ share), rtol=1e-12)
+    np.testing.assert_allclose(each.cdf(own), parts.cdf(x[:, None]) @ share, rtol=1e-12)
+    np.testing.assert_allclose(each.mean, parts.mean() @ share, rtol=1e-12)
+    np.testing.assert_allclose(each.cdf(each.icdf(torch.tensor(0.9, dtype=torch.float64))), 0.9, rtol=1e-9)
+    assert each.log_prob(-own).isneginf().all() and not each.cdf(0 * own).any()
+    assert each[0].icdf(torch.tensor(0.5)) == each.icdf(torch.tensor(0.5))[0] and (each.sample((50,)) > 0).all()
+
+
 def test_quantiles_of_normal_noise() -> None:
     x, y = problem(outliers=False, targets=2)
     model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)

@@ -16,7 +16,7 @@ from ntk_laplace.model.likelihoods.everywhere import Everywhere, positions_of
 from ntk_laplace.model.likelihoods.gaussian import Gaussian
 from ntk_laplace.model.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from ntk_laplace.model.likelihoods.negative_binomial import NegativeBinomial
-from ntk_laplace.model.likelihoods.normal_mixture import NormalMixture
+from ntk_laplace.model.likelihoods.normal_mixture import LogNormalMixture, NormalMixture
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.poisson import Poisson
 from ntk_laplace.model.likelihoods.registry import (
@@ -42,6 +42,7 @@ __all__ = [
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "LogNormalMixture",
     "NegativeBinomial",
     "NormalMixture",
     "PerOutput",

@@ -81,6 +81,51 @@ class NormalMixture(NumberMixture):
         return numbers.reshape(q.shape).to(self.mean.dtype)
 
 
+class LogNormalMixture(NumberMixture):
+    """Mixtures of K log-normal distributions with the same weights, one for each positive number.
+
+    Parameters
+    ----------
+    log_weights : Tensor, (K,)
+        Up to a constant: the weights are divided by their sum.
+    mean, deviation : Tensor, (..., K) or (..., 1)
+        Of the normals that their logarithms have; the batch shape is (...).
+
+    Raises
+    ------
+    DataError
+        If the shapes are others.
+    """
+
+    _names: ClassVar[str] = "means and deviations"
+
+    def __init__(self, log_weights: Tensor, mean: Tensor, deviation: Tensor) -> None:
+        self.logarithm = NormalMixture(log_weights, mean, deviation)
+        super().__init__(log_weights, mean, deviation)
+
+    def _component(self, *parts: Tensor) -> td.LogNormal:
+        mean, deviation = parts
+        return td.LogNormal(mean, deviation, validate_args=False)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Log density, -infinity for numbers that are not positive."""
+        logs = torch.where(x > 0, x, 1.0).log()
+        return torch.where(x > 0, self.logarithm.log_prob(logs) - logs, -torch.inf)
+
+    def cdf(self, x: Tensor) -> Tensor:
+        """Probability of a number of at most x."""
+        found = self.logarithm.cdf(torch.where(x > 0, x, 1.0).log())
+        return torch.where(x > 0, found, torch.zeros_like(found))
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """Quantiles of the levels `value`, broadcast against the batch shape; NaN outside of (0, 1)."""
+        return self.logarithm.icdf(value).exp()
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws, of shape ``sample_shape + batch_shape``."""
+        return self.logarithm.sample(sample_shape).exp()
+
+
 @torch.no_grad()
 def _solved(weights: Tensor, mean: Tensor, deviation: Tensor, level: Tensor) -> Tensor:
     """Quantiles (n,) of mixtures (n, K), by Newton steps between bounds.

@@ -84,6 +84,11 @@ class NumberMixture(td.MixtureSameFamily):
         """A mixture of this kind."""
         return type(self)(log_weights, *parts)
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Parameters of the distributions, (..., K) or (..., 1) each."""
+        return self._parts
+
     def _whole(self) -> list[Tensor]:
         """The parts, (..., K) each."""
         return [part.expand(*self.batch_shape, len(self.log_weights)) for part in self._parts]

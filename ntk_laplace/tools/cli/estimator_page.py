@@ -18,6 +18,7 @@ from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.cli.described import Model
 from ntk_laplace.tools.cli.estimator_file import Estimator
 from ntk_laplace.tools.cli.examples import Examples
+from ntk_laplace.tools.estimators.regressor import LOG_NORMAL
 from ntk_laplace.tools.explorer import MOST_FEATURES, ExplorerPage, Naming, explore
 
 
@@ -36,6 +37,8 @@ def estimator_page(
     names = classes or (list(targets) if len(targets) > 1 else None)
     if getattr(model, "likelihood_", "") == "heteroscedastic-gaussian":
         names = [*targets, *(f"log noise variance of {name}" for name in targets)]
+    elif getattr(model, "likelihood_", "") == LOG_NORMAL:
+        target, names = f"log {target}", names and [f"log {name}" for name in names]
     elif names is not None and isinstance(model.posterior_.likelihood, Counts):
         names = [f"log {name}" for name in names]
     truths = _truths(model, new)

@@ -289,7 +289,8 @@ def _add_fit(commands: Any) -> None:
     fit.add_argument("--likelihood", choices=LIKELIHOODS,
                      help="the noise of numbers: normal; with heavy tails, for targets with outliers; or normal with a "
                      "variance that depends on the inputs; auto tries the others where the first leaves outliers, and "
-                     "the evidence chooses (default: auto); or that of counts: negative-binomial, poisson")
+                     "the evidence chooses (default: auto); log-normal, for positive numbers that vary by factors; or "
+                     "that of counts, negative-binomial or poisson")
     _add_shared(fit, "--level")
     fit.add_argument("--epochs", type=_count, metavar="N",
                      help="of the training (default: 300, or 100 for classes, and fewer of many rows)")

@@ -14,6 +14,7 @@ from ntk_laplace.model.likelihoods import (
     CountMixture,
     HeteroscedasticGaussian,
     Likelihood,
+    LogNormalMixture,
     NormalMixture,
     StudentT,
 )
@@ -23,7 +24,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.panels import panels
-from ntk_laplace.tools.estimators.tables import Array, Standardized
+from ntk_laplace.tools.estimators.tables import Array, Standardized, StandardizedLogs
 
 _ROWS = 4096  # inputs at a time, of predictions of which the mean and the variance are kept
 
@@ -37,7 +38,9 @@ class Predictions:
 
     @classmethod
     def of(cls, posterior: Posterior, targets: Standardized) -> Predictions:
-        """Those of counts, if the likelihood is one of counts."""
+        """Those of counts, if the likelihood is one of counts, or of numbers whose logarithms are standardized."""
+        if isinstance(targets, StandardizedLogs):
+            return LogPredictions(posterior, targets)
         kind = CountPredictions if isinstance(posterior.likelihood, Counts) else Predictions
         return kind(posterior, targets)
 
@@ -169,3 +172,43 @@ class CountPredictions(Predictions):
             rate = rate * generator.gamma(1.0 / dispersion, dispersion, f.shape)
         found: Array = generator.poisson(rate).astype(np.float64)
         return found
+
+
+class LogPredictions(Predictions):
+    """Those of positive numbers, whose logarithms are normal."""
+
+    def mean(self, x: Tensor) -> Array:
+        """Predictive mean, ``E exp(log y)``, (n, D)."""
+        return self.moments(x)[0]
+
+    def moments(self, x: Tensor) -> tuple[Array, Array]:
+        """Of log-normal numbers: ``exp(m + v/2)``, and its product with ``√(exp(v) - 1)``."""
+        each = self.distribution(x)
+        return each.mean.numpy(), each.stddev.numpy()
+
+    def covariance(self, x: Tensor) -> tuple[Array, Array]:
+        """``E y_i E y_j (exp(cov(log y_i, log y_j)) - 1)``."""
+        _, covariance = self._latent(x)
+        own = np.einsum("icjc->ijc", covariance) * self.targets.scale**2
+        np.einsum("iic->ic", own)[...] += self._log_noise()
+        mean = self.mean(x)
+        return mean, mean[:, None] * mean[None] * np.expm1(own)
+
+    def noise_at(self, x: Tensor) -> Array:
+        """``E var(y given f) = E y² (1 - exp(-σ²))`` for the variance σ² of the logarithm's noise."""
+        mean, deviation = self.moments(x)
+        return (mean**2 + deviation**2) * -np.expm1(-self._log_noise())
+
+    @property
+    def _depends_on_inputs(self) -> bool:
+        return True
+
+    def _log_noise(self) -> Array:
+        """Variance of the noise of the logarithms, (D,)."""
+        found: Array = self.likelihood.response_variance(to_tensor(self.targets.scale[None]))[0].numpy()
+        return found * self.targets.scale**2
+
+    def _in_units(self, each: NumberMixture) -> NumberMixture:
+        assert isinstance(each, NormalMixture)
+        scale, mean = to_tensor(self.targets.scale), to_tensor(self.targets.mean)
+        return LogNormalMixture(each.log_weights, *each.affine(scale, mean).parts)

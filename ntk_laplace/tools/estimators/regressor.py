@@ -40,14 +40,15 @@ from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
 from ntk_laplace.tools.estimators.networks import Shifted, is_module
 from ntk_laplace.tools.estimators.noise import Errors, chosen_noise, may_be_counts
 from ntk_laplace.tools.estimators.predictions import Predictions
-from ntk_laplace.tools.estimators.tables import Array, Standardized
+from ntk_laplace.tools.estimators.tables import Array, Standardized, StandardizedLogs
 from ntk_laplace.tools.estimators.training import Design, Trained
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
 _ROWS = 2048  # of which predictions are computed together: points of f of several targets may be many
 COUNTS: dict[str, type[NegativeBinomial | Poisson]] = {"negative-binomial": NegativeBinomial, "poisson": Poisson}
-LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian", *COUNTS)
+LOG_NORMAL = "log-normal"
+LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian", LOG_NORMAL, *COUNTS)
 _LEAST_RATE = 1e-3  # of the counts of a target, at the start
 _EVALUATIONS = 15  # evaluations of the evidence in a training
 _STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their size
@@ -91,15 +92,17 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Which weights share a prior precision, as in `GaussianPrior`. "auto": those of each input ("input"), if the
         network is "mlp" with at most 1,024 features and the structure supports it, else those of each layer. The
         spread of those of each input is 3; in a classification, and with a linear part, 1.
-    likelihood : {"auto", "gaussian", "student-t", "heteroscedastic-gaussian", "negative-binomial", "poisson"}
+    likelihood : {"auto", "gaussian", "student-t", "heteroscedastic-gaussian", "log-normal", "negative-binomial",
+        "poisson"}
         "student-t": noise with heavy tails, for targets with outliers (`StudentT`), whose degrees of freedom are
         learned too. "heteroscedastic-gaussian": noise that depends on the inputs; the network has two outputs for each
         target, the mean and the log variance of its noise. The predictive is no normal distribution with either: see
         `predict_quantiles`. "auto": "gaussian", and where residuals have heavy tails also the other two, each in a
         training of its own; the evidence chooses (`likelihood_`). A network of yours with one output for each target
-        is not trained with two. "negative-binomial": targets are counts, with the mean ``μ = exp(f)``, and the
-        variance ``μ + α μ²`` whose α is learned too (`NegativeBinomial`); "poisson": with the variance μ. Targets are
-        not standardized then, and "mlp" starts at the logarithm of their mean. "auto" tries "negative-binomial" too
+        is not trained with two. "log-normal": the logarithms of positive targets, such as prices, are standardized, and
+        have normal noise. "negative-binomial": targets are counts, with the mean ``μ = exp(f)``, and the variance
+        ``μ + α μ²`` whose α is learned too (`NegativeBinomial`); "poisson": with the variance μ. Targets are not
+        standardized then, and "mlp" starts at the logarithm of their mean. "auto" tries "negative-binomial" too
         where targets are whole numbers from 0 with a mean of at most 50, and vary as much as counts of one mean do.
     noise : float or array_like, (targets,)
         Noise variance at the start, in squared units of the targets (standardized ones by default); of "student-t" σ².
@@ -163,7 +166,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Whether the network is an "mlp" with a linear part.
     fourier_features_ : list of (int, float)
         Feature and period, in its units, of each sine and cosine that the network has in addition.
-    likelihood_ : {"gaussian", "student-t", "heteroscedastic-gaussian", "negative-binomial", "poisson"}
+    likelihood_ : {"gaussian", "student-t", "heteroscedastic-gaussian", "log-normal", "negative-binomial", "poisson"}
         The noise that was chosen.
     noise_ : float or ndarray, (targets,)
         Noise variance in squared units of the targets; where it depends on the inputs, the mean over the training data.
@@ -243,7 +246,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         self._likelihood = name
         names = ["y"] if self._single else [f"column {index} of y" for index in range(y.shape[1])]
         likelihood, counts = self._named_likelihood(name, y.shape[1]), name in COUNTS
-        self._targets = Standardized.of(y, weight, self._standardized and not counts, names)
+        kind = StandardizedLogs if name == LOG_NORMAL else Standardized
+        self._targets = kind.of(y, weight, self._standardized and not counts, names)
         if counts:
             self._log_rate = np.log(np.maximum(np.average(y, 0, weight), _LEAST_RATE))
         self._fit(x, to_tensor(self._targets(y)), y.shape[1], likelihood, weight)
@@ -304,6 +308,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     def likelihood_(self) -> str:
         """The noise that was chosen: "gaussian", "student-t" or "heteroscedastic-gaussian"; of counts the given one."""
         check_is_fitted(self, "posterior_")
+        if isinstance(self._targets, StandardizedLogs):
+            return LOG_NORMAL
         named = {StudentT: "student-t", HeteroscedasticGaussian: "heteroscedastic-gaussian"}
         named |= {kind: name for name, kind in COUNTS.items()}
         return named.get(type(self.posterior_.likelihood), "gaussian")
@@ -449,4 +455,6 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     @property
     def _log_jacobian(self) -> float:
-        return -self.posterior_.fitted.total * float(np.log(self._targets.scale).sum())
+        counts = self.posterior_.fitted.points.counts.double().cpu().numpy()
+        return self._targets.log_jacobian(self.y_train_.reshape(len(counts), -1), counts)
+

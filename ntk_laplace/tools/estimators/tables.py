@@ -48,6 +48,36 @@ class Standardized:
         """The table in its own units."""
         return table * self.scale + self.mean
 
+    def log_jacobian(self, table: Array, weight: Array) -> float:
+        """Log densities of the rows of a table less those of the standardized ones, added up with these weights."""
+        return -float(weight.sum() * np.log(self.scale).sum())
+
+
+class StandardizedLogs(Standardized):
+    """Mean and scale of the logarithm of each column of positive numbers."""
+
+    @classmethod
+    def of(cls, table: Array, weight: Array | None, wanted: bool, names: Sequence[str]) -> Standardized:
+        """Those of the logarithms; DataError if a number is not positive."""
+        for name, least in zip(names, table.min(0), strict=True):
+            if not least > 0:
+                raise DataError(f"positive numbers in {name}, for the log-normal likelihood", f"{least:g}",
+                                "Take another likelihood, or leave it out.")
+        return super().of(np.log(table), weight, wanted, names)
+
+    def __call__(self, table: Array) -> Array:
+        """(log(table) - mean) / scale; NaN for numbers that are not positive."""
+        return super().__call__(np.log(np.where(table > 0, table, np.nan)))
+
+    def undone(self, table: Array) -> Array:
+        """The table in its own units."""
+        found: Array = np.exp(super().undone(table))
+        return found
+
+    def log_jacobian(self, table: Array, weight: Array) -> float:
+        """Log densities of the rows of a table less those of the standardized ones, added up with these weights."""
+        return super().log_jacobian(table, weight) - float((weight @ np.log(table)).sum())
+
 
 def merged_rows(x: Array, y: Array, weight: Array) -> tuple[NDArray[np.intp], Array, NDArray[np.intp]]:
     """Equal examples as one, whose weight is the sum of theirs; those of weight 0 are left out.
