@@ -17,7 +17,7 @@ from ntk_laplace.runtime.panels import panels
 
 _STEPS = 64  # halvings of the bounds of a quantile, or of their logarithms
 _INFINITE = 1e300  # an upper bound where there is none
-_SUMMED, _DIGITS = 2**10, 1e-9  # counts that are added up for a quantile, whose level is as far from 1
+_SUMMED = 2**10  # counts that are added up for a quantile; a level near 1 has more
 
 
 class CountMixture(NumberMixture):
@@ -125,7 +125,7 @@ class CountMixture(NumberMixture):
         # not reached at `low`, and reached at `high`; moments of a wide f may be beyond the numbers
         low = (center - spread / odds).nan_to_num(0.0).floor().clamp_min(0.0) - 1.0
         high = (center + spread * odds).nan_to_num(_INFINITE, posinf=_INFINITE).ceil()
-        found, few = torch.empty_like(levels), (high < _SUMMED) & (levels < 1.0 - _DIGITS)
+        found, few = torch.empty_like(levels), high < _SUMMED
         ordered = high.argsort()  # so that the counts that are added up are about as many as each needs
         ordered, each = ordered[few[ordered]], len(self.log_weights) * _SUMMED
         for rows in panels(len(ordered), each, tuning.AVERAGED_OUTPUTS):
