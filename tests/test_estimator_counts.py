@@ -127,6 +127,14 @@ def test_equal_rows_and_weights_count_as_so_many() -> None:
     assert float(model.network_.state_dict()["1.shift"]) == pytest.approx(np.log(np.average(y, weights=weights)))
 
 
+def test_draws_of_rates_that_are_far_from_the_data() -> None:
+    """NumPy draws no counts above 1e18, where they are their rates."""
+    x, y = problem(n=40)
+    model = ntkl.LaplaceRegressor(likelihood="poisson", **QUICK).fit(x, np.exp(2 * x[:, 0]).round())
+    draws, mean = model.sample_y([[60.0]], 50), model.predict([[60.0]])
+    assert mean > 1e20 and np.isfinite(draws).all() and (draws > 1e15).any()
+
+
 def test_what_is_no_count_is_refused() -> None:
     x, y = problem(n=30)
     for wrong in (y - 100, y + 0.5):

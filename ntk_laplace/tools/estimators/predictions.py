@@ -26,7 +26,8 @@ from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.tools.estimators.tables import Array, Standardized, StandardizedLogs
 
-_ROWS = 4096  # inputs at a time, of predictions of which the mean and the variance are kept
+ROWS = 2048  # of which predictions are computed together: points of f of several targets may be many
+_CERTAIN = 1e15  # a rate whose counts differ from it by a share of 1e-7; NumPy draws none above 1e18
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Predictions:
     def moments(self, x: Tensor) -> tuple[Array, Array]:
         """Predictive mean and standard deviation, noise included, (n, D) each."""
         parts = []
-        for rows in panels(len(x), 1, _ROWS):
+        for rows in panels(len(x), 1, ROWS):
             response = self.posterior.predict(x[rows])
             parts.append(torch.stack([response.mean, response.variance]).detach().cpu().double())
         mean, variance = torch.cat(parts, 1).reshape(2, len(x), -1).numpy()
@@ -76,7 +77,7 @@ class Predictions:
 
     def noise_at(self, x: Tensor) -> Array:
         """Mean variance of the noise at inputs, (n, D)."""
-        parts = [self.posterior.predict(x[rows]).aleatoric for rows in panels(len(x), 1, _ROWS)]
+        parts = [self.posterior.predict(x[rows]).aleatoric for rows in panels(len(x), 1, ROWS)]
         found: Array = torch.cat(parts).detach().cpu().double().reshape(len(x), -1).numpy()
         return found * self.targets.scale**2
 
@@ -170,8 +171,8 @@ class CountPredictions(Predictions):
         rate, dispersion = np.exp(f), float(self.likelihood.dispersion)  # type: ignore[arg-type]  # of counts
         if dispersion > 0:
             rate = rate * generator.gamma(1.0 / dispersion, dispersion, f.shape)
-        found: Array = generator.poisson(rate).astype(np.float64)
-        return found
+        found: Array = generator.poisson(np.where(rate < _CERTAIN, rate, 0.0)).astype(np.float64)
+        return np.where(rate < _CERTAIN, found, np.floor(rate))
 
 
 class LogPredictions(Predictions):

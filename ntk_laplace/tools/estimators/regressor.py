@@ -39,13 +39,12 @@ from ntk_laplace.runtime.panels import panels
 from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
 from ntk_laplace.tools.estimators.networks import Shifted, is_module
 from ntk_laplace.tools.estimators.noise import Errors, chosen_noise, may_be_counts
-from ntk_laplace.tools.estimators.predictions import Predictions
+from ntk_laplace.tools.estimators.predictions import ROWS, Predictions
 from ntk_laplace.tools.estimators.tables import Array, Standardized, StandardizedLogs
 from ntk_laplace.tools.estimators.training import Design, Trained
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
-_ROWS = 2048  # of which predictions are computed together: points of f of several targets may be many
 COUNTS: dict[str, type[NegativeBinomial | Poisson]] = {"negative-binomial": NegativeBinomial, "poisson": Poisson}
 LOG_NORMAL = "log-normal"
 LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian", LOG_NORMAL, *COUNTS)
@@ -408,7 +407,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         """
         levels, x = checked_levels(quantiles), self.network_inputs(X)
         parts = []
-        for rows in panels(len(x), 1, _ROWS):
+        for rows in panels(len(x), 1, ROWS):
             each = self._distribution(x[rows])
             parts.append(torch.stack([each.icdf(level) for level in levels], -1))
         return torch.cat(parts).numpy()
