@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.mixture import MixtureResponse
 from ntk_laplace.model.likelihoods.per_output import PerOutput
-from ntk_laplace.model.likelihoods.quadrature import expectation_by_output
+from ntk_laplace.model.likelihoods.quadrature import expected_by_output
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import BernoulliResponse, Response
 from ntk_laplace.model.likelihoods.targets import require
@@ -106,12 +106,7 @@ class Bernoulli(PerOutput):
         """By quadrature, output by output: log p is a sum over outputs."""
         if type(self) is not Bernoulli:
             return None  # a subclass may override the density
-        functions = (lambda own, f, y: own.log_prob(f, y), lambda own, f, y: own.residual(f, y),
-                     lambda own, f, y: own.curvature(f, y))
-        log_prob, residual, curvature = (
-            expectation_by_output(self, function, mean, covariance, y) for function in functions
-        )
-        return log_prob, residual, curvature
+        return expected_by_output(self, mean, covariance, y)
 
     def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """``σ(κ f)`` with ``κ = (1 + π v/8)^-½`` ([MacKay 1992])."""

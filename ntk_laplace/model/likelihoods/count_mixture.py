@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -84,17 +84,6 @@ class CountMixture(NumberMixture):
                  for here in panels(len(levels), len(self.log_weights), tuning.AVERAGED_OUTPUTS)]
         counts = torch.cat([levels.new_zeros(0), *found])
         return torch.where((levels > 0) & (levels < 1), counts, torch.nan).reshape(q.shape).to(self.mean.dtype)
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws, of shape ``sample_shape + batch_shape``: each count is of a rate of its own choice."""
-        with torch.no_grad():
-            shape = self._extended_shape(torch.Size(sample_shape))
-            if not shape.numel():  # torch's Categorical refuses to draw nothing
-                return self.mean.new_empty(shape)
-            which = self.mixture_distribution.sample(shape).unsqueeze(-1)
-            drawn = (part.expand(*shape, -1).gather(-1, which).squeeze(-1) for part in self._whole())
-            found: Tensor = self._component(*drawn).sample()
-            return found
 
     @torch.no_grad()
     def _below(self, count: Tensor, number: Tensor, tail: bool) -> Tensor:

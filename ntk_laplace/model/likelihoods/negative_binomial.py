@@ -13,7 +13,7 @@ from ntk_laplace.errors import require_number
 from ntk_laplace.model.likelihoods.count_mass import log1p_exp, log_mass
 from ntk_laplace.model.likelihoods.counts import CountResponse, Counts
 from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
-from ntk_laplace.model.likelihoods.quadrature import expectation_by_output
+from ntk_laplace.model.likelihoods.quadrature import expected_by_output
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 from ntk_laplace.runtime.scalars import scalar
@@ -108,12 +108,7 @@ class NegativeBinomial(Counts):
         """E log p, E r and E Λ by quadrature, output by output; log p is singular at -log α ± iπ."""
         if type(self) is not NegativeBinomial:
             return None  # a subclass may override the density
-        functions = (lambda own, f, y: own.log_prob(f, y), lambda own, f, y: own.residual(f, y),
-                     lambda own, f, y: own.curvature(f, y))
-        log_prob, residual, curvature = (
-            expectation_by_output(self, function, mean, covariance, y, math.pi) for function in functions
-        )
-        return log_prob, residual, curvature
+        return expected_by_output(self, mean, covariance, y, math.pi)
 
     def record(self) -> dict[str, Any]:
         """The dispersion, and the mark of missing counts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -53,16 +53,6 @@ class NormalMixture(NumberMixture):
         scale, shift = scale.unsqueeze(-1), shift.unsqueeze(-1)
         mean, deviation = self._parts
         return NormalMixture(self.log_weights, scale * mean + shift, scale * deviation)
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws, of shape ``sample_shape + batch_shape``: each number is of a normal of its own choice."""
-        with torch.no_grad():
-            shape, normals = self._extended_shape(torch.Size(sample_shape)), self.component_distribution
-            if not shape.numel():  # torch's Categorical refuses to draw nothing
-                return normals.loc.new_empty(shape)
-            which = self.mixture_distribution.sample(shape).unsqueeze(-1)
-            return torch.normal(*(part.expand(*shape, -1).gather(-1, which).squeeze(-1)
-                                  for part in (normals.loc, normals.scale)))
 
     def icdf(self, value: Tensor) -> Tensor:
         """Quantiles of the levels `value`, broadcast against the batch shape; NaN outside of (0, 1).
@@ -120,10 +110,6 @@ class LogNormalMixture(NumberMixture):
     def icdf(self, value: Tensor) -> Tensor:
         """Quantiles of the levels `value`, broadcast against the batch shape; NaN outside of (0, 1)."""
         return self.logarithm.icdf(value).exp()
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws, of shape ``sample_shape + batch_shape``."""
-        return self.logarithm.sample(sample_shape).exp()
 
 
 @torch.no_grad()

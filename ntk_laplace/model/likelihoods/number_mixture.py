@@ -89,6 +89,17 @@ class NumberMixture(td.MixtureSameFamily):
         """Parameters of the distributions, (..., K) or (..., 1) each."""
         return self._parts
 
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws, of shape ``sample_shape + batch_shape``: each number is of a distribution of its own choice."""
+        with torch.no_grad():
+            shape = self._extended_shape(torch.Size(sample_shape))
+            if not shape.numel():  # torch's Categorical refuses to draw nothing
+                return self._parts[0].new_empty(shape)
+            which = self.mixture_distribution.sample(shape).unsqueeze(-1)
+            drawn = (part.expand(*shape, -1).gather(-1, which).squeeze(-1) for part in self._whole())
+            found: Tensor = self._component(*drawn).sample()
+            return found
+
     def _whole(self) -> list[Tensor]:
         """The parts, (..., K) each."""
         return [part.expand(*self.batch_shape, len(self.log_weights)) for part in self._parts]

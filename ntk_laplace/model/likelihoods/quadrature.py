@@ -45,6 +45,18 @@ def expectation_by_output(
     return torch.cat(found)
 
 
+def expected_by_output(
+    likelihood: ObservationModel, mean: Tensor, covariance: Tensor, y: Tensor, distance: float = math.inf
+) -> tuple[Tensor, Tensor, Tensor]:
+    """E log p (n,), E r (n, C) and E Λ (n, C, C), by `expectation_by_output`."""
+    functions = (lambda own, f, y: own.log_prob(f, y), lambda own, f, y: own.residual(f, y),
+                 lambda own, f, y: own.curvature(f, y))
+    log_prob, residual, curvature = (
+        expectation_by_output(likelihood, function, mean, covariance, y, distance) for function in functions
+    )
+    return log_prob, residual, curvature
+
+
 def gamma_points(df: Tensor) -> tuple[Tensor, Tensor]:
     """Log weights and points (K,) of λ ~ Γ(ν/2, ν/2), the precision of Student's t as a mixture of normals.
 
