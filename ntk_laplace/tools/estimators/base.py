@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, overload
@@ -104,10 +105,11 @@ class LaplaceEstimator(_Fitted):
 
     # --- training
 
-    def _fit(
-        self, x: Array, y: Tensor, responses: int, likelihood: Likelihood, weight: Array | None
-    ) -> None:
-        """Train a network, or take the given one, and keep its posterior."""
+    def _train(
+        self, x: Array, y: Tensor, responses: int, likelihood: Likelihood, weight: Array | None,
+        like: Design | None = None,
+    ) -> Trained:
+        """Train a network, or take the given one; one of this design, or without its pieces if that would be tried."""
         self._require_parameters()
         columns = getattr(self, "feature_names_in_", range(x.shape[1]))
         self._inputs = Standardized.of(x, weight, self._standardized, [f"column {name!r} of X" for name in columns])
@@ -116,6 +118,8 @@ class LaplaceEstimator(_Fitted):
         features, groups, starts = x.shape[1], self._prior_groups(x.shape[1]), self._starts
         by_input = isinstance(groups, str) and groups == "input"
         designs = self._designs(len(x), features, by_input)
+        if like is not None:
+            designs = [design for design in designs if design in (like, replace(like, pieces=False))]
         given = 1.0 if starts.first is not None or self._automatic else self.precision
 
         def prior(design: Design, waves: Waves = ()) -> GaussianPrior:
@@ -126,7 +130,7 @@ class LaplaceEstimator(_Fitted):
                 shared += range(1 + max(shared), 1 + max(shared) + 2 * len(waves))
             return GaussianPrior(given, groups=groups, spread=spread, input_groups=shared)
 
-        with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with _own_generators():
             pieces = PiecewiseLinearFeatures([])
             if any(design.pieces for design in designs):  # of many columns they take memory
                 pieces = PiecewiseLinearFeatures.of(to_tensor(x), tuning.PIECES, _PIECES_SCALE)  # to standardize rounds
@@ -153,9 +157,12 @@ class LaplaceEstimator(_Fitted):
             data: tuple[Tensor, ...] = self._tensor(x, new(likelihood, designs[0])), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
-            fit = partial(self._run, new, data, prior=prior, starts=starts, seed=seed)
-            found = self._of_likelihoods(fit, likelihood, designs)
-            if found.by_folds is not None:
+            return self._run(new, data, likelihood, designs, prior, starts, seed)
+
+    def _keep(self, found: Trained) -> None:
+        """The result of the fit."""
+        if found.by_folds is not None:
+            with _own_generators():
                 found = replace(found, predictive=found.by_folds())
         self.history_ = found.history
         if found.history is not None:
@@ -165,7 +172,10 @@ class LaplaceEstimator(_Fitted):
             found.posterior.predictive = None
         self.posterior_, self.network_, self._waves = found.posterior, found.module, found.waves
         self.linear_part_ = found.design.linear
-        self._in_pieces = list(dict.fromkeys(pieces.inputs.tolist())) if found.design.pieces else []
+        self._in_pieces = []
+        if found.design.pieces:
+            pieces = next(part for part in found.module.modules() if isinstance(part, PiecewiseLinearFeatures))
+            self._in_pieces = list(dict.fromkeys(pieces.inputs.tolist()))
         total = self.posterior_.fitted.total
         self.predictive_fit_ = found.predictive and found.predictive.shifted(self._log_jacobian / total)
         evidence = self.posterior_.log_marginal_likelihood()
@@ -187,12 +197,6 @@ class LaplaceEstimator(_Fitted):
             return taken(forms[0].new(()), data, likelihood, forms[0].prior(()), self.predictive, options_of(1))
         most = 0 if is_module(self.network) else self.fourier_features
         return trained(forms, data, likelihood, starts, self.predictive, seed, most, options_of)
-
-    def _of_likelihoods(
-        self, run: Callable[[Likelihood, Sequence[Design]], Trained], likelihood: Likelihood, designs: Sequence[Design]
-    ) -> Trained:
-        """The result for a likelihood, with one of these designs."""
-        return run(likelihood, designs)
 
     def _designs(self, examples: int, features: int, by_input: bool) -> list[Design]:
         """What the network has beside its layers; of several that are to be tried the usual one comes first."""
@@ -520,6 +524,13 @@ class LaplaceEstimator(_Fitted):
     def _log_jacobian(self) -> float:
         """log density of targets in their own units less that of standardized ones, summed over the data."""
         return 0.0
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Outside of inference mode; torch's generators are as they were afterwards."""
+    with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield
 
 
 def training_data(posterior: Posterior) -> tuple[Tensor, ...]:

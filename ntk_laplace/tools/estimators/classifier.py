@@ -80,7 +80,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         if len(self.classes_) < 2:
             raise DataError("labels of at least two classes", f"1 class, {self.classes_.tolist()[0]!r}",
                             "Add examples of another class.")
-        self._fit(x, to_tensor(labels), len(self.classes_), Categorical(), weight)
+        self._keep(self._train(x, to_tensor(labels), len(self.classes_), Categorical(), weight))
         return self
 
     def network_targets(self, y: Any) -> Tensor:

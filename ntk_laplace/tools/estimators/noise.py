@@ -1,21 +1,23 @@
-"""Which noise fits the targets: a normal one, one with heavy tails, or one that depends on the inputs."""
+"""Which noise fits the targets: normal, with heavy tails, dependent on the inputs, of counts, or by factors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ntk_laplace.errors import NTKLaplaceError, told_later, untold, warn
-from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.runtime import tuning
-from ntk_laplace.tools.estimators.tables import Array
+from ntk_laplace.tools.estimators.tables import Array, Standardized
 from ntk_laplace.tools.estimators.training import Design, Trained
 
+NEGATIVE_BINOMIAL, LOG_NORMAL = "negative-binomial", "log-normal"  # of targets that are not standardized as they are
 _DF = np.array([2.1, 2.5, 3.0, 4.0, 6.0, 10.0, 20.0])  # degrees of freedom that are tried
 _STEPS = 50  # of the scale, each a weighted mean
 # nats by which Student's t must fit the residuals better than a normal distribution, for another training: by chance
@@ -24,17 +26,43 @@ _GAIN, _GAIN_A_POINT = 5.0, 0.02
 _CHANCE, _LARGER, _LARGEST = 2.0, 1.05, 1.5  # standard errors of a change of squared errors, and ratios of these
 _TIED = 0.5  # of the targets, that may be equal
 _MOST_OF_COUNTS = 50.0  # the mean of targets; larger whole numbers are often rounded, and nearly continuous
+_ROUNDED = 0.1  # of the smallest target, that the smallest difference of two may be
 _BIAS, _BIAS_SHARE = 3.0, 0.02  # standard errors of a mean error, and its share of the squared errors
 
 
-def chosen_noise(
-    run: Callable[[Likelihood, Sequence[Design]], Trained], normal: Likelihood, others: Sequence[Likelihood],
-    designs: Sequence[Design],
-) -> Trained:
-    """Train under a normal likelihood, and if its residuals have heavy tails under others; the evidence chooses.
+@dataclass(frozen=True)
+class Candidate:
+    """A training under a named likelihood, of targets that are standardized for it."""
 
-    `run` takes the designs among which it chooses too; under the others the network has that of the first one. One
-    with pieces is tried without them too, if that was among the first: a normal likelihood gets them for its noise.
+    likelihood: str
+    trained: Trained
+    targets: Standardized
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The larger, the better: the evidence a point of targets in their own units, nats."""
+        fit, posterior = self.trained.predictive, self.trained.posterior
+        learned = fit is not None and fit.reliability is not None and fit.reliability.learned_targets
+        points = posterior.fitted.points
+        own = self.targets.undone(_numbers(points.targets).reshape(len(points.targets), -1))
+        units = self.targets.log_jacobian(own, _numbers(points.counts))
+        return not learned, (float(posterior.log_marginal_likelihood().detach()) + units) / posterior.fitted.total
+
+    @property
+    def errors(self) -> Errors:
+        """Those of its training points."""
+        return Errors.of(self.trained.posterior, self.targets)
+
+
+def chosen_noise(
+    run: Callable[[str, Design | None], Candidate], targets: Array, weights: Array | None, own_network: bool
+) -> Candidate:
+    """Train under a normal likelihood, and under others if its residuals have heavy tails; the evidence chooses.
+
+    `run` takes a likelihood and the design that a network has, else any of those that are tried: Student's t and noise
+    that depends on the inputs have that of the first, or the same without pieces, which a normal likelihood may get
+    for its noise. They are not tried if targets (N, D) that may be counts, or vary by factors, are better as such. A
+    network of the caller's is what it is: it is tried with Student's t alone.
 
     Another is not taken if it has learned its targets by heart and the normal one has not, if its squared errors are
     larger, or if its errors have a mean: of skewed targets the center of Student's t is not the mean, which people ask
@@ -42,18 +70,28 @@ def chosen_noise(
     degrees of freedom if more than ν/(ν + 1) of them are.
     """
     with told_later() as told:
-        found = run(normal, designs)
-    errors = Errors.of(found.posterior)
-    tried = [design for design in designs if design in (found.design, replace(found.design, pieces=False))]
-    for likelihood in others if errors.have_tails else ():
+        best = run("gaussian", None)
+    errors, design = best.errors, best.trained.design
+    names = ["student-t"] * errors.have_tails
+    if not own_network:
+        names += ["heteroscedastic-gaussian"] * errors.have_tails
+        if may_be_counts(targets, weights):
+            names.insert(0, NEGATIVE_BINOMIAL)
+        elif errors.have_tails and may_vary_by_factors(targets):
+            names.insert(0, LOG_NORMAL)
+    for name in names:
+        scaled = name in (NEGATIVE_BINOMIAL, LOG_NORMAL)
         with suppress(NTKLaplaceError), untold(), told_later() as of_other:  # the first training is a result
-            other = run(likelihood, tried)
-            own = Errors.of(other.posterior)
-            if not (own.biased or own.larger_than(errors)) and rank_of(other) > rank_of(found):
-                found, told = other, of_other
+            other = run(name, None if scaled else design)
+            own = other.errors
+            most = math.inf if name == LOG_NORMAL else _LARGEST  # the exponential of one error may be most of the sum
+            if not (own.biased or own.larger_than(errors, most)) and other.rank > best.rank:
+                best, told = other, of_other
+                if scaled and not (name == LOG_NORMAL and own.have_tails):
+                    break
     for message in dict.fromkeys(told):
         warn(message)
-    return found
+    return best
 
 
 def may_be_counts(targets: Array, weights: Array | None) -> bool:
@@ -65,17 +103,23 @@ def may_be_counts(targets: Array, weights: Array | None) -> bool:
     return bool((np.average((targets - mean) ** 2, 0, weights) >= mean).all())
 
 
+def may_vary_by_factors(targets: Array) -> bool:
+    """Whether targets (N, D) are positive, and told so finely that the logarithms of the smallest are no rounding."""
+    steps = [np.diff(np.unique(column)).min(initial=np.inf) for column in targets.T]
+    return bool((targets > 0).all() and (np.array(steps) <= _ROUNDED * targets.min(0)).all())
+
+
 @dataclass(frozen=True)
 class Errors:
     """Errors of training points; where the posterior is exact, some of many, each predicted from all others."""
 
-    error: Array  # (N, C)
-    deviation: Array  # what the prediction says of its size, (N, C)
+    error: Array  # in units of the targets, (N, D)
+    residual: Array  # of standardized targets, over the deviation that their prediction has, (N, D)
     weights: Array  # (N,)
     tied: float = 0.0  # the largest share of a target that has one value
 
     @classmethod
-    def of(cls, posterior: Posterior) -> Errors:
+    def of(cls, posterior: Posterior, units: Standardized) -> Errors:
         """Of the posterior as it is, without a calibration."""
         fitted, likelihood, points = posterior.fitted, posterior.likelihood, posterior.fitted.points
         f, targets, counts, variance = posterior.f, points.targets, points.counts, torch.zeros_like(posterior.f)
@@ -85,26 +129,26 @@ class Errors:
             f, variance = left_out.mean, left_out.covariance.diagonal(dim1=-2, dim2=-1)
             targets, counts = targets[left_out.index], counts[left_out.index]
         mean = likelihood.mean(f)  # outputs themselves; those of log variances come after
-        targets = targets.reshape(mean.shape)
-        variance = variance[:, : mean.shape[1]] + likelihood.response_variance(f)
-        parts = targets - mean, variance.sqrt(), counts, targets
-        error, deviation, weights, values = (part.detach().cpu().double().numpy() for part in parts)
-        return cls(error, deviation, weights, max(_largest_share(column, weights) for column in values.T))
+        noise = likelihood.response_variance(f)
+        given = targets.reshape(mean.shape), mean, variance[:, : mean.shape[1]] + noise, noise, counts
+        values, center, total, own, weights = map(_numbers, given)
+        return cls(units.undone(values) - units.expected(center, own), (values - center) / np.sqrt(total), weights,
+                   max(_largest_share(column, weights) for column in values.T))
 
     @property
     def squared(self) -> Array:
         """Weighted mean of squared errors of each target, (C,)."""
         return np.asarray(np.average(self.error**2, 0, self.weights))
 
-    def larger_than(self, other: Errors) -> bool:
-        """Whether mean squared errors of a target are larger, and not by chance; or much larger."""
+    def larger_than(self, other: Errors, most: float = _LARGEST) -> bool:
+        """Whether mean squared errors of a target are larger, and not by chance; or `most` times as large."""
         own, reference = self.squared, other.squared
         beyond = np.full(own.shape, len(self.error) != len(other.error))
         if not beyond.any():
             change, share = self.error**2 - other.error**2, self.weights / self.weights.sum()
             mean = share @ change
             beyond = mean > _CHANCE * np.sqrt(share @ (change - mean) ** 2 / self.weights.sum())
-        return bool(((own > _LARGEST * reference) | (beyond & (own > _LARGER * reference))).any())
+        return bool(((own > most * reference) | (beyond & (own > _LARGER * reference))).any())
 
     @property
     def biased(self) -> bool:
@@ -117,8 +161,13 @@ class Errors:
         """Whether Student's t fits them better than a normal distribution, and has a best scale."""
         if self.tied > _TIED:
             return False
-        gain = sum(tail_gain(column, self.weights) for column in (self.error / self.deviation).T)
-        return gain > max(_GAIN, _GAIN_A_POINT * self.weights.sum())
+        gain = sum(tail_gain(column, self.weights) for column in self.residual.T)
+        return bool(gain > max(_GAIN, _GAIN_A_POINT * self.weights.sum()))
+
+
+def _numbers(values: Tensor) -> Array:
+    found: Array = values.detach().cpu().double().numpy()
+    return found
 
 
 def _largest_share(values: Array, weights: Array) -> float:
@@ -144,10 +193,3 @@ def tail_gain(residual: Array, weights: Array) -> float:
     terms = 0.5 * (_DF[:, None] + 1) * np.log1p(square / (_DF * scale)[:, None])
     student = gammaln((_DF + 1) / 2) - gammaln(_DF / 2) - 0.5 * np.log(np.pi * _DF * scale) - terms @ share
     return float(weights.sum() * (student.max() + 0.5 * np.log(2 * np.pi * normal) + 0.5))
-
-
-def rank_of(found: Trained) -> tuple[bool, float]:
-    """The larger, the better: the evidence a point, nats."""
-    fit, posterior = found.predictive, found.posterior
-    learned = fit is not None and fit.reliability is not None and fit.reliability.learned_targets
-    return not learned, float(posterior.log_marginal_likelihood().detach()) / posterior.fitted.total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +113,11 @@ class Predictions:
         return len(self.targets.scale)
 
     @property
+    def _scale(self) -> float:
+        """Of the covariances of the outputs, by the calibration."""
+        return 1.0 if self.posterior.predictive is None else float(self.posterior.predictive.scale)
+
+    @property
     def _depends_on_inputs(self) -> bool:
         return isinstance(self.posterior.likelihood, HeteroscedasticGaussian)
 
@@ -135,77 +141,104 @@ class Predictions:
 
     def _latent(self, x: Tensor) -> tuple[Array, Array]:
         """Mean (n, C) and covariance (n, C, n, C) of the network's outputs, with the scale of the calibration."""
-        found, calibration = self.posterior.latent(x), self.posterior.predictive
+        found = self.posterior.latent(x)
         mean = found.mean.detach().cpu().double().numpy().reshape(len(x), -1)
         covariance = found.covariance_matrix.detach().cpu().double()  # of `found` alone: changed in place, not copied
-        covariance.mul_(1.0 if calibration is None else calibration.scale)
+        covariance.mul_(self._scale)
         return mean, covariance.numpy().reshape(mean.shape * 2)
 
 
-class CountPredictions(Predictions):
-    """Those of counts, whose means are exponentials of the outputs."""
+class _PositivePredictions(Predictions):
+    """Those of targets whose mean μ given the network's outputs is an exponential of them; moments are of first order.
+
+    So they are at the network's outputs: ``E exp(f)`` grows with the exponential of the variance, and is next to
+    infinite where the data say little.
+    """
 
     def mean(self, x: Tensor) -> Array:
-        """Predictive mean, ``E exp(f)``, (n, D)."""
-        return self.moments(x)[0]
+        """Mean of the targets given the network's outputs, (n, D)."""
+        f = self.posterior.outputs(x).detach().cpu().double().numpy()
+        return self._mean(f.reshape(len(x), -1))
+
+    def moments(self, x: Tensor) -> tuple[Array, Array]:
+        """That mean, and the deviation ``√((dμ/df)² var f + var(y given f))``."""
+        f, covariance = self.posterior.latent_moments(x)
+        f, covariance = (part.detach().cpu().double() for part in (f, covariance))
+        mean = self._mean(f.numpy())
+        variance = self._scale * covariance.diagonal(dim1=-2, dim2=-1).numpy()
+        return mean, np.sqrt((mean * self._log_slope) ** 2 * variance + self._noise(mean))
 
     def covariance(self, x: Tensor) -> tuple[Array, Array]:
-        """Those of exp(f), ``E exp(f_i) E exp(f_j) (exp(cov(f_i, f_j)) - 1)``, and the noise."""
+        """That mean, and ``dμ_i/df_i dμ_j/df_j cov(f_i, f_j)``, with the noise."""
         f, covariance = self._latent(x)
         own = np.einsum("icjc->ijc", covariance)
-        mean: Array = np.exp(f + 0.5 * np.einsum("iic->ic", own))
-        own = mean[:, None] * mean[None] * np.expm1(own)
-        np.einsum("iic->ic", own)[...] += self.noise_at(x)
+        mean = self._mean(f)
+        slope = mean * self._log_slope
+        own *= slope[:, None] * slope[None]
+        np.einsum("iic->ic", own)[...] += self._noise(mean)
         return mean, own
+
+    def noise_at(self, x: Tensor) -> Array:
+        """Variance of the noise given the network's outputs, (n, D)."""
+        return self._noise(self.mean(x))
 
     @property
     def _depends_on_inputs(self) -> bool:
         return True
 
+    @property
+    def _log_slope(self) -> Array:
+        """d log μ / df, (D,)."""
+        return self.targets.scale
+
+    @abstractmethod
+    def _mean(self, f: Array) -> Array:
+        """μ of outputs, (n, D)."""
+
+    @abstractmethod
+    def _noise(self, mean: Array) -> Array:
+        """Variance of targets of these means, (n, D)."""
+
+
+class CountPredictions(_PositivePredictions):
+    """Those of counts."""
+
+    def _mean(self, f: Array) -> Array:
+        return np.exp(f)
+
+    def _noise(self, mean: Array) -> Array:
+        return mean + self._dispersion * mean**2
+
+    @property
+    def _dispersion(self) -> float:
+        return float(self.likelihood.dispersion)  # type: ignore[arg-type]  # of counts
+
     def _in_units(self, each: NumberMixture) -> NumberMixture:
         return each
 
     def _drawn(self, f: Array, generator: Any) -> Array:
-        rate, dispersion = np.exp(f), float(self.likelihood.dispersion)  # type: ignore[arg-type]  # of counts
+        rate, dispersion = np.exp(f), self._dispersion
         if dispersion > 0:
             rate = rate * generator.gamma(1.0 / dispersion, dispersion, f.shape)
         found: Array = generator.poisson(np.where(rate < _CERTAIN, rate, 0.0)).astype(np.float64)
         return np.where(rate < _CERTAIN, found, np.floor(rate))
 
 
-class LogPredictions(Predictions):
+class LogPredictions(_PositivePredictions):
     """Those of positive numbers, whose logarithms are normal."""
 
-    def mean(self, x: Tensor) -> Array:
-        """Predictive mean, ``E exp(log y)``, (n, D)."""
-        return self.moments(x)[0]
+    def _mean(self, f: Array) -> Array:
+        return self.targets.expected(f, self._variance)
 
-    def moments(self, x: Tensor) -> tuple[Array, Array]:
-        """Of log-normal numbers: ``exp(m + v/2)``, and its product with ``√(exp(v) - 1)``."""
-        each = self.distribution(x)
-        return each.mean.numpy(), each.stddev.numpy()
-
-    def covariance(self, x: Tensor) -> tuple[Array, Array]:
-        """``E y_i E y_j (exp(cov(log y_i, log y_j)) - 1)``."""
-        _, covariance = self._latent(x)
-        own = np.einsum("icjc->ijc", covariance) * self.targets.scale**2
-        np.einsum("iic->ic", own)[...] += self._log_noise()
-        mean = self.mean(x)
-        return mean, mean[:, None] * mean[None] * np.expm1(own)
-
-    def noise_at(self, x: Tensor) -> Array:
-        """``E var(y given f) = E y² (1 - exp(-σ²))`` for the variance σ² of the logarithm's noise."""
-        mean, deviation = self.moments(x)
-        return (mean**2 + deviation**2) * -np.expm1(-self._log_noise())
+    def _noise(self, mean: Array) -> Array:
+        """``μ² (exp(σ²) - 1)`` for the variance σ² of the logarithm."""
+        return mean**2 * np.expm1(self.targets.scale**2 * self._variance)
 
     @property
-    def _depends_on_inputs(self) -> bool:
-        return True
-
-    def _log_noise(self) -> Array:
-        """Variance of the noise of the logarithms, (D,)."""
+    def _variance(self) -> Array:
+        """Of the noise of standardized logarithms, (D,)."""
         found: Array = self.likelihood.response_variance(to_tensor(self.targets.scale[None]))[0].numpy()
-        return found * self.targets.scale**2
+        return found
 
     def _in_units(self, each: NumberMixture) -> NumberMixture:
         assert isinstance(each, NormalMixture)

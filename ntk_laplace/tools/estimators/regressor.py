@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
@@ -17,13 +15,9 @@ from torch import Tensor, nn
 
 from ntk_laplace.errors import (
     DataError,
-    NTKLaplaceError,
     UnsupportedError,
     require_choice,
     require_whole,
-    told_later,
-    untold,
-    warn,
 )
 from ntk_laplace.model.likelihoods import (
     Gaussian,
@@ -38,15 +32,14 @@ from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
 from ntk_laplace.tools.estimators.networks import Shifted, is_module
-from ntk_laplace.tools.estimators.noise import Errors, chosen_noise, may_be_counts
+from ntk_laplace.tools.estimators.noise import LOG_NORMAL, NEGATIVE_BINOMIAL, Candidate, chosen_noise
 from ntk_laplace.tools.estimators.predictions import ROWS, Predictions
 from ntk_laplace.tools.estimators.tables import Array, Standardized, StandardizedLogs
-from ntk_laplace.tools.estimators.training import Design, Trained
+from ntk_laplace.tools.estimators.training import Design
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
-COUNTS: dict[str, type[NegativeBinomial | Poisson]] = {"negative-binomial": NegativeBinomial, "poisson": Poisson}
-LOG_NORMAL = "log-normal"
+COUNTS: dict[str, type[NegativeBinomial | Poisson]] = {NEGATIVE_BINOMIAL: NegativeBinomial, "poisson": Poisson}
 LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian", LOG_NORMAL, *COUNTS)
 _LEAST_RATE = 1e-3  # of the counts of a target, at the start
 _EVALUATIONS = 15  # evaluations of the evidence in a training
@@ -226,54 +219,32 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         x, y, weight = self._read(X, y, sample_weight, multi_output=True, y_numeric=True)
         self._single = y.ndim == 1
         y = y.reshape(len(y), -1).astype(np.float64)
-        counts = copy.copy(self)
-        if self.likelihood != "auto" or is_module(self.network) or not may_be_counts(y, weight):
-            self._fit_as(self.likelihood, x, y, weight)
-            return self
-        with told_later() as told:
-            self._fit_as("auto", x, y, weight)
-        with suppress(NTKLaplaceError), untold(), told_later() as of_counts:  # the first training is a result
-            counts._fit_as("negative-binomial", x, y, weight)
-            if counts._rank > self._rank and not counts._errors.larger_than(self._errors):
-                self.__dict__, told = counts.__dict__, of_counts
-        for message in dict.fromkeys(told):
-            warn(message)
+        self._require_parameters()
+        run = partial(self._candidate, x, y, weight)
+        if self.likelihood == "auto":
+            found = chosen_noise(run, y, weight, is_module(self.network))
+        else:
+            found = run(self.likelihood)
+        self._set_likelihood(found.likelihood, y, weight)
+        self._keep(found.trained)
         return self
 
-    def _fit_as(self, name: str, x: Array, y: Array, weight: Array | None) -> None:
-        """Fit with a likelihood, or with those of "auto" among which the evidence chooses."""
+    def _candidate(
+        self, x: Array, y: Array, weight: Array | None, name: str, like: Design | None = None
+    ) -> Candidate:
+        """A training under a likelihood."""
+        self._set_likelihood(name, y, weight)
+        likelihood, targets = self._named_likelihood(name, y.shape[1]), to_tensor(self._targets(y))
+        return Candidate(name, self._train(x, targets, y.shape[1], likelihood, weight, like), self._targets)
+
+    def _set_likelihood(self, name: str, y: Array, weight: Array | None) -> None:
+        """The likelihood that the targets are standardized for, and networks are made for."""
         self._likelihood = name
         names = ["y"] if self._single else [f"column {index} of y" for index in range(y.shape[1])]
-        likelihood, counts = self._named_likelihood(name, y.shape[1]), name in COUNTS
         kind = StandardizedLogs if name == LOG_NORMAL else Standardized
-        self._targets = kind.of(y, weight, self._standardized and not counts, names)
-        if counts:
+        self._targets = kind.of(y, weight, self._standardized and name not in COUNTS, names)
+        if name in COUNTS:
             self._log_rate = np.log(np.maximum(np.average(y, 0, weight), _LEAST_RATE))
-        self._fit(x, to_tensor(self._targets(y)), y.shape[1], likelihood, weight)
-
-    @property
-    def _rank(self) -> tuple[bool, float]:
-        """The larger, the better: the evidence a point of targets in their own units, nats."""
-        fit, total = self.predictive_fit_, self.posterior_.fitted.total
-        learned = fit is not None and fit.reliability is not None and fit.reliability.learned_targets
-        return not learned, self.log_marginal_likelihood_value_ / total
-
-    @property
-    def _errors(self) -> Errors:
-        """Those of the training points, in units of the targets."""
-        found = Errors.of(self.posterior_)
-        return replace(found, error=found.error * self._targets.scale)
-
-    def _of_likelihoods(
-        self, run: Callable[[Likelihood, Sequence[Design]], Trained], likelihood: Likelihood, designs: Sequence[Design]
-    ) -> Trained:
-        if self._likelihood != "auto":
-            return run(likelihood, designs)
-        targets = len(self._targets.scale)
-        others = [self._named_likelihood("student-t", targets)]
-        if not is_module(self.network):  # of a module the number of outputs is what it is
-            others.append(self._named_likelihood("heteroscedastic-gaussian", targets))
-        return chosen_noise(run, likelihood, others, designs)
 
     def _made(self, network: nn.Module) -> nn.Module:
         """With the mean count at the start, so that the prior is about what differs from it."""
@@ -282,7 +253,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         return nn.Sequential(network, Shifted(to_tensor(self._log_rate).to(next(network.parameters()))))
 
     def _named_likelihood(self, name: str, targets: int) -> Likelihood:
-        """The likelihood of a name, with a noise for each of several targets; of "auto" the first that is tried."""
+        """The likelihood of a name, with a noise for each of several targets."""
         given = Gaussian(self.noise)  # which checks it
         if name in COUNTS:
             return COUNTS[name]()
@@ -305,13 +276,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     @property
     def likelihood_(self) -> str:
-        """The noise that was chosen: "gaussian", "student-t" or "heteroscedastic-gaussian"; of counts the given one."""
+        """The likelihood that was given or chosen: one of those that `likelihood` may name."""
         check_is_fitted(self, "posterior_")
-        if isinstance(self._targets, StandardizedLogs):
-            return LOG_NORMAL
-        named = {StudentT: "student-t", HeteroscedasticGaussian: "heteroscedastic-gaussian"}
-        named |= {kind: name for name, kind in COUNTS.items()}
-        return named.get(type(self.posterior_.likelihood), "gaussian")
+        return self._likelihood
 
     @property
     def noise_(self) -> float | Array:

@@ -48,6 +48,10 @@ class Standardized:
         """The table in its own units."""
         return table * self.scale + self.mean
 
+    def expected(self, mean: Array, variance: Array) -> Array:
+        """Means of the table in its own units, where the standardized one has this mean and variance."""
+        return self.undone(mean)
+
     def log_jacobian(self, table: Array, weight: Array) -> float:
         """Log densities of the rows of a table less those of the standardized ones, added up with these weights."""
         return -float(weight.sum() * np.log(self.scale).sum())
@@ -73,6 +77,10 @@ class StandardizedLogs(Standardized):
         """The table in its own units."""
         found: Array = np.exp(super().undone(table))
         return found
+
+    def expected(self, mean: Array, variance: Array) -> Array:
+        """Of log-normal numbers, ``exp(m + v/2)``."""
+        return self.undone(mean + 0.5 * self.scale * variance)
 
     def log_jacobian(self, table: Array, weight: Array) -> float:
         """Log densities of the rows of a table less those of the standardized ones, added up with these weights."""
