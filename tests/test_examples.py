@@ -766,6 +766,16 @@ def test_counts(tmp_path: Path) -> None:
     assert printed.count("| some, rates vary ") == 4 and " % of the cases" in printed
 
 
+@pytest.mark.usefixtures("one_perceptron")
+def test_factors(tmp_path: Path) -> None:
+    printed = run("predictions/factors.py", tmp_path)
+    found = figures(tmp_path / "factors" / "factors.json")["results"]["a product"]
+    assert list(found) == ["LaplaceRegressor", "normal", "gradient boosting", "gradient boosting, logarithms"]
+    for one in found.values():
+        assert -4 < one["log likelihood"] < -0.5 and 0.5 < one["coverage"] <= 1 and 0.4 < one["rmse"] < 2
+    assert printed.count("| a product ") == 4 and "a product: log-normal noise in " in printed
+
+
 def test_columns_in_pieces(tmp_path: Path) -> None:
     printed = run("predictions/pieces.py", tmp_path)
     cases = figures(tmp_path / "pieces" / "pieces.json")["cases"]

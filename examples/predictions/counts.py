@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,11 @@ def case(name: str, seed: int, small: bool) -> dict[str, dict[str, float]]:
     return found | {way: of_peer(way, train, test) for way in PEERS}
 
 
-def main() -> None:
-    """A table of each score."""
-    options = parser(__doc__, "counts").parse_args()
+def report(options: Any, names: Sequence[str], case: Callable[..., dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """Print a table of each score, means over seeds, and return them by table; `case` takes a name and a seed."""
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")  # of tables where leave-one-out is not to be trusted
     options.out.mkdir(parents=True, exist_ok=True)
-    names = ["some, rates vary"] if options.small else [*LEVELS, LINEAR]
     results: dict[str, Any] = {}
     for name in names:
         runs = [once(options.out / f"{name} {seed}.json", [str(options.small)],
@@ -125,14 +124,21 @@ def main() -> None:
                 for seed in range(1 if options.small else 5)]
         results[name] = {way: {score: float(np.mean([run[way][score] for run in runs])) for score in runs[0][way]}
                          for way in runs[0]}
-    chosen = [one["LaplaceRegressor"]["counts"] for one in results.values()]
-    print(f"The evidence takes the negative binomial in {100 * np.mean(chosen):.0f} % of the cases.")
     for score in ("log likelihood", "rmse", "coverage", "seconds"):
         print(f"\n{score}\n")
         digits = 1 if score == "seconds" else 3
-        print(table(["counts", *LAPLACE, *PEERS],
+        print(table(["data", *results[names[0]]],
                     [[name, *(f"{one[score]:.{digits}f}" for one in results[name].values())] for name in names]))
-    write(options.out / "counts.json", {"machine": machine(options.threads), "results": results})
+    write(options.out / f"{options.out.name}.json", {"machine": machine(options.threads), "results": results})
+    return results
+
+
+def main() -> None:
+    """A table of each score."""
+    options = parser(__doc__, "counts").parse_args()
+    results = report(options, ["some, rates vary"] if options.small else [*LEVELS, LINEAR], case)
+    chosen = [one["LaplaceRegressor"]["counts"] for one in results.values()]
+    print(f"\nThe evidence takes the negative binomial in {100 * np.mean(chosen):.0f} % of the cases.")
 
 
 if __name__ == "__main__":

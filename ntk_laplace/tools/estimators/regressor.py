@@ -89,13 +89,15 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         "student-t": noise with heavy tails, for targets with outliers (`StudentT`), whose degrees of freedom are
         learned too. "heteroscedastic-gaussian": noise that depends on the inputs; the network has two outputs for each
         target, the mean and the log variance of its noise. The predictive is no normal distribution with either: see
-        `predict_quantiles`. "auto": "gaussian", and where residuals have heavy tails also the other two, each in a
-        training of its own; the evidence chooses (`likelihood_`). A network of yours with one output for each target
-        is not trained with two. "log-normal": the logarithms of positive targets, such as prices, are standardized, and
+        `predict_quantiles`. "log-normal": the logarithms of positive targets, such as prices, are standardized, and
         have normal noise. "negative-binomial": targets are counts, with the mean ``μ = exp(f)``, and the variance
         ``μ + α μ²`` whose α is learned too (`NegativeBinomial`); "poisson": with the variance μ. Targets are not
-        standardized then, and "mlp" starts at the logarithm of their mean. "auto" tries "negative-binomial" too
-        where targets are whole numbers from 0 with a mean of at most 50, and vary as much as counts of one mean do.
+        standardized then, and "mlp" starts at the logarithm of their mean. "auto": "gaussian", and others in a
+        training of their own, among which the evidence chooses (`likelihood_`): "negative-binomial" where targets are
+        whole numbers from 0 with a mean of at most 50, and vary as much as counts of one mean do, and where residuals
+        have heavy tails "log-normal", if targets are positive, and the smallest difference of two is at most a tenth of
+        the smallest target; if neither is better, or residuals still have heavy tails, the other two. A network of
+        yours is not trained with two outputs for a target, nor with a logarithm.
     noise : float or array_like, (targets,)
         Noise variance at the start, in squared units of the targets (standardized ones by default); of "student-t" σ².
         Each of several targets has its own noise. "heteroscedastic-gaussian" and counts have none.
@@ -315,6 +317,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         self, X: Any, return_std: bool = False, return_cov: bool = False
     ) -> Array | tuple[Array, Array]:
         """Predictive mean of the targets, with their standard deviation or covariance, noise included.
+
+        Of counts and of "log-normal" they are of first order: the mean μ given the network's outputs f, and the
+        variance ``(dμ/df)² var f`` with that of the noise. The mean of `predict_distribution` is averaged over the
+        posterior, and grows with the exponential of var f, so that it may be huge far from the training data.
 
         Parameters
         ----------
