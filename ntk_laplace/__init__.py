@@ -45,7 +45,7 @@ from ntk_laplace.model.likelihoods import (
     Tempered,
     register_likelihood,
 )
-from ntk_laplace.model.network import FourierFeatures, PiecewiseLinearFeatures
+from ntk_laplace.model.network import FourierFeatures, PiecewiseLinearFeatures, SmoothClipping
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
@@ -199,6 +199,7 @@ __all__ = [
     "RetrainingInterrupted",
     "RiskBound",
     "Settings",
+    "SmoothClipping",
     "SourceEffects",
     "StructureEvidence",
     "StructurePlan",

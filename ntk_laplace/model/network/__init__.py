@@ -13,6 +13,7 @@ from ntk_laplace.model.network.piecewise_linear import PiecewiseLinearFeatures
 from ntk_laplace.model.network.precision import outside_autocast
 from ntk_laplace.model.network.probing import independent_of_batches, probe
 from ntk_laplace.model.network.readings import autograd_nodes
+from ntk_laplace.model.network.smooth_clipping import SmoothClipping
 from ntk_laplace.model.network.variation import linear_at, linearized, varying
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Network",
     "ParameterChoice",
     "PiecewiseLinearFeatures",
+    "SmoothClipping",
     "autograd_nodes",
     "channels_fit",
     "independent_of_batches",

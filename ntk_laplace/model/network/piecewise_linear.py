@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, HyperparameterError, is_number, is_whole, require_whole
-from ntk_laplace.model.network.single_inputs import selected, with_fractions
+from ntk_laplace.errors import HyperparameterError, is_number, is_whole, require_whole
+from ntk_laplace.model.network.single_inputs import checked_table, numbers_of_each, selected, with_fractions
 
 
 class PiecewiseLinearFeatures(nn.Module):
@@ -61,8 +61,9 @@ class PiecewiseLinearFeatures(nn.Module):
         self.register_buffer("inputs", torch.tensor(inputs, dtype=torch.long, device=device))
         self.register_buffer("start", start.clone())
         self.register_buffer("width", stop - start)
-        self.register_buffer("shift", _of_each("shift", shift, len(inputs), device))
-        self.register_buffer("factor", _of_each("factor", factor, len(inputs), device))
+        for name, given in (("shift", shift), ("factor", factor)):
+            values = numbers_of_each(name, given, len(inputs), device, "PiecewiseLinearFeatures.of(x) chooses them.")
+            self.register_buffer(name, values)
 
     @classmethod
     def of(cls, x: Tensor, pieces: int = 8, scale: float = 3.0) -> PiecewiseLinearFeatures:
@@ -94,12 +95,9 @@ class PiecewiseLinearFeatures(nn.Module):
         require_whole("pieces", pieces, 1, "Pass pieces=8.")
         if not is_number(scale, above=0):
             raise HyperparameterError("a positive scale", repr(scale), "Leave it out for 3.")
-        table = isinstance(x, Tensor) and x.ndim == 2
-        if not (table and x.isfinite().all()):
-            got = "NaN or infinity" if table else f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)[:80]
-            raise DataError("inputs x of shape (n, d), finite numbers", got, "Pass the training inputs as a tensor.")
+        columns = checked_table(x)
         close = 4 * torch.finfo(x.dtype if x.is_floating_point() else torch.float64).eps
-        knots = [(number, own.tolist()) for number, column in enumerate(x.detach().cpu().double().numpy().T)
+        knots = [(number, own.tolist()) for number, column in enumerate(columns.T)
                  if len(own := _knots(column, pieces, close)) > 2]
         with x.device:  # one that is the default may hold no values
             found = cls(knots)
@@ -150,15 +148,6 @@ def _checked(pair: Any) -> tuple[int, list[float]]:
             return int(pair[0]), own
     raise HyperparameterError("pairs of an input's number and two or more ascending knots", repr(pair)[:80],
                               "Pass for example PiecewiseLinearFeatures([(0, [0.0, 0.5, 1.0])]).")
-
-
-def _of_each(name: str, given: float | Sequence[float], count: int, device: torch.device) -> Tensor:
-    """One number for each feature, (m,)."""
-    numbers = [given] * count if is_number(given) else given
-    if not (isinstance(numbers, Sequence) and len(numbers) == count and all(is_number(one) for one in numbers)):
-        raise HyperparameterError(f"a finite {name}, or {count}, one for each piece", repr(given)[:80],
-                                  "PiecewiseLinearFeatures.of(x) chooses them.")
-    return torch.tensor([float(one) for one in numbers], dtype=torch.float64, device=device)
 
 
 def _knots(column: np.ndarray[Any, Any], pieces: int, close: float) -> np.ndarray[Any, Any]:

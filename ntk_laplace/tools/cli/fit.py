@@ -25,6 +25,7 @@ from ntk_laplace.tools.cli.python_files import load_network
 from ntk_laplace.tools.cli.table_columns import require_sources
 from ntk_laplace.tools.cli.values import FIRST_DAY
 from ntk_laplace.tools.cli.words import first_few
+from ntk_laplace.tools.estimators.regressor import LOG_NORMAL
 
 _HELD_OUT = 0.2
 _COLUMNS = 10  # of the largest relevance, that are printed
@@ -145,6 +146,8 @@ def _tell_evidence(model: Model) -> None:
         print("\nNoise whose variance depends on the inputs: the second output for each target is its logarithm")
     elif isinstance(likelihood, ntkl.NegativeBinomial):
         print(f"\nCounts of variance μ + {float(likelihood.dispersion):.3g} μ² at the mean μ (negative binomial)")
+    elif getattr(model, "likelihood_", "") == LOG_NORMAL:
+        print("\nThe logarithm of the target has normal noise: predictions are off by factors (log-normal)")
     fit = model.predictive_fit_
     if fit is not None and not fit.trusted:
         print(f"\nWARNING: the posterior is used as it is, without calibration: {'; '.join(fit.reasons)}.")
@@ -153,7 +156,7 @@ def _tell_evidence(model: Model) -> None:
 
 
 def _tell_network(model: Model) -> None:
-    """Whether the network has a linear part, and the columns that it gets in pieces, or their sines and cosines."""
+    """Whether it has a linear part, and the columns that it gets in pieces, clipped, or as sines and cosines."""
     if model.linear_part_:
         print("\nThe network is a perceptron and a linear function of the columns, added")
     names = getattr(model, "feature_names_in_", np.arange(model.n_features_in_).astype(str))
@@ -161,6 +164,10 @@ def _tell_network(model: Model) -> None:
         pieces = first_few([names[column] for column in model.piecewise_features_], quote=False)
         print("\n" + textwrap.fill(f"Left-out rows are predicted better with columns in pieces, between quantiles, as "
                                    f"inputs of the network too: {pieces}", _WIDTH))
+    if model.clipped_features_:
+        clipped = first_few([names[column] for column in model.clipped_features_], quote=False)
+        print("\n" + textwrap.fill("Left-out rows are predicted better with extreme values of columns clipped "
+                                   f"smoothly: {clipped}", _WIDTH))
     told = ", ".join(f"{names[column]} of period {period:.4g}" for column, period in model.fourier_features_)
     if told:
         text = f"Left-out residuals had waves, whose sines and cosines are inputs of the network too: {told}"

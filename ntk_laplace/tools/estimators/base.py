@@ -33,7 +33,7 @@ from ntk_laplace.errors import (
     warn,
 )
 from ntk_laplace.model.likelihoods import HeteroscedasticGaussian, Likelihood
-from ntk_laplace.model.network import FourierFeatures, PiecewiseLinearFeatures
+from ntk_laplace.model.network import FourierFeatures, PiecewiseLinearFeatures, SmoothClipping
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
@@ -72,6 +72,7 @@ class _Fitted(BaseEstimator):
     _constant: NDArray[np.bool_] | bool = False  # which features are; False in fits of earlier versions
     _waves: Waves = ()  # of the network's Fourier features
     _in_pieces: Sequence[int] = ()  # features that the network has piecewise linear features of
+    _clipped: Sequence[int] = ()  # features that it has clipped
 
 
 @dataclass(eq=False, repr=False)
@@ -83,6 +84,7 @@ class LaplaceEstimator(_Fitted):
     hidden_layer_sizes: Any = "auto"
     linear_part: bool | str = "auto"
     piecewise_features: bool | str = "auto"
+    smooth_clipping: bool | str = "auto"
     activation: str = "tanh"
     precision: Any = "auto"
     groups: Any = "auto"
@@ -118,8 +120,6 @@ class LaplaceEstimator(_Fitted):
         features, groups, starts = x.shape[1], self._prior_groups(x.shape[1]), self._starts
         by_input = isinstance(groups, str) and groups == "input"
         designs = self._designs(len(x), features, by_input)
-        if like is not None:
-            designs = [design for design in designs if design in (like, replace(like, pieces=False))]
         given = 1.0 if starts.first is not None or self._automatic else self.precision
 
         def prior(design: Design, waves: Waves = ()) -> GaussianPrior:
@@ -131,12 +131,17 @@ class LaplaceEstimator(_Fitted):
             return GaussianPrior(given, groups=groups, spread=spread, input_groups=shared)
 
         with _own_generators():
-            pieces = PiecewiseLinearFeatures([])
+            units = to_tensor(self._inputs.mean), to_tensor(self._inputs.scale)  # to standardize before would round
+            pieces, clipping = PiecewiseLinearFeatures([]), SmoothClipping([])
             if any(design.pieces for design in designs):  # of many columns they take memory
-                pieces = PiecewiseLinearFeatures.of(to_tensor(x), tuning.PIECES, _PIECES_SCALE)  # to standardize rounds
-                pieces = pieces.standardized(to_tensor(self._inputs.mean), to_tensor(self._inputs.scale))
-            if not len(pieces.inputs):
-                designs = list(dict.fromkeys(replace(design, pieces=False) for design in designs))
+                pieces = PiecewiseLinearFeatures.of(to_tensor(x), tuning.PIECES, _PIECES_SCALE).standardized(*units)
+            if any(design.clipping for design in designs):
+                clipping = SmoothClipping.of(to_tensor(x)).standardized(*units)
+            designs = list(dict.fromkeys(
+                replace(design, pieces=design.pieces and len(pieces.inputs) > 0,
+                        clipping=design.clipping and len(clipping.inputs) > 0) for design in designs))
+            if like is not None:
+                designs = [design for design in designs if design in (like, replace(like, pieces=False))]
 
             def new(likelihood: Likelihood, design: Design, waves: Waves = ()) -> nn.Module:
                 torch.manual_seed(seed)
@@ -148,6 +153,8 @@ class LaplaceEstimator(_Fitted):
                 if waves:
                     with torch.device("cpu"):
                         before.append(FourierFeatures(waves))
+                if design.clipping:  # of the inputs themselves, which come first
+                    before.append(copy.deepcopy(clipping))
                 if before:
                     place = next(made.parameters()).device  # which need not be torch's default one
                     made = nn.Sequential(*(one.to(place) for one in before), made)
@@ -172,10 +179,8 @@ class LaplaceEstimator(_Fitted):
             found.posterior.predictive = None
         self.posterior_, self.network_, self._waves = found.posterior, found.module, found.waves
         self.linear_part_ = found.design.linear
-        self._in_pieces = []
-        if found.design.pieces:
-            pieces = next(part for part in found.module.modules() if isinstance(part, PiecewiseLinearFeatures))
-            self._in_pieces = list(dict.fromkeys(pieces.inputs.tolist()))
+        self._in_pieces = _inputs_of(found.module, PiecewiseLinearFeatures) if found.design.pieces else []
+        self._clipped = _inputs_of(found.module, SmoothClipping) if found.design.clipping else []
         total = self.posterior_.fitted.total
         self.predictive_fit_ = found.predictive and found.predictive.shifted(self._log_jacobian / total)
         evidence = self.posterior_.log_marginal_likelihood()
@@ -202,10 +207,10 @@ class LaplaceEstimator(_Fitted):
         """What the network has beside its layers; of several that are to be tried the usual one comes first."""
         perceptron = isinstance(self.network, str)
         deep = perceptron and bool(layer_sizes(self._layers(examples)))
-        linear, pieces = (None if is_choice(part, ("auto",)) else bool(part)
-                          for part in (self.linear_part, self.piecewise_features))
+        linear, pieces, clipping = (None if is_choice(part, ("auto",)) else bool(part) for part in
+                                    (self.linear_part, self.piecewise_features, self.smooth_clipping))
         usual = Design(deep and (by_input and features > tuning.INPUTS_WITHOUT_LINEAR if linear is None else linear),
-                       perceptron and bool(pieces))
+                       perceptron and bool(pieces), perceptron and bool(clipping))
         given = self.precision
         of_groups = isinstance(given, Mapping) or (isinstance(given, Tensor) and given.numel() > 1)  # of one design
         if of_groups or not (deep and by_input):
@@ -215,8 +220,13 @@ class LaplaceEstimator(_Fitted):
             return [usual, replace(usual, linear=not usual.linear)]
         small = features <= tuning.INPUTS_IN_PIECES and examples <= tuning.EXAMPLES_IN_PIECES
         small = small and not _of_all_weights(spec_of(self.structure))  # which pieces make nine times as many
-        both = small and pieces is None and self.predictive is not None  # which chooses
-        return [usual, replace(usual, pieces=True)] if both else [usual]
+        designs = [usual]
+        if small and self.predictive is not None:  # which chooses
+            if clipping is None:
+                designs.append(replace(usual, clipping=True))
+            if pieces is None:
+                designs.append(replace(designs[-1], pieces=True))
+        return designs
 
     def _training_options(self, examples: int, times: int) -> dict[str, Any]:
         """Of `train_with_evidence`, for `times` as many epochs."""
@@ -277,7 +287,8 @@ class LaplaceEstimator(_Fitted):
 
         It is learned: the smaller, the less the network depends on the feature. 0 for a feature that is constant in
         the training data, of which the evidence says nothing. The largest, if the network has other features of it
-        too; those of its pieces count three times, as a function of them is as much larger.
+        too; those of its pieces count three times, as a function of them is as much larger. Of a clipped feature, in
+        its clipped units.
         """
         check_is_fitted(self, "posterior_")
         prior = self.posterior_.prior
@@ -295,6 +306,12 @@ class LaplaceEstimator(_Fitted):
         """Features that the network gets in pieces too."""
         check_is_fitted(self, "posterior_")
         return list(self._in_pieces)
+
+    @property
+    def clipped_features_(self) -> list[int]:
+        """Features with extreme values that the network gets clipped."""
+        check_is_fitted(self, "posterior_")
+        return list(self._clipped)
 
     @property
     def fourier_features_(self) -> list[tuple[int, float]]:
@@ -322,7 +339,8 @@ class LaplaceEstimator(_Fitted):
         if not each or not (named or all(is_number(one, above=0) for one in each)):
             raise HyperparameterError('a positive precision, several of them, or "auto"', repr(self.precision)[:80],
                                       "Pass precision=1.0 or (1.0, 0.01).")
-        added = {"linear_part": "Add it to the network", "piecewise_features": "Add them to the network"}
+        added = {"linear_part": "Add it to the network", "piecewise_features": "Add them to the network",
+                 "smooth_clipping": "Add it to the network"}
         for name, remedy in added.items():
             value = getattr(self, name)
             _require_flag_or_auto(name, value)
@@ -540,6 +558,12 @@ def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
         raise DataError("an estimator with its training data", "none", "Fit it again.")
     x, y = (torch.cat([to_tensor(part) for part in parts]) for parts in zip(*source, strict=True))
     return x, y, *(() if source.weights is None else (source.weights,))
+
+
+def _inputs_of(module: nn.Module, kind: type[PiecewiseLinearFeatures | SmoothClipping]) -> list[int]:
+    """Features that the first part of this kind takes, each once."""
+    part = next(part for part in module.modules() if isinstance(part, kind))
+    return list(dict.fromkeys(part.inputs.tolist()))
 
 
 def _outputs_of_each(likelihood: Likelihood) -> int:

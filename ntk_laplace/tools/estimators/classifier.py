@@ -27,7 +27,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
 
     Parameters
     ----------
-    network, hidden_layer_sizes, linear_part, piecewise_features, activation
+    network, hidden_layer_sizes, linear_part, piecewise_features, smooth_clipping, activation
         As in `LaplaceRegressor`. The network returns one logit for each class; of two classes also one, that of the
         second.
     precision, groups, structure, curvature, predictive, fourier_features, epochs, learning_rate, batch_size
@@ -43,8 +43,8 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         Labels, of any type, in the order of the columns of `predict_proba`.
     training_index_, y_train_
         As in `LaplaceRegressor`; the targets are labels.
-    posterior_, network_, history_, relevance_, linear_part_, piecewise_features_, fourier_features_,
-    log_marginal_likelihood_value_, theta_, n_features_in_, feature_names_in_, n_iter_
+    posterior_, network_, history_, relevance_, linear_part_, piecewise_features_, clipped_features_,
+    fourier_features_, log_marginal_likelihood_value_, theta_, n_features_in_, feature_names_in_, n_iter_
         As in `LaplaceRegressor`.
 
     Examples

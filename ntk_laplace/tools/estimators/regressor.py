@@ -73,6 +73,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         ``groups="input"`` those of a feature share a precision. "auto": where each of at most 40 features has a
         precision of its own, there are at most 3,000 examples, and there is no choice of a linear part, a perceptron
         with them is trained too, and leave-one-out chooses; with ``predictive=None`` or ``structure="full"`` it is not.
+    smooth_clipping : bool or "auto"
+        Whether "mlp" gets features with extreme values bounded (`SmoothClipping`), so that it is no linear function of
+        them far from the other values. "auto": under the conditions of `piecewise_features` a perceptron with the
+        clipping is trained too, where features have such values, and leave-one-out chooses.
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
     precision : float, sequence of float, or "auto"
@@ -156,6 +160,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Prior standard deviation of the first layer's weights of each feature, for ``groups="input"``.
     piecewise_features_ : list of int
         Features that the network gets in pieces too.
+    clipped_features_ : list of int
+        Features with extreme values that the network gets clipped.
     linear_part_ : bool
         Whether the network is an "mlp" with a linear part.
     fourier_features_ : list of (int, float)

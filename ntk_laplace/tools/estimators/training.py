@@ -62,6 +62,7 @@ class Design:
 
     linear: bool = False  # a linear part
     pieces: bool = False  # piecewise linear features
+    clipping: bool = False  # of inputs with extreme values
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,8 @@ class _Recipe:
         other = self.attempt(data, form, best.waves)
         if rank(other.training, left_out=True)[1] + _BEHIND > rank(best.training, left_out=True)[1]:
             other = self._improved(data, other)
-        return other if _trusted(other) and _left_out(other) > _left_out(best, _GAIN) else best
+        gain = _GAIN if form.design.pieces and not best.form.design.pieces else 0.0
+        return other if _trusted(other) and _left_out(other) > _left_out(best, gain) else best
 
     def _improved(self, data: tuple[Tensor, ...], attempt: _Attempt) -> _Attempt:
         return self._again(data, self._with_waves(data, attempt))
