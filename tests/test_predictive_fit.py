@@ -368,6 +368,19 @@ def test_a_checkpoint_keeps_the_calibration(classifier: ntkl.Posterior, tmp_path
 # --- refusals
 
 @pytest.mark.slow
+def test_a_compressed_posterior_keeps_the_calibration(classifier: ntkl.Posterior, tmp_path: Path) -> None:
+    """Its data and hyperparameters are the same; at a full rank so are all predictions, also after a save."""
+    fitted, x = classifier.to(), classes(10, seed=1)[0]
+    fitted.fit_predictive()
+    small = fitted.compress(fitted.num_parameters)
+    small.save(tmp_path / "posterior.pt")
+    expected = fitted.predict(x, "probit").probs
+    assert not torch.allclose(expected, fitted.predict(x, "probit", calibrated=False).probs, rtol=1e-3)
+    for found in (small, ntkl.load(tmp_path / "posterior.pt", classifier.network.module)):
+        assert found.predictive == fitted.predictive
+        torch.testing.assert_close(found.predict(x, "probit").probs, expected, rtol=1e-7, atol=0)
+
+
 def test_structured_posteriors_leave_out_some_points() -> None:
     x, y = classes(50, seed=3)
     network = trained(ntkl.Categorical(), x, y, 3)

@@ -23,7 +23,7 @@ class CompressionVerbs(Fitted):
 
         It needs no rows of the training points, and ``save(path, include_data=False)`` writes (P, rank) numbers. As FᵀF
         is at most JᵀΛJ, no variance is below the exact one, and neither is the evidence. Three times the
-        effective parameters as rank give variances and evidence within about half a percent.
+        effective parameters as rank give variances and evidence within about half a percent. `predictive` is kept.
 
         Parameters
         ----------
@@ -74,4 +74,4 @@ class CompressionVerbs(Fitted):
         reason = (f"rank {min(rank, curvature.rank):,} of structure {self.structure!r}: the evidence is {cost:.3g} "
                   f"nats too large, variances at {len(some)} training points by {float(excess.median()):.2g} % "
                   f"(median) to {float(excess.max()):.2g} %")
-        return type(self)(found, reason)
+        return type(self)(found, reason, self.predictive)
