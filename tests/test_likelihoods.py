@@ -871,3 +871,21 @@ def test_a_covariance_is_known_without_the_data() -> None:
     assert torch.allclose(likelihood.curvature(f)[2], torch.linalg.inv(covariance))
     with pytest.raises(HyperparameterError, match='Say which'):
         likelihood.bind(3, 3)
+
+
+@pytest.mark.parametrize("likelihood", [
+    Gaussian(0.5), Gaussian(torch.full((1, 1), 0.5)), StudentT(0.5), HeteroscedasticGaussian(),
+    Bernoulli(), Poisson(), NegativeBinomial(), Everywhere(Bernoulli(), 4),
+], ids=repr)
+def test_targets_without_a_column_are_not_paired_with_every_output(likelihood: Likelihood) -> None:
+    """A network (N, 1) and targets (N,) in a training loop: torch would add up all N x N pairs without a word."""
+    outputs = {HeteroscedasticGaussian: 2, Everywhere: 4}.get(type(likelihood), 1)
+    f = torch.linspace(-1, 1, 5 * outputs, dtype=torch.float64, device="cpu").view(5, outputs)
+    y = torch.arange(20, device="cpu").double().view(5, 4) % 2
+    y = y if outputs == 4 else y[:, 0]
+    for method in (likelihood.log_prob, likelihood.residual):
+        with pytest.raises(TargetError, match=r"a column per response.*likelihood\.targets\(y, N, C\)"):
+            method(f, y)
+    rows = likelihood.targets(y, 5, outputs)
+    one_by_one = torch.cat([likelihood.log_prob(f[i : i + 1], rows[i : i + 1]) for i in range(5)])
+    torch.testing.assert_close(likelihood.log_prob(f, rows), one_by_one)

@@ -26,6 +26,7 @@ from ntk_laplace.model.likelihoods.noise import (
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import MultivariateNormalResponse, NormalResponse, Response
+from ntk_laplace.model.likelihoods.targets import require_columns
 from ntk_laplace.runtime.scalars import scalar
 
 
@@ -267,6 +268,7 @@ class Gaussian(PerOutput):
 
     def _error(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
         """``y - f``, zero where a target is missing, and the mask of observed targets (None if all are observed)."""
+        require_columns(f, y)
         there = self.observed(y)
         if there is None:
             return y.to(f) - f, None

@@ -118,14 +118,14 @@ class HeteroscedasticGaussian(PerOutput):
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log density of each example's observed targets, (N,), nats."""
         mean, log_variance, _ = self._moments(f)
-        error = (self._filled(f, y) - mean) * (-0.5 * log_variance).exp()
+        error = (self._filled(mean, y) - mean) * (-0.5 * log_variance).exp()
         return self._known(-0.5 * (error.square() + log_variance + math.log(2 * math.pi)), y).sum(-1)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``Gᵀ ((y - μ)/σ², ((y - μ)²/σ² - 1)/2)`` with G = ∂(μ, log σ²)/∂f, 0 where a target is missing, (N, 2D)."""
-        filled = self._filled(f, y)
         mean, log_variance, (mean_by_u, mean_by_s, log_by_s) = self._moments(f)
         precision = (-log_variance).exp()
+        filled = self._filled(mean, y)
         by_mean = (filled - mean) * precision
         by_log = 0.5 * ((filled - mean).square() * precision - 1)
         rows = by_mean * mean_by_u, by_mean * mean_by_s + by_log * log_by_s
@@ -202,8 +202,8 @@ class HeteroscedasticGaussian(PerOutput):
         """In closed form for "log variance", where each (u, s) is normal and 1/σ² = exp(-s) tilts its mean."""
         if type(self) is not HeteroscedasticGaussian or self.parametrization != "log variance":
             return None
-        filled = self._filled(mean, y)
         d = self.num_responses(mean.shape[-1])
+        filled = self._filled(mean[:, :d], y)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         both = covariance[:, :d, d:].diagonal(dim1=-2, dim2=-1)  # Cov(u, s)
         log_precision = 0.5 * variance[:, d:] - mean[:, d:]

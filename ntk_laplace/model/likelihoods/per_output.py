@@ -9,7 +9,7 @@ from torch import Size, Tensor
 
 from ntk_laplace.errors import HyperparameterError, require_choice
 from ntk_laplace.model.likelihoods.base import Likelihood
-from ntk_laplace.model.likelihoods.targets import read_columns
+from ntk_laplace.model.likelihoods.targets import read_columns, require_columns
 
 
 class PerOutput(Likelihood):
@@ -64,9 +64,10 @@ class PerOutput(Likelihood):
         """The mark of missing targets."""
         return {"missing": self.missing}
 
-    def _filled(self, f: Tensor, y: Tensor) -> Tensor:
-        """Targets in the dtype of f, zero where missing."""
-        return self._known(y.to(f), y)
+    def _filled(self, like: Tensor, y: Tensor) -> Tensor:
+        """Targets in the dtype of `like`, which has one column per response, zero where missing."""
+        require_columns(like, y)
+        return self._known(y.to(like), y)
 
     def _known(self, values: Tensor, y: Tensor | None) -> Tensor:
         """Values (N, D), such as diagonal entries, set to zero where the target is missing."""

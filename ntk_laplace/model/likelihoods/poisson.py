@@ -42,7 +42,7 @@ class Poisson(Counts):
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``y - exp(f)`` ([T20] 2.5), (N, C)."""
-        return self._known(y.to(f) - self._rate(f), y)
+        return self._known(self._filled(f, y) - self._rate(f), y)
 
     def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``exp(f)`` on the diagonal ([T20] Table 2.1), 0 where a count is missing, (N, C, C)."""

@@ -61,6 +61,14 @@ def read_columns(
     return y if y.is_floating_point() else y.double()
 
 
+def require_columns(like: Tensor, y: Tensor) -> None:
+    """TargetError if targets (N,) meet outputs (N, D): torch would pair each target with each example."""
+    if y.shape[-1:] != like.shape[-1:] or (y.dim() < 2 <= like.dim()):
+        raise TargetError(f"targets (N, D), with a column per response, of shape {tuple(like.shape)}",
+                          f"shape {tuple(y.shape)}",
+                          "Pass y.unsqueeze(1) for one response, or likelihood.targets(y, N, C).")
+
+
 def read_labels(y: Any, num_examples: int, num_classes: int) -> Tensor:
     """Class labels of shape (N,), int64 in 0..C-1, or -100 if missing; accepts whole numbers of any dtype."""
     y = read(y, num_examples, remedy=f"{_REMEDY} A missing class label is {MISSING_LABEL}.")
