@@ -1116,3 +1116,12 @@ def test_labels_of_several_types_are_refused(labels: Any, got: str) -> None:
     labels = np.array(labels, dtype=object)
     with refused(ntkl.DataError, "labels of one type", got, "all of them"):
         ntkl.LaplaceClassifier().fit(np.arange(20.0).reshape(10, 2), labels)
+
+
+def test_strings_of_python_and_numpy_are_labels_of_one_type() -> None:
+    """As in a list of names that others were taken from an array for."""
+    labels, other = ["b", np.str_("a")] * 10, ["b", "a"] * 10
+    x = np.arange(40.0).reshape(20, 2)
+    fits = [ntkl.LaplaceClassifier(epochs=1, random_state=0).fit(x, one) for one in (labels, other)]
+    assert [fit.classes_.tolist() for fit in fits] == 2 * [["a", "b"]]
+    assert np.array_equal(*(fit.predict_proba(x) for fit in fits))

@@ -131,7 +131,7 @@ def _require_labels(y: Any) -> None:
         row = int(np.argwhere(gaps)[0, 0])
         raise DataError("a label for each example", f"{labels[gaps][0]!r} in row {row}",
                         "Drop the rows without a label, or name their class.")
-    kinds = sorted({type(label).__name__ for label in labels.flat})
+    kinds = sorted({"str" if isinstance(label, str) else type(label).__name__ for label in labels.flat})
     try:
         ordered = len(kinds) < 2 or ("str" not in kinds and sorted(set(labels.flat)) is not None)
     except TypeError:
