@@ -21,7 +21,7 @@ from ntk_laplace.tools.estimators import noise as choice
 from ntk_laplace.tools.estimators import training as estimator_training
 from ntk_laplace.tools.estimators.noise import Candidate, Errors, may_vary_by_factors, tail_gain
 from ntk_laplace.tools.estimators.tables import Standardized, StandardizedLogs
-from ntk_laplace.tools.estimators.training import Design, Trained
+from ntk_laplace.tools.estimators.training import Design, Designs, Trained
 from refusals import refused
 
 pytestmark = [
@@ -68,10 +68,10 @@ def test_the_first_training_is_kept_if_the_second_fails(monkeypatch: pytest.Monk
     x, y = problem()
     train, trainings = base.trained, dict[type, Trained]()
 
-    def once(new: Any, data: Any, likelihood: ntkl.Likelihood, *options: Any) -> Trained:
+    def once(form: Any, designs: Any, data: Any, likelihood: ntkl.Likelihood, *options: Any) -> Trained:
         kind = type(likelihood)
         if kind not in trainings:
-            trainings[kind] = train(new, data, likelihood, *options)
+            trainings[kind] = train(form, designs, data, likelihood, *options)
         return trainings[kind]
 
     monkeypatch.setattr(base, "trained", once)
@@ -202,17 +202,48 @@ def test_other_likelihoods_are_tried_without_pieces(
     """Under normal noise pieces may only follow noise that has another distribution."""
     asked, train = list[tuple[bool, ...]](), base.trained
 
-    def record(forms: Any, *options: Any) -> Trained:
-        asked.append(tuple(form.design.pieces for form in forms))
+    def record(form: Any, designs: Designs, *options: Any) -> Trained:
+        first = designs.first.pieces
+        asked.append((first, not first) if "pieces" in designs.tried else (first,))
         if len(asked) > 1:
             raise ntkl.NumericalError("a factor", "none", "Nothing.")
-        return train([form for form in forms if form.design.pieces == pieces], *options)
+        return replace(train(form, Designs(Design(pieces=pieces)), *options), tried=designs.tried)
 
     monkeypatch.setattr(base, "trained", record)
     monkeypatch.setattr(Errors, "have_tails", True)
     model = ntkl.LaplaceRegressor(**SHORT | {"piecewise_features": given}).fit(*problem())
     assert model.likelihood_ == "gaussian" and model.piecewise_features_ == [0] * pieces
     assert asked == [{False: (False,), True: (True,), "auto": (False, True)}[given], wanted, wanted]
+
+
+@pytest.mark.filterwarnings("ignore:of Gaussian")
+@pytest.mark.parametrize("tried", [True, False])
+@pytest.mark.parametrize("tails", [True, False])
+@pytest.mark.parametrize("noise", [0.05, 20.0])
+def test_pieces_that_follow_outliers_are_left_out(
+    noise: float, tails: bool, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise vanishes with them, and residuals have tails without them; pieces that were asked for stay."""
+    monkeypatch.setattr(Candidate, "rank", (True, 0.0))
+    fit = ntkl.PredictiveFit(ntkl.Calibration(noise=noise), "loo", -1.0, -1.0, -1.0, 120, at_bounds=("noise",))
+    pieces, asked = Design(pieces=True), list[tuple[str, Design | None]]()
+
+    def errors(one: Candidate) -> Errors:
+        found = Errors.of(one.trained.posterior, PLAIN)
+        monkeypatch.setattr(Errors, "have_tails", tails and not one.trained.design.pieces)
+        return found
+
+    def run(name: str, like: Design | None) -> Candidate:
+        asked.append((name, like))
+        found = of_likelihood(ntkl.Gaussian(1.0), design=like or pieces)
+        return replace(found, trained=replace(found.trained, predictive=fit, tried=["pieces"] if tried else []))
+
+    monkeypatch.setattr(Candidate, "errors", property(errors))
+    found = choice.chosen_noise(run, TARGETS, None, True)
+    again = tried and noise < 1
+    assert found.trained.design == (Design() if again and tails else pieces)
+    further = [("gaussian", Design()), *[("student-t", pieces)] * tails] if again else []
+    assert asked == [("gaussian", None), *further]
 
 
 @pytest.mark.filterwarnings("ignore:of Gaussian", "ignore:leave-one-out is not to be trusted")

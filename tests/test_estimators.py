@@ -256,9 +256,10 @@ def test_which_tables_have_a_linear_part() -> None:
     """With more than 64 features it is usual; of few examples in a regression both perceptrons are tried."""
     forms: list[list[bool]] = []
 
-    def recorded(forms_of: Any, *args: Any, **options: Any) -> Any:
-        forms.append([form.design.linear for form in forms_of])
-        return estimator_training.trained(forms_of[:1], *args, **options)
+    def recorded(form: Any, designs: estimator_training.Designs, *args: Any) -> Any:
+        linear = designs.first.linear
+        forms.append([linear, not linear] if "linear" in designs.tried else [linear])
+        return estimator_training.trained(form, dataclasses.replace(designs, tried=()), *args)
 
     x, quick = np.random.default_rng(0).normal(size=(170, 65)), SINGLE | {"epochs": 1, "predictive": None}
     regressor = ntkl.LaplaceRegressor(likelihood="gaussian", **quick)

@@ -20,6 +20,7 @@ from ntk_laplace.posterior.lack_of_fit import LackOfFit
 from ntk_laplace.runtime import tuning
 from ntk_laplace.tools.estimators import base as estimators_base
 from ntk_laplace.tools.estimators import training as estimator_training
+from ntk_laplace.tools.estimators.training import Design, Designs
 from refusals import refused
 
 QUIET = ntkl.Settings(progress=False)
@@ -133,7 +134,7 @@ def test_what_piecewise_linear_features_refuse() -> None:
             ntkl.PiecewiseLinearFeatures(knots)
     for options, got in (({"shift": [1.0]}, "1.0"), ({"factor": float("inf")}, "inf"), ({"factor": "a"}, "'a'")):
         name = next(iter(options))
-        with refused(ntkl.HyperparameterError, f"a finite {name}, or 3, one for each piece", got, "chooses them"):
+        with refused(ntkl.HyperparameterError, f"a finite {name}, or 3, one for each", got, "chooses them"):
             ntkl.PiecewiseLinearFeatures(KNOTS, **options)
     with refused(ntkl.NetworkError, "inputs of at least 3 numbers", r"\(4, 2\)", "from 0"):
         ntkl.PiecewiseLinearFeatures(KNOTS)(torch.zeros(4, 2, device="cpu"))
@@ -296,7 +297,7 @@ def test_what_shared_precisions_refuse() -> None:
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is not at the optimum of the evidence")
 QUICK: dict[str, Any] = {"epochs": 30, "hidden_layer_sizes": (8,), "precision": 1.0, "random_state": 0,
-                         "fourier_features": 0}
+                         "fourier_features": 0, "smooth_clipping": False}
 
 
 def skewed(n: int = 80) -> tuple[np.ndarray, np.ndarray]:
@@ -308,17 +309,18 @@ def skewed(n: int = 80) -> tuple[np.ndarray, np.ndarray]:
 
 
 def designs_tried(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that fits an estimator up to its training, and returns linear part and pieces of what is tried."""
-    tried: list[list[tuple[bool, bool]]] = []
+    """A function that fits an estimator up to its training, and returns the designs that are tried."""
+    tried: list[Designs] = []
 
-    def recorded(forms: Any, *args: Any, **options: Any) -> Any:
-        tried.append([(form.design.linear, form.design.pieces) for form in forms])
+    def recorded(form: Any, designs: Designs, *args: Any) -> Any:
+        tried.append(designs)
         raise KeyboardInterrupt
 
-    def fitted(model: Any, x: np.ndarray, y: np.ndarray) -> list[tuple[bool, bool]]:
+    def fitted(model: Any, x: np.ndarray, y: np.ndarray) -> tuple[Design, list[str]]:
         with pytest.raises(KeyboardInterrupt):
             model.fit(x, y)
-        return tried.pop()
+        found = tried.pop()
+        return found.first, list(found.tried)
 
     monkeypatch.setattr(estimators_base, "trained", recorded)
     return fitted
@@ -327,8 +329,8 @@ def designs_tried(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("estimator", [ntkl.LaplaceRegressor, ntkl.LaplaceClassifier])
 def test_which_tables_are_tried_in_pieces(estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tried, rng = designs_tried(monkeypatch), np.random.default_rng(0)
-    x, y = rng.normal(size=(60, 5)), np.arange(60) % 2
-    both, none, always = [(False, False), (False, True)], [(False, False)], [(False, True)]
+    x, y, clipped = rng.normal(size=(60, 5)), np.arange(60) % 2, (Design(), ["clipping"])
+    both, none, always = (Design(), ["pieces"]), (Design(), []), (Design(pieces=True), [])
     for options, expected in (({}, both), ({"piecewise_features": False}, none), ({"piecewise_features": True}, always),
                               ({"predictive": None}, none), ({"predictive": "folds"}, both),
                               ({"groups": "layer"}, none), ({"groups": "layer", "piecewise_features": True}, always),
@@ -336,7 +338,7 @@ def test_which_tables_are_tried_in_pieces(estimator: Any, monkeypatch: pytest.Mo
                               ({"precision": torch.tensor(2.0, device="cpu")}, both), ({"precision": (1.0, 0.1)}, both),
                               ({"hidden_layer_sizes": ()}, none), ({"structure": ntkl.EKFAC()}, none),
                               ({"structure": "full"}, none), ({"structure": "gp"}, both), ({"structure": "auto"}, both),
-                              ({"linear_part": True}, [(True, False), (True, True)]),
+                              ({"linear_part": True}, (Design(linear=True), ["pieces"])),
                               ({"network": lambda d, c: nn.Linear(d, c).double()}, none)):
         assert tried(estimator(**options), x, y) == expected, options
     for options in ({}, {"piecewise_features": True}):
@@ -347,7 +349,14 @@ def test_which_tables_are_tried_in_pieces(estimator: Any, monkeypatch: pytest.Mo
             patch.setattr(tuning, name, value)
             assert tried(estimator(), x, y) == expected, (name, value)
     found = tried(estimator(), rng.normal(size=(60, 16)), y)  # a linear part may be chosen in a regression
-    assert found == ([(False, False), (True, False)] if estimator is ntkl.LaplaceRegressor else both)
+    assert found == ((Design(), ["linear"]) if estimator is ntkl.LaplaceRegressor else both)
+    x[0, 3] = 50.0
+    for options, expected in (({}, (Design(), ["clipping", "pieces"])), ({"piecewise_features": False}, clipped),
+                              ({"smooth_clipping": False}, both), ({"predictive": None}, none),
+                              ({"smooth_clipping": True}, (Design(clipping=True), ["pieces"])),
+                              ({"smooth_clipping": True, "groups": "layer"}, (Design(clipping=True), [])),
+                              ({"groups": "layer"}, none)):
+        assert tried(estimator(**options), x, y) == expected, options
 
 
 def test_no_pieces_are_made_of_tables_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,9 @@ class SmoothClipping(nn.Module):
         self.register_buffer("inputs", numbers)
         for name, given in (("center", center), ("scale", scale), ("shift", shift), ("factor", factor)):
             values = numbers_of_each(name, given, len(inputs), device, "SmoothClipping.of(x) chooses them.")
-            if name == "scale" and not (values > 0).all():
-                raise HyperparameterError("positive scales", repr(given)[:80], "SmoothClipping.of(x) chooses them.")
             self.register_buffer(name, values)
+        if min(scale if isinstance(scale, Sequence) else [scale], default=1.0) <= 0:
+            raise HyperparameterError("positive scales", repr(scale)[:80], "SmoothClipping.of(x) chooses them.")
 
     @classmethod
     def of(cls, x: Tensor, bound: float = 8.0) -> SmoothClipping:
@@ -121,7 +121,7 @@ class SmoothClipping(nn.Module):
         """Without shift and factor, (..., m)."""
         chosen = selected(x, self.inputs, type(self).__name__)
         z = (chosen - self.center.to(x.dtype)) / self.scale.to(x.dtype)
-        return z / torch.hypot(torch.ones_like(z), z / self.bound)  # a square may be infinite
+        return self.bound * (z / self.bound).atan().sin()  # u/√(1 + u²), whose square may be infinite
 
     def extra_repr(self) -> str:
         """Numbers of the inputs, and the bound, for `repr`."""

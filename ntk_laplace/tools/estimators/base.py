@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -45,7 +45,7 @@ from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
 from ntk_laplace.tools.estimators.networks import is_module, layer_sizes, network_of, with_outputs
 from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
-from ntk_laplace.tools.estimators.training import Design, Form, Starts, Trained, Waves, taken, trained
+from ntk_laplace.tools.estimators.training import Design, Designs, Form, Starts, Trained, Waves, taken, trained
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
 from ntk_laplace.training.train import adam
@@ -133,17 +133,17 @@ class LaplaceEstimator(_Fitted):
         with _own_generators():
             units = to_tensor(self._inputs.mean), to_tensor(self._inputs.scale)  # to standardize before would round
             pieces, clipping = PiecewiseLinearFeatures([]), SmoothClipping([])
-            if any(design.pieces for design in designs):  # of many columns they take memory
+            if designs.first.pieces or "pieces" in designs.tried:  # of many columns they take memory
                 pieces = PiecewiseLinearFeatures.of(to_tensor(x), tuning.PIECES, _PIECES_SCALE).standardized(*units)
-            if any(design.clipping for design in designs):
+            if designs.first.clipping or "clipping" in designs.tried:
                 clipping = SmoothClipping.of(to_tensor(x)).standardized(*units)
-            designs = list(dict.fromkeys(
-                replace(design, pieces=design.pieces and len(pieces.inputs) > 0,
-                        clipping=design.clipping and len(clipping.inputs) > 0) for design in designs))
             if like is not None:
-                designs = [design for design in designs if design in (like, replace(like, pieces=False))]
+                designs = Designs.like(like, designs.tried)
+            none = {name for name, part in (("pieces", pieces), ("clipping", clipping)) if not len(part.inputs)}
+            designs = Designs(replace(designs.first, **dict.fromkeys(none, False)),
+                              [part for part in designs.tried if part not in none])
 
-            def new(likelihood: Likelihood, design: Design, waves: Waves = ()) -> nn.Module:
+            def new(design: Design, waves: Waves = ()) -> nn.Module:
                 torch.manual_seed(seed)
                 inputs = features + 2 * len(waves) + design.pieces * len(pieces.inputs)
                 outputs = responses * _outputs_of_each(likelihood)
@@ -161,10 +161,10 @@ class LaplaceEstimator(_Fitted):
                 made = with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
                 return self._made(made)
 
-            data: tuple[Tensor, ...] = self._tensor(x, new(likelihood, designs[0])), y
+            data: tuple[Tensor, ...] = self._tensor(x, new(designs.first)), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
-            return self._run(new, data, likelihood, designs, prior, starts, seed)
+            return self._run(Form(new, prior), designs, data, likelihood, starts, seed)
 
     def _keep(self, found: Trained) -> None:
         """The result of the fit."""
@@ -192,19 +192,17 @@ class LaplaceEstimator(_Fitted):
         return network
 
     def _run(
-        self, new: Callable[..., nn.Module], data: tuple[Tensor, ...], likelihood: Likelihood,
-        designs: Sequence[Design], prior: Callable[..., GaussianPrior], starts: Starts, seed: int,
+        self, form: Form, designs: Designs, data: tuple[Tensor, ...], likelihood: Likelihood, starts: Starts, seed: int
     ) -> Trained:
-        """Take the network, or train one; `new` takes a likelihood, a design and waves, and `prior` the last two."""
-        forms = [Form(partial(new, likelihood, design), partial(prior, design), design) for design in designs]
-        options_of = partial(self._training_options, len(data[1]))
+        """Take the network, or train one."""
+        options_of, first = partial(self._training_options, len(data[1])), (designs.first, ())
         if self.prefit:
-            return taken(forms[0].new(()), data, likelihood, forms[0].prior(()), self.predictive, options_of(1))
+            return taken(form.new(*first), data, likelihood, form.prior(*first), self.predictive, options_of(1))
         most = 0 if is_module(self.network) else self.fourier_features
-        return trained(forms, data, likelihood, starts, self.predictive, seed, most, options_of)
+        return trained(form, designs, data, likelihood, starts, self.predictive, seed, most, options_of)
 
-    def _designs(self, examples: int, features: int, by_input: bool) -> list[Design]:
-        """What the network has beside its layers; of several that are to be tried the usual one comes first."""
+    def _designs(self, examples: int, features: int, by_input: bool) -> Designs:
+        """What the network has beside its layers."""
         perceptron = isinstance(self.network, str)
         deep = perceptron and bool(layer_sizes(self._layers(examples)))
         linear, pieces, clipping = (None if is_choice(part, ("auto",)) else bool(part) for part in
@@ -214,19 +212,15 @@ class LaplaceEstimator(_Fitted):
         given = self.precision
         of_groups = isinstance(given, Mapping) or (isinstance(given, Tensor) and given.numel() > 1)  # of one design
         if of_groups or not (deep and by_input):
-            return [usual]
+            return Designs(usual)
         few = examples < tuning.EXAMPLES_OF_EACH_INPUT * features and features >= tuning.INPUTS_EITHER_WAY
         if self._either and few and linear is None:
-            return [usual, replace(usual, linear=not usual.linear)]
+            return Designs(usual, ["linear"])
         small = features <= tuning.INPUTS_IN_PIECES and examples <= tuning.EXAMPLES_IN_PIECES
         small = small and not _of_all_weights(spec_of(self.structure))  # which pieces make nine times as many
-        designs = [usual]
-        if small and self.predictive is not None:  # which chooses
-            if clipping is None:
-                designs.append(replace(usual, clipping=True))
-            if pieces is None:
-                designs.append(replace(designs[-1], pieces=True))
-        return designs
+        if not small or self.predictive is None:  # which chooses
+            return Designs(usual)
+        return Designs(usual, [part for part, given in (("clipping", clipping), ("pieces", pieces)) if given is None])
 
     def _training_options(self, examples: int, times: int) -> dict[str, Any]:
         """Of `train_with_evidence`, for `times` as many epochs."""

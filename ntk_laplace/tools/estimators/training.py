@@ -66,12 +66,26 @@ class Design:
 
 
 @dataclass(frozen=True)
-class Form:
-    """What makes a network for these waves, and its prior."""
+class Designs:
+    """The design that a perceptron has, and the parts that are tried the other way, each with those chosen before."""
 
-    new: Callable[[Waves], nn.Module]
-    prior: Callable[[Waves], GaussianPrior]
-    design: Design = Design()
+    first: Design = Design()
+    tried: Sequence[str] = ()
+
+    @classmethod
+    def like(cls, design: Design, tried: Sequence[str]) -> Designs:
+        """A design, and the same without pieces, if these were tried."""
+        if not (design.pieces and "pieces" in tried):
+            return cls(design)
+        return cls(replace(design, pieces=False), ("pieces",))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What makes a network for a design and waves, and its prior."""
+
+    new: Callable[[Design, Waves], nn.Module]
+    prior: Callable[[Design, Waves], GaussianPrior]
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,7 @@ class Trained:
     held_out: NDArray[np.intp]  # numbers of the examples that the training did not see, for the predictive
     waves: Waves = ()  # of the Fourier features that were added
     design: Design = Design()
+    tried: Sequence[str] = ()  # parts of the design that were tried the other way
     by_folds: Callable[[], PredictiveFit] | None = None  # fits the predictive once more, in trainings without a fold
 
 
@@ -95,7 +110,7 @@ class _Attempt:
     training: EvidenceTraining
     told: list[str]
     module: nn.Module
-    form: Form
+    design: Design
     waves: Waves = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -104,6 +119,7 @@ class _Attempt:
 class _Recipe:
     """How networks are trained, on all of the data or on parts; `options_of` is that of `trained`."""
 
+    form: Form
     likelihood: Likelihood
     starts: Starts
     predictive: str | None  # of `train_with_evidence`
@@ -123,26 +139,29 @@ class _Recipe:
                                      **{"starts": self.starts.first} | options)[0]
 
     def attempt(
-        self, data: tuple[Tensor, ...], form: Form, waves: Waves = (), module: nn.Module | None = None, **options: Any
+        self, data: tuple[Tensor, ...], design: Design, waves: Waves = (), module: nn.Module | None = None,
+        **options: Any,
     ) -> _Attempt:
-        """A training of a new network of this form, or of the given one."""
-        module = form.new(waves) if module is None else module
+        """A training of a new network of this design, or of the given one."""
+        module = self.form.new(design, waves) if module is None else module
         with told_later() as told:
-            return _Attempt(self.run(data, module, form.prior(waves), **options), told, module, form, waves, options)
+            training = self.run(data, module, self.form.prior(design, waves), **options)
+            return _Attempt(training, told, module, design, waves, options)
 
-    def best(self, data: tuple[Tensor, ...], form: Form, module: nn.Module | None = None) -> _Attempt:
-        """The best training of a form, with waves, for longer, or with more evaluations where it needs them."""
-        return self._improved(data, self.attempt(data, form, module=module))
+    def best(self, data: tuple[Tensor, ...], design: Design, module: nn.Module | None = None) -> _Attempt:
+        """The best training of a design, with waves, for longer, or with more evaluations where it needs them."""
+        return self._improved(data, self.attempt(data, design, module=module))
 
-    def better(self, data: tuple[Tensor, ...], form: Form, best: _Attempt) -> _Attempt:
-        """The better of the best training so far and that of another form, which is dropped if it is far behind."""
-        if form.design.linear != best.form.design.linear:
-            other = self.best(data, form)
+    def better(self, data: tuple[Tensor, ...], part: str, best: _Attempt) -> _Attempt:
+        """The better of the best training so far and that with a part the other way, dropped if it is far behind."""
+        design = replace(best.design, **{part: not getattr(best.design, part)})
+        if part == "linear":
+            other = self.best(data, design)
             return other if _by_evidence(other) > _by_evidence(best) else best
-        other = self.attempt(data, form, best.waves)
+        other = self.attempt(data, design, best.waves)
         if rank(other.training, left_out=True)[1] + _BEHIND > rank(best.training, left_out=True)[1]:
             other = self._improved(data, other)
-        gain = _GAIN if form.design.pieces and not best.form.design.pieces else 0.0
+        gain = _GAIN if part == "pieces" else 0.0
         return other if _trusted(other) and _left_out(other) > _left_out(best, gain) else best
 
     def _improved(self, data: tuple[Tensor, ...], attempt: _Attempt) -> _Attempt:
@@ -156,7 +175,7 @@ class _Recipe:
         chance = math.log(data[0][0].numel() * len(data[1])) / len(data[1])
         with suppress(NTKLaplaceError), untold():  # also where a callable makes networks of this many inputs alone
             while len(best.waves) < self.most_waves and (wave := _wave(best.training)) is not None:
-                again = self.attempt(data, best.form, (*best.waves, wave))
+                again = self.attempt(data, best.design, (*best.waves, wave))
                 unlearned, density = rank(best.training, left_out=True)
                 if rank(again.training, left_out=True) <= (unlearned, density + chance):
                     break
@@ -183,7 +202,7 @@ class _Recipe:
             more = {"schedule": often}
         if more:
             with suppress(NumericalError, NonFiniteError), untold():  # the first training is a result
-                again = self.attempt(data, best.form, best.waves, **more)
+                again = self.attempt(data, best.design, best.waves, **more)
                 sure = self.likelihood.classifies and "starts" in more and _looks_sure(again.training, found)
                 if not sure and rank(again.training, left_out=True) > rank(found, left_out=True):
                     return again
@@ -206,51 +225,53 @@ def taken(
 
 
 def trained(
-    forms: Sequence[Form], data: tuple[Tensor, ...], likelihood: Likelihood, starts: Starts, predictive: str | None,
-    seed: int, most_waves: int, options_of: Callable[[int], Mapping[str, Any]],
+    form: Form, designs: Designs, data: tuple[Tensor, ...], likelihood: Likelihood, starts: Starts,
+    predictive: str | None, seed: int, most_waves: int, options_of: Callable[[int], Mapping[str, Any]],
 ) -> Trained:
     """Train a network with evidence, or from several precisions.
 
-    Of forms with and without a linear part the evidence chooses, with the inputs' precisions integrated out, and of
-    those with and without piecewise linear features leave-one-out. The first is taken where examples are kept apart
-    from the start, because no posterior is exact. `predictive` is that of `LaplaceRegressor`;
+    Of networks with and without a linear part the evidence chooses, with the inputs' precisions integrated out; of
+    those with and without clipping or piecewise linear features leave-one-out. The first design is taken where examples
+    are kept apart from the start, because no posterior is exact. `predictive` is that of `LaplaceRegressor`;
     `options_of` has the options of `train_with_evidence` for so many times as many epochs. Where left-out residuals
     have a wave along one input, the network gets its sine and cosine, of at most `most_waves`, as long as leave-one-out
     gains more than chance. Folds are left to the caller, who may not need them of every likelihood.
     """
     many, folds = predictive == "loo" and len(data[1]) >= _FEWEST_LEARNED, predictive == "folds"
-    recipe = _Recipe(likelihood, starts, predictive and "loo", many or folds, most_waves, options_of)
-    form, options = forms[0], options_of(1)
-    module, curvature = form.new(()), CurvatureType.of(options["curvature"])
-    sized = Model(module, likelihood, form.prior(()), data, options["structure"], curvature, None, options["settings"])
+    recipe = _Recipe(form, likelihood, starts, predictive and "loo", many or folds, most_waves, options_of)
+    design, options = designs.first, options_of(1)
+    module, curvature = form.new(design, ()), CurvatureType.of(options["curvature"])
+    prior, settings = form.prior(design, ()), options["settings"]
+    sized = Model(module, likelihood, prior, data, options["structure"], curvature, None, settings)
     held = np.zeros(0, dtype=np.intp)
     waves: Waves = ()
     better: Mapping[str, Any] = {}
     apart = many and not sized.has_exact()
     if not apart:
-        best = recipe.best(data, form, module)
-        for other in forms[1:]:
+        best = recipe.best(data, design, module)
+        for part in designs.tried:
             # the first training is a result
             with suppress(NumericalError, NonFiniteError, MemoryBudgetError), untold():
-                best = recipe.better(data, other, best)
-        found, module, form, waves, better = best.training, best.module, best.form, best.waves, best.options
+                best = recipe.better(data, part, best)
+        found, module, design, waves, better = best.training, best.module, best.design, best.waves, best.options
         posterior, fit = found.posterior, found.predictive
         apart = many and (fit is None or _learned(found) or (len(data[1]) > _FEWEST and not fit.trusted))
         for message in () if apart else dict.fromkeys(best.told):
             warn(message)
     if apart:  # calibrated with data that the training does not see
-        module, given, held = form.new(waves), data, held_out(data[1], likelihood.classifies, seed)
+        module, given, held = form.new(design, waves), data, held_out(data[1], likelihood.classifies, seed)
         kept = to_tensor(np.setdiff1d(np.arange(len(data[1])), held))
         data = tuple(part[kept] for part in given)
-        found = recipe.run(data, module, form.prior(waves), **{**better, "predictive": None})
+        found = recipe.run(data, module, form.prior(design, waves), **{**better, "predictive": None})
         posterior, fit = calibrated(found.posterior, module, data, tuple(part[held] for part in given))
 
     def by_folds() -> PredictiveFit:
         with untold():
-            return posterior.cross_calibrate(lambda part: recipe.best(part, form).training.posterior, data,
+            return posterior.cross_calibrate(lambda part: recipe.best(part, design).training.posterior, data,
                                              min(_FOLDS, len(data[1])), seed=seed)
 
-    return Trained(module, posterior, found.history, fit, held, waves, form.design, by_folds if folds else None)
+    return Trained(module, posterior, found.history, fit, held, waves, design, () if apart else designs.tried,
+                   by_folds if folds else None)
 
 
 def _trusted(attempt: _Attempt) -> bool:
