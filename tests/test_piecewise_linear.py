@@ -349,7 +349,7 @@ def test_which_tables_are_tried_in_pieces(estimator: Any, monkeypatch: pytest.Mo
             patch.setattr(tuning, name, value)
             assert tried(estimator(), x, y) == expected, (name, value)
     found = tried(estimator(), rng.normal(size=(60, 16)), y)  # a linear part may be chosen in a regression
-    assert found == ((Design(), ["linear"]) if estimator is ntkl.LaplaceRegressor else both)
+    assert found == ((Design(), ["linear", "pieces"]) if estimator is ntkl.LaplaceRegressor else both)
     x[0, 3] = 50.0
     for options, expected in (({}, (Design(), ["clipping", "pieces"])), ({"piecewise_features": False}, clipped),
                               ({"smooth_clipping": False}, both), ({"predictive": None}, none),

@@ -214,13 +214,12 @@ class LaplaceEstimator(_Fitted):
         if of_groups or not (deep and by_input):
             return Designs(usual)
         few = examples < tuning.EXAMPLES_OF_EACH_INPUT * features and features >= tuning.INPUTS_EITHER_WAY
-        if self._either and few and linear is None:
-            return Designs(usual, ["linear"])
+        tried = ["linear"] if self._either and few and linear is None else []
         small = features <= tuning.INPUTS_IN_PIECES and examples <= tuning.EXAMPLES_IN_PIECES
         small = small and not _of_all_weights(spec_of(self.structure))  # which pieces make nine times as many
-        if not small or self.predictive is None:  # which chooses
-            return Designs(usual)
-        return Designs(usual, [part for part, given in (("clipping", clipping), ("pieces", pieces)) if given is None])
+        if small and self.predictive is not None:  # which chooses
+            tried += [part for part, given in (("clipping", clipping), ("pieces", pieces)) if given is None]
+        return Designs(usual, tried)
 
     def _training_options(self, examples: int, times: int) -> dict[str, Any]:
         """Of `train_with_evidence`, for `times` as many epochs."""

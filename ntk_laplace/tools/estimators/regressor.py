@@ -71,8 +71,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Whether "mlp" gets eight features too for each feature of more than two values, linear between its quantiles
         (`PiecewiseLinearFeatures`), for functions with jumps and corners, and for skewed features. With
         ``groups="input"`` those of a feature share a precision. "auto": where each of at most 40 features has a
-        precision of its own, there are at most 3,000 examples, and there is no choice of a linear part, a perceptron
-        with them is trained too, and leave-one-out chooses; with ``predictive=None`` or ``structure="full"`` it is not.
+        precision of its own, and there are at most 3,000 examples, a perceptron with them is trained too, and
+        leave-one-out chooses; with ``predictive=None`` or ``structure="full"`` it is not.
     smooth_clipping : bool or "auto"
         Whether "mlp" gets features with extreme values bounded (`SmoothClipping`), so that it is no linear function of
         them far from the other values. "auto": under the conditions of `piecewise_features` a perceptron with the
