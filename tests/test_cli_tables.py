@@ -705,6 +705,26 @@ def test_columns_in_pieces_are_told(
         assert (joblib.load("out/model.joblib").piecewise_features_ == [0]) is expected
 
 
+@pytest.mark.filterwarnings("ignore:.* is not at the optimum of the evidence")
+def test_extreme_values_and_factors_are_told(
+    folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the fit has them: a slip of the decimal point in some rows of a column, and a target's logarithm."""
+    monkeypatch.setattr(tuning, "EXAMPLES_IN_PIECES", 100)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 2))
+    y = np.exp(np.sin(2 * x[:, 0]) + 0.2 * rng.normal(size=80))
+    x[::16, 0] *= 100
+    pandas.DataFrame({"age": x[:, 0], "size": x[:, 1], "price": y}).to_csv("t.csv", index=False)
+    for likelihood in ("log-normal", "gaussian"):
+        options = ["--target", "price", *QUICK, "--likelihood", likelihood, "--epochs", "20"]
+        assert cli.main(["fit", "t.csv", *options]) == 0
+        told, model = " ".join(capsys.readouterr().out.split()), joblib.load("out/model.joblib")
+        assert ("extreme values of columns clipped smoothly: age" in told) is (model.clipped_features_ == [0])
+        assert ("The logarithm of the target has normal noise" in told) is (likelihood == "log-normal")
+        assert model.clipped_features_ == [0] or likelihood == "gaussian"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -776,6 +776,16 @@ def test_factors(tmp_path: Path) -> None:
     assert printed.count("| a product ") == 4 and "a product: log-normal noise in " in printed
 
 
+@pytest.mark.usefixtures("one_perceptron")
+def test_extremes(tmp_path: Path) -> None:
+    printed = run("predictions/extremes.py", tmp_path)
+    found = figures(tmp_path / "extremes" / "extremes.json")["results"]["slips"]
+    assert list(found) == ["LaplaceRegressor", "without clipping", "forest", "gradient boosting"]
+    for one in found.values():
+        assert -30 < one["log likelihood"] < 0 and 0.3 < one["coverage"] <= 1 and 0.2 < one["rmse"] < 20
+    assert printed.count("| slips ") == 4
+
+
 def test_columns_in_pieces(tmp_path: Path) -> None:
     printed = run("predictions/pieces.py", tmp_path)
     cases = figures(tmp_path / "pieces" / "pieces.json")["cases"]
