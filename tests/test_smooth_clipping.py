@@ -11,6 +11,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.posterior.calibrate import PredictiveFit
+from ntk_laplace.tools.estimators import training as estimator_training
 from refusals import refused
 
 pytestmark = [
@@ -33,6 +34,7 @@ def extreme(n: int = 100, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def test_inputs_are_bounded() -> None:
     """A median and quartiles of each, or the median distance of the values that are not the median."""
     x = torch.as_tensor(extreme(101)[0])
+    x[:, 1] = x[:, 1] > 0
     x[:, 2] = 0.0
     x[:10, 2] = torch.arange(1.0, 11.0, dtype=torch.float64, device="cpu") ** 6
     module = ntkl.SmoothClipping.of(x)
@@ -47,8 +49,12 @@ def test_inputs_are_bounded() -> None:
     found = module(x)
     np.testing.assert_allclose(found[:, [0, 2]], np.stack(clipped, 1), rtol=1e-12)
     assert torch.equal(found[:, 1], x[:, 1]) and module(x[3]).shape == (3,)
-    nearer = ntkl.SmoothClipping.of(x, bound=2.0)
-    assert nearer.inputs.tolist() == [0, 1, 2] and not len(ntkl.SmoothClipping.of(x, bound=1e9).inputs)
+    x[:, 1] = torch.arange(101, dtype=torch.float64, device="cpu")
+    assert ntkl.SmoothClipping.of(x).inputs.tolist() == [0, 1, 2]  # one without extreme values may have some later
+    for none in (x[:, 1:2], x[:, :0], x.round().clamp(0, 1)):
+        assert not len(ntkl.SmoothClipping.of(none).inputs)
+    assert not len(ntkl.SmoothClipping.of(x, bound=1e9).inputs)
+    x[:, 1] = x[:, 1] > 50
     units = [torch.tensor(part, dtype=torch.float64, device="cpu") for part in ([3.0, -1.0, 2.0], [10.0, 2.0, 0.1])]
     other = module.standardized(*units)((x - units[0]) / units[1])
     torch.testing.assert_close(other[:, [0, 2]], found[:, [0, 2]], rtol=1e-12, atol=1e-12)
@@ -103,13 +109,13 @@ def test_what_smooth_clipping_refuses() -> None:
 
 
 def test_leave_one_out_chooses_the_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is that of features with extreme values; errors far from the others are bounded."""
+    """Of tables with extreme values, also where leave-one-out is behind by 0.01; errors far away are bounded."""
     x, y = extreme()
     fits = {clip: ntkl.LaplaceRegressor(smooth_clipping=clip, **QUICK).fit(x, y) for clip in (False, True)}
-    assert fits[True].clipped_features_ == [0] and fits[False].clipped_features_ == []
+    assert fits[True].clipped_features_ == [0, 1, 2] and fits[False].clipped_features_ == []
     assert fits[True].predictive_fit_.after > fits[False].predictive_fit_.after
     model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
-    assert model.clipped_features_ == [0] and np.array_equal(model.predict(x), fits[True].predict(x))
+    assert model.clipped_features_ == [0, 1, 2] and np.array_equal(model.predict(x), fits[True].predict(x))
     far = np.array([[1e4, 0.0, 0.0], [-1e8, 0.0, 0.0]])
     assert (np.abs(model.predict(far)) < 10).all() and (np.abs(fits[False].predict(far)) > 10).any()
     assert model.relevance_.shape == (3,) and model.original_inputs(model.network_inputs(x)) == pytest.approx(x)
@@ -118,6 +124,13 @@ def test_leave_one_out_chooses_the_clipping(monkeypatch: pytest.MonkeyPatch) -> 
         patch.setattr(PredictiveFit, "trusted", property(lambda fit: fit.after < between))
         other = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
     assert other.clipped_features_ == [] and np.array_equal(other.predict(x), fits[False].predict(x))
+    for gain in (-0.009, -0.011):
+        with monkeypatch.context() as patch:
+            patch.setattr(estimator_training, "rank", lambda training, left_out, gain=gain: (
+                True, gain if any(isinstance(part, ntkl.SmoothClipping)
+                                  for part in training.posterior.network.module.modules()) else 0.0))
+            found = ntkl.LaplaceRegressor(**QUICK | {"epochs": 1}).fit(x, y)
+        assert bool(found.clipped_features_) is (gain > -0.01)
     linear = x[:, 0] + 0.1 * np.random.default_rng(1).normal(size=len(x))  # all the way
     assert ntkl.LaplaceRegressor(**QUICK).fit(x, linear).clipped_features_ == []
     normal = np.random.default_rng(0).normal(size=x.shape)

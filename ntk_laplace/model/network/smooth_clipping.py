@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ntk_laplace.errors import HyperparameterError, is_number, is_whole
@@ -70,7 +71,9 @@ class SmoothClipping(nn.Module):
 
     @classmethod
     def of(cls, x: Tensor, bound: float = 8.0) -> SmoothClipping:
-        """Clipping of inputs that have values further than the bound from their median, with mean 0 and variance 1.
+        """Clipping of all inputs of more than two values, if one has a value further than the bound from its median.
+
+        New data may have such values where these have none. Each clipped input has mean 0 and variance 1.
 
         Parameters
         ----------
@@ -93,9 +96,10 @@ class SmoothClipping(nn.Module):
         """
         _require_bound(bound)
         columns = checked_table(x)
-        found = [(number, *place) for number, column in enumerate(columns.T)
-                 if (place := _extreme(column, bound)) is not None]
-        inputs, center, scale = (list(part) for part in zip(*found, strict=True)) if found else ([], [], [])
+        inputs = [number for number, column in enumerate(columns.T) if len(np.unique(column)) > 2]
+        center, scale = np.array([_place(column) for column in columns.T[inputs]]).reshape(-1, 2).T.tolist()
+        if not (np.abs(columns[:, inputs] - center) > bound * np.array(scale)).any():
+            inputs, center, scale = [], [], []
         with x.device:  # one that is the default may hold no values
             made = cls(inputs, center, scale, bound)
         if inputs:
@@ -133,14 +137,10 @@ def _require_bound(bound: object) -> None:
         raise HyperparameterError("a positive bound", repr(bound)[:80], "Leave it out for 8.")
 
 
-def _extreme(column: np.ndarray[tuple[int], np.dtype[np.float64]], bound: float) -> tuple[float, float] | None:
-    """Center and scale of a column that has values beyond the bound, else None."""
+def _place(column: NDArray[np.float64]) -> tuple[float, float]:
+    """Center and scale of a column of several values."""
     center = float(np.median(column))
     low, high = np.quantile(column, (0.25, 0.75))
-    if low == high:
-        others = np.abs(column - center)[column != center]
-        scale = 2.0 * float(np.median(others)) / _QUARTILES if len(others) else 0.0
-    else:
-        scale = float(high - low) / _QUARTILES
-    far = np.abs(column - center).max(initial=0.0) > bound * scale > 0
-    return (center, scale) if far else None
+    if low < high:
+        return center, float(high - low) / _QUARTILES
+    return center, 2.0 * float(np.median(np.abs(column - center)[column != center])) / _QUARTILES

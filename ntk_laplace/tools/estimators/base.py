@@ -302,7 +302,7 @@ class LaplaceEstimator(_Fitted):
 
     @property
     def clipped_features_(self) -> list[int]:
-        """Features with extreme values that the network gets clipped."""
+        """Features that the network gets clipped."""
         check_is_fitted(self, "posterior_")
         return list(self._clipped)
 

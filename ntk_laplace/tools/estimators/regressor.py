@@ -34,7 +34,7 @@ from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
 from ntk_laplace.tools.estimators.networks import Shifted, is_module
 from ntk_laplace.tools.estimators.noise import LOG_NORMAL, NEGATIVE_BINOMIAL, Candidate, chosen_noise
 from ntk_laplace.tools.estimators.predictions import ROWS, Predictions
-from ntk_laplace.tools.estimators.tables import Array, Standardized, StandardizedLogs
+from ntk_laplace.tools.estimators.tables import Array, Standardized, StandardizedLogs, require_number_targets
 from ntk_laplace.tools.estimators.training import Design
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
@@ -74,9 +74,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         precision of its own, and there are at most 3,000 examples, a perceptron with them is trained too, and
         leave-one-out chooses; with ``predictive=None`` or ``structure="full"`` it is not.
     smooth_clipping : bool or "auto"
-        Whether "mlp" gets features with extreme values bounded (`SmoothClipping`), so that it is no linear function of
-        them far from the other values. "auto": under the conditions of `piecewise_features` a perceptron with the
-        clipping is trained too, where features have such values, and leave-one-out chooses.
+        Whether "mlp" gets features bounded (`SmoothClipping`) where one has extreme values, so that it is no linear
+        function of them far from the others. "auto": under the conditions of `piecewise_features` a perceptron with the
+        clipping is trained too, and taken if leave-one-out loses at most 0.01 nats a point.
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
     precision : float, sequence of float, or "auto"
@@ -161,7 +161,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     piecewise_features_ : list of int
         Features that the network gets in pieces too.
     clipped_features_ : list of int
-        Features with extreme values that the network gets clipped.
+        Features that the network gets clipped.
     linear_part_ : bool
         Whether the network is an "mlp" with a linear part.
     fourier_features_ : list of (int, float)
@@ -224,6 +224,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         LaplaceRegressor
             Itself.
         """
+        require_number_targets(y)
         x, y, weight = self._read(X, y, sample_weight, multi_output=True, y_numeric=True)
         self._single = y.ndim == 1
         y = y.reshape(len(y), -1).astype(np.float64)

@@ -120,15 +120,36 @@ def require_numbers(x: Any) -> None:
         return
     if not len(x.columns):
         raise DataError("columns of inputs in X", "a table without columns", "Pass one column for each feature.")
-    for index, (name, dtype) in enumerate(x.dtypes.items()):
-        if dtype.kind in "biufc" or not len(x):
-            continue
-        column = x.iloc[:, index]
-        remedy = "Encode it, by pandas.get_dummies or sklearn's OneHotEncoder, or drop it."
-        if dtype.kind in "mM" or isinstance(dtype, (pandas.DatetimeTZDtype, pandas.PeriodDtype)):
-            raise DataError(f"numbers in column {name!r} of X", f"dates or times, {dtype}",
-                            "Make it a number, such as days since a date, or drop it.")
-        other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
-        if other.any():
-            row = int(np.argmax(other))
-            raise DataError(f"numbers in column {name!r} of X", f"{column.iloc[row]!r} in row {row}", remedy)
+    for index, name in enumerate(x.columns):
+        _require_numbers(x.iloc[:, index], f"column {name!r} of X",
+                         "Encode it, by pandas.get_dummies or sklearn's OneHotEncoder, or drop it.", ", or drop it")
+
+
+def require_number_targets(y: Any) -> None:
+    """Refuse targets that are names or dates, which NumPy makes numbers of, or has an error without a remedy for."""
+    import pandas
+
+    if not isinstance(y, (pandas.DataFrame, pandas.Series)):
+        try:
+            y = pandas.DataFrame(np.asarray(y))
+        except (TypeError, ValueError):  # no table: sklearn's own error says so
+            return
+    columns = [y] if isinstance(y, pandas.Series) else [y.iloc[:, index] for index in range(y.shape[1])]
+    for column in columns:
+        name = "y" if len(columns) == 1 else f"column {column.name!r} of y"
+        _require_numbers(column, name, "LaplaceClassifier takes names.", "")
+
+
+def _require_numbers(column: Any, name: str, of_names: str, else_of_dates: str) -> None:
+    import pandas
+
+    dtype = column.dtype
+    if dtype.kind in "biufc" or not len(column):
+        return
+    if dtype.kind in "mM" or isinstance(dtype, (pandas.DatetimeTZDtype, pandas.PeriodDtype)):
+        raise DataError(f"numbers in {name}", f"dates or times, {dtype}",
+                        f"Make it a number, such as days since a date{else_of_dates}.")
+    other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
+    if other.any():
+        row = int(np.argmax(other))
+        raise DataError(f"numbers in {name}", f"{column.iloc[row]!r} in row {row}", of_names)

@@ -41,6 +41,7 @@ _FEWEST = 1_000  # of more examples some may be kept apart
 _FEWEST_LEARNED = 300  # of so many too, without an exact posterior or where the targets were learned by heart
 _OFTEN = 3  # times as many evaluations of the evidence where it is below that of one prediction for all inputs
 _GAIN = 0.02  # nats a left-out point that piecewise linear features must gain: less may be chance
+_LOSS = 0.01  # nats a left-out point that clipping may lose: leave-one-out hardly sees what it bounds
 _BEHIND = 0.1  # nats a left-out point; perceptrons with them that are further behind after a training are dropped
 _TIMES, _FEW = 3, 10_000  # times as many epochs where residuals are clearly alike, of so many examples at most
 
@@ -161,7 +162,7 @@ class _Recipe:
         other = self.attempt(data, design, best.waves)
         if rank(other.training, left_out=True)[1] + _BEHIND > rank(best.training, left_out=True)[1]:
             other = self._improved(data, other)
-        gain = _GAIN if part == "pieces" else 0.0
+        gain = _GAIN if part == "pieces" else -_LOSS
         return other if _trusted(other) and _left_out(other) > _left_out(best, gain) else best
 
     def _improved(self, data: tuple[Tensor, ...], attempt: _Attempt) -> _Attempt:
