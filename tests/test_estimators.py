@@ -942,6 +942,19 @@ def test_targets_of_another_width_are_refused(wrong: Any) -> None:
 DAYS = pd.date_range("2024-01-01", periods=10)
 
 
+@pytest.mark.parametrize(("targets", "column", "got", "remedy"), [
+    (["1", "b"] * 5, "y", "'b' in row 1", "LaplaceClassifier takes names"),
+    (DAYS, "y", "dates or times, datetime64", "days since a date"),
+    (DAYS.tz_localize("UTC"), "y", "dates or times, datetime64", "days since a date"),
+    ((DAYS - DAYS[0]).to_numpy(), "y", "dates or times, timedelta64", "days since a date"),
+    (pd.DataFrame({"a": np.arange(10), "b": DAYS}), "column 'b' of y", "dates or times, datetime64", "days since"),
+])
+def test_targets_that_are_no_numbers(targets: Any, column: str, got: str, remedy: str) -> None:
+    """NumPy makes numbers of dates without a word."""
+    with refused(ntkl.DataError, f"numbers in {column}", got, remedy):
+        ntkl.LaplaceRegressor().fit(np.zeros((10, 1)), targets)
+
+
 @pytest.mark.parametrize(("column", "got", "remedy"), [
     (["1", "b"] * 5, "'b' in row 1", "get_dummies"),
     (pd.Categorical(["a", "b"] * 5), "'a' in row 0", "OneHotEncoder"),
