@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,13 @@ def test_likelihoods_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     factors, numbers = ("log-normal", None), ("negative-binomial", None)
     positive = 1 + TARGETS + np.arange(120)[:, None] / 1000
     tailed, asked = {"gaussian", "log-normal"}, list[tuple[str, Design | None]]()
-    better: set[str] = set()
+    better, ratios = set[str](), list[float]()
+
+    def larger_than(own: Errors, other: Errors, most: float) -> bool:
+        ratios.append(most)
+        return False
+
+    monkeypatch.setattr(Errors, "larger_than", larger_than)
 
     def run(name: str, design: Design | None) -> Candidate:
         asked.append((name, design))
@@ -172,6 +179,8 @@ def test_likelihoods_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.clear()
         assert choice.chosen_noise(run, targets, None, own_network).likelihood == "gaussian"
         assert asked == [("gaussian", None), *wanted]
+        assert ratios == [np.inf if name == "log-normal" else 1.5 for name, _ in wanted]
+        ratios.clear()
     better |= {"log-normal", "negative-binomial"}
     for targets, tails, wanted in (
         (positive, {"gaussian", "log-normal"}, [factors, *others]), (positive, {"gaussian"}, [factors]),
@@ -228,10 +237,9 @@ def test_pieces_that_follow_outliers_are_left_out(
     fit = ntkl.PredictiveFit(ntkl.Calibration(noise=noise), "loo", -1.0, -1.0, -1.0, 120, at_bounds=("noise",))
     pieces, asked = Design(pieces=True), list[tuple[str, Design | None]]()
 
-    def errors(one: Candidate) -> Errors:
-        found = Errors.of(one.trained.posterior, PLAIN)
-        monkeypatch.setattr(Errors, "have_tails", tails and not one.trained.design.pieces)
-        return found
+    def errors(one: Candidate) -> Any:
+        return SimpleNamespace(have_tails=tails and not one.trained.design.pieces, biased=False,
+                               larger_than=lambda *_: False)
 
     def run(name: str, like: Design | None) -> Candidate:
         asked.append((name, like))

@@ -306,6 +306,7 @@ def test_the_evidence_chooses_a_linear_part(monkeypatch: pytest.MonkeyPatch) -> 
         estimator_training.trained(*options)) or results[-1])
     other = ntkl.LaplaceRegressor(**quick).fit(x, y)
     assert np.array_equal(other.predict(x), forms[not best].predict(x)) and results[0].design.linear is not best
+    assert list(results[0].tried) == ["linear"]
 
 
 def test_the_evidence_without_precisions_of_inputs() -> None:

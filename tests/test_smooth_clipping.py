@@ -131,6 +131,12 @@ def test_leave_one_out_chooses_the_clipping(monkeypatch: pytest.MonkeyPatch) -> 
                                   for part in training.posterior.network.module.modules()) else 0.0))
             found = ntkl.LaplaceRegressor(**QUICK | {"epochs": 1}).fit(x, y)
         assert bool(found.clipped_features_) is (gain > -0.01)
+    kinds = ntkl.SmoothClipping, ntkl.PiecewiseLinearFeatures  # each part that is tried is added to those before
+    with monkeypatch.context() as patch:
+        patch.setattr(estimator_training, "rank", lambda training, left_out: (
+            True, float(sum(isinstance(part, kinds) for part in training.posterior.network.module.modules()))))
+        both = ntkl.LaplaceRegressor(**QUICK | {"epochs": 1, "piecewise_features": "auto"}).fit(x, y)
+    assert both.clipped_features_ == both.piecewise_features_ == [0, 1, 2]
     linear = x[:, 0] + 0.1 * np.random.default_rng(1).normal(size=len(x))  # all the way
     assert ntkl.LaplaceRegressor(**QUICK).fit(x, linear).clipped_features_ == []
     normal = np.random.default_rng(0).normal(size=x.shape)

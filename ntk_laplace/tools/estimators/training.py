@@ -271,7 +271,7 @@ def trained(
             return posterior.cross_calibrate(lambda part: recipe.best(part, design).training.posterior, data,
                                              min(_FOLDS, len(data[1])), seed=seed)
 
-    return Trained(module, posterior, found.history, fit, held, waves, design, () if apart else designs.tried,
+    return Trained(module, posterior, found.history, fit, held, waves, design, designs.tried,
                    by_folds if folds else None)
 
 
