@@ -314,6 +314,10 @@ def test_squared_errors_are_larger_by_more_than_chance() -> None:
     assert Errors(few, one, 100 * one[:, 0]).larger_than(plain) and Errors(1.3 * few, one, one[:, 0]).larger_than(plain)
     assert not Errors(1.02 * error, one, one[:, 0]).larger_than(plain)
     assert Errors(few[:200], one[:200], one[:200, 0]).larger_than(Errors(error, one, one[:, 0]))
+    for unit in (1e-130, 1e130):  # of the targets
+        of_unit = Errors(unit * error, one, one[:, 0])
+        assert not Errors(unit * few, one, one[:, 0]).larger_than(of_unit)
+        assert Errors(unit * 1.3 * few, one, one[:, 0]).larger_than(of_unit)
 
 
 def test_the_share_of_equal_targets_counts_weights() -> None:

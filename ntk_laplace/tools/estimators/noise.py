@@ -156,10 +156,13 @@ class Errors:
 
     def larger_than(self, other: Errors, most: float = _LARGEST) -> bool:
         """Whether mean squared errors of a target are larger, and not by chance; or `most` times as large."""
-        own, reference = self.squared, other.squared
+        unit = np.abs(other.error).max(0)
+        unit = np.where(unit > 0, unit, 1.0)  # fourth powers of targets in a unit of theirs may be 0 or infinite
+        first, second = (replace(found, error=found.error / unit) for found in (self, other))
+        own, reference = first.squared, second.squared
         beyond = np.full(own.shape, len(self.error) != len(other.error))
         if not beyond.any():
-            change, share = self.error**2 - other.error**2, self.weights / self.weights.sum()
+            change, share = first.error**2 - second.error**2, self.weights / self.weights.sum()
             mean = share @ change
             beyond = mean > _CHANCE * np.sqrt(share @ (change - mean) ** 2 / self.weights.sum())
         return bool(((own > most * reference) | (beyond & (own > _LARGER * reference))).any())
