@@ -72,6 +72,11 @@ def test_values_without_end_are_bounded() -> None:
     assert torch.equal(module(torch.tensor([[7, 5]], device="cpu")), module(torch.tensor([[7.0, 5.0]], device="cpu")))
 
 
+def test_no_rows_have_no_extreme_values() -> None:
+    x = torch.zeros(0, 3, device="cpu")
+    assert not len(ntkl.SmoothClipping.of(x).inputs) and not len(ntkl.PiecewiseLinearFeatures.of(x).inputs)
+
+
 def test_gradients_and_batched_jacobians() -> None:
     module = ntkl.SmoothClipping([2, 0], center=[0.3, -0.2], scale=[0.5, 2.0], bound=1.5, factor=[1.0, 2.0])
     x = torch.randn(5, 3, generator=torch.Generator(device="cpu").manual_seed(0), device="cpu").double()
