@@ -54,6 +54,7 @@ def test_inputs_are_bounded() -> None:
     for none in (x[:, 1:2], x[:, :0], x.round().clamp(0, 1)):
         assert not len(ntkl.SmoothClipping.of(none).inputs)
     assert not len(ntkl.SmoothClipping.of(x, bound=1e9).inputs)
+    assert ntkl.SmoothClipping.of(x, bound=1e9, always=True).inputs.tolist() == [0, 1, 2]
     x[:, 1] = x[:, 1] > 50
     units = [torch.tensor(part, dtype=torch.float64, device="cpu") for part in ([3.0, -1.0, 2.0], [10.0, 2.0, 0.1])]
     other = module.standardized(*units)((x - units[0]) / units[1])
@@ -146,6 +147,22 @@ def test_leave_one_out_chooses_the_clipping(monkeypatch: pytest.MonkeyPatch) -> 
     assert ntkl.LaplaceRegressor(**QUICK).fit(x, linear).clipped_features_ == []
     normal = np.random.default_rng(0).normal(size=x.shape)
     assert ntkl.LaplaceRegressor(smooth_clipping=True, **QUICK).fit(normal, y).clipped_features_ == []
+
+
+@pytest.mark.parametrize("likelihood", ["log-normal", "negative-binomial", "poisson"])
+def test_exponentials_are_bounded_far_from_the_data(likelihood: str) -> None:
+    """Of all features of more than two values, with extreme ones or not; a mean was 10 to the power of 10."""
+    rng = np.random.default_rng(0)
+    x = np.c_[rng.normal(size=(80, 2)), np.arange(80) % 2]
+    y = rng.poisson(np.exp(1 + 0.5 * x[:, 0])) + (likelihood == "log-normal")
+    options = QUICK | {"likelihood": likelihood}
+    model = ntkl.LaplaceRegressor(**options).fit(x, y)
+    far = np.array([[60.0, 0.0, 0.0], [1e9, -1e9, 1.0]])
+    assert model.clipped_features_ == [0, 1] and (model.predict(far) < 1e4).all()
+    open_ended = ntkl.LaplaceRegressor(smooth_clipping=False, **options).fit(x, y)
+    assert open_ended.clipped_features_ == [] and open_ended.predict(far[:1]) > 1e6
+    layer = nn.Linear(3, 1, device="cpu").double()
+    assert ntkl.LaplaceRegressor(layer, **options | {"precision": 1.0}).fit(x, y).clipped_features_ == []
 
 
 def test_classes_with_extreme_features_and_waves() -> None:

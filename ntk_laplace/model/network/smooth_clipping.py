@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError, is_number, is_whole
+from ntk_laplace.errors import HyperparameterError, is_number, is_whole, require_flags
 from ntk_laplace.model.network.single_inputs import checked_table, numbers_of_each, selected, with_fractions
 
 _QUARTILES = 1.349  # deviations of a normal distribution between its quartiles, and twice those to its median error
@@ -70,7 +70,7 @@ class SmoothClipping(nn.Module):
             raise HyperparameterError("positive scales", repr(scale)[:80], "SmoothClipping.of(x) chooses them.")
 
     @classmethod
-    def of(cls, x: Tensor, bound: float = 8.0) -> SmoothClipping:
+    def of(cls, x: Tensor, bound: float = 8.0, always: bool = False) -> SmoothClipping:
         """Clipping of all inputs of more than two values, if one has a value further than the bound from its median.
 
         New data may have such values where these have none. Each clipped input has mean 0 and variance 1.
@@ -82,6 +82,8 @@ class SmoothClipping(nn.Module):
         bound : float
             In scales of each input: its distance between quartiles over 1.349, which is the standard deviation of a
             normal distribution. If they are equal, that from the median to the median of the other values, over 0.674.
+        always : bool
+            Also where no value is beyond the bound.
 
         Returns
         -------
@@ -95,10 +97,11 @@ class SmoothClipping(nn.Module):
             If the bound is not positive.
         """
         _require_bound(bound)
+        require_flags(always=always)
         columns = checked_table(x)
         inputs = [number for number, column in enumerate(columns.T) if len(np.unique(column)) > 2]
         center, scale = np.array([_place(column) for column in columns.T[inputs]]).reshape(-1, 2).T.tolist()
-        if not (np.abs(columns[:, inputs] - center) > bound * np.array(scale)).any():
+        if not always and not (np.abs(columns[:, inputs] - center) > bound * np.array(scale)).any():
             inputs, center, scale = [], [], []
         with x.device:  # one that is the default may hold no values
             made = cls(inputs, center, scale, bound)

@@ -136,7 +136,7 @@ class LaplaceEstimator(_Fitted):
             if designs.first.pieces or "pieces" in designs.tried:  # of many columns they take memory
                 pieces = PiecewiseLinearFeatures.of(to_tensor(x), tuning.PIECES, _PIECES_SCALE).standardized(*units)
             if designs.first.clipping or "clipping" in designs.tried:
-                clipping = SmoothClipping.of(to_tensor(x)).standardized(*units)
+                clipping = SmoothClipping.of(to_tensor(x), always=self._exponential).standardized(*units)
             if like is not None:
                 designs = Designs.like(like, designs.tried)
             none = {name for name, part in (("pieces", pieces), ("clipping", clipping)) if not len(part.inputs)}
@@ -207,6 +207,8 @@ class LaplaceEstimator(_Fitted):
         deep = perceptron and bool(layer_sizes(self._layers(examples)))
         linear, pieces, clipping = (None if is_choice(part, ("auto",)) else bool(part) for part in
                                     (self.linear_part, self.piecewise_features, self.smooth_clipping))
+        if clipping is None and self._exponential:
+            clipping = True
         usual = Design(deep and (by_input and features > tuning.INPUTS_WITHOUT_LINEAR if linear is None else linear),
                        perceptron and bool(pieces), perceptron and bool(clipping))
         given = self.precision
@@ -220,6 +222,11 @@ class LaplaceEstimator(_Fitted):
         if small and self.predictive is not None:  # which chooses
             tried += [part for part, given in (("clipping", clipping), ("pieces", pieces)) if given is None]
         return Designs(usual, tried)
+
+    @property
+    def _exponential(self) -> bool:
+        """Whether predictions are exponentials of outputs, which must not be linear far from the data."""
+        return False
 
     def _training_options(self, examples: int, times: int) -> dict[str, Any]:
         """Of `train_with_evidence`, for `times` as many epochs."""

@@ -166,7 +166,7 @@ class _PositivePredictions(Predictions):
         f, covariance = (part.detach().cpu().double() for part in (f, covariance))
         mean = self._mean(f.numpy())
         variance = self._scale * covariance.diagonal(dim1=-2, dim2=-1).numpy()
-        return mean, np.sqrt((mean * self._log_slope) ** 2 * variance + self._noise(mean))
+        return mean, np.hypot(mean * self._log_slope * np.sqrt(variance), np.sqrt(self._noise(mean)))
 
     def covariance(self, x: Tensor) -> tuple[Array, Array]:
         """That mean, and ``dμ_i/df_i dμ_j/df_j cov(f_i, f_j)``, with the noise."""

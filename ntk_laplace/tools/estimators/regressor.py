@@ -76,7 +76,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     smooth_clipping : bool or "auto"
         Whether "mlp" gets features bounded (`SmoothClipping`) where one has extreme values, so that it is no linear
         function of them far from the others. "auto": under the conditions of `piecewise_features` a perceptron with the
-        clipping is trained too, and taken if leave-one-out loses at most 0.01 nats a point.
+        clipping is trained too, and taken if leave-one-out loses at most 0.01 nats a point. All features of more than
+        two values have it where predictions are exponentials, of counts and "log-normal": a linear function of a value
+        far from the data would be any number.
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
     precision : float, sequence of float, or "auto"
@@ -208,6 +210,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     def _learns_much(self, examples: int) -> bool:
         return True  # numbers tell more than classes
+
+    @property
+    def _exponential(self) -> bool:
+        return self._likelihood == LOG_NORMAL or self._likelihood in COUNTS
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
         """Train the network, its prior precisions and its noise.
