@@ -161,6 +161,8 @@ def test_exponentials_are_bounded_far_from_the_data(likelihood: str) -> None:
     assert model.clipped_features_ == [0, 1] and (model.predict(far) < 1e4).all()
     open_ended = ntkl.LaplaceRegressor(smooth_clipping=False, **options).fit(x, y)
     assert open_ended.clipped_features_ == [] and open_ended.predict(far[:1]) > 1e6
+    without_choice = ntkl.LaplaceRegressor(**options | {"predictive": None, "epochs": 1}).fit(x, y)
+    assert without_choice.clipped_features_ == [0, 1]
     layer = nn.Linear(3, 1, device="cpu").double()
     assert ntkl.LaplaceRegressor(layer, **options | {"precision": 1.0}).fit(x, y).clipped_features_ == []
 
