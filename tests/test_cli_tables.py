@@ -720,7 +720,7 @@ def test_extreme_values_and_factors_are_told(
         options = ["--target", "price", *QUICK, "--likelihood", likelihood, "--epochs", "20"]
         assert cli.main(["fit", "t.csv", *options]) == 0
         told, model = " ".join(capsys.readouterr().out.split()), joblib.load("out/model.joblib")
-        assert ("extreme values of columns clipped smoothly: age, size" in told) is (model.clipped_features_ == [0, 1])
+        assert ("are clipped smoothly in columns age, size" in told) is (model.clipped_features_ == [0, 1])
         assert ("The logarithm of the target has normal noise" in told) is (likelihood == "log-normal")
         assert model.clipped_features_ == [0, 1] or likelihood == "gaussian"
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from ntk_laplace.errors import HyperparameterError, is_number, is_whole, require_flags
 from ntk_laplace.model.network.single_inputs import checked_table, numbers_of_each, selected, with_fractions
 
-_QUARTILES = 1.349  # deviations of a normal distribution between its quartiles, and twice those to its median error
+_QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution: twice its median distance
 
 
 class SmoothClipping(nn.Module):
     """Bounds single inputs: input j becomes ``(z / √(1 + (z/b)²) - shift) factor`` of ``z = (x_j - center) / scale``.
 
     So a value far from the others is at most b away from the center, and next to b it hardly matters how far; values
-    near the center keep their distances. The smooth clipping of Holzmüller, Grinsztajn and Steinwart (2024). Beside it
+    near the center keep their distances. The smooth clipping of Holzmüller, Grinsztajn and Steinwart (2024). Without it
     a network is a linear function of a value that is far outside of the others, such as a code for a missing number, a
     slip of a decimal point, or one of a distribution with heavy tails. Other inputs stay as they are:
     ``nn.Sequential(SmoothClipping.of(x), nn.Linear(d, 32), ...)``.

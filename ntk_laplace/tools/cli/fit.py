@@ -166,8 +166,7 @@ def _tell_network(model: Model) -> None:
                                    f"inputs of the network too: {pieces}", _WIDTH))
     if model.clipped_features_:
         clipped = first_few([names[column] for column in model.clipped_features_], quote=False)
-        print("\n" + textwrap.fill("Left-out rows are predicted better with extreme values of columns clipped "
-                                   f"smoothly: {clipped}", _WIDTH))
+        print("\n" + textwrap.fill(f"Values far from the others are clipped smoothly in columns {clipped}", _WIDTH))
     told = ", ".join(f"{names[column]} of period {period:.4g}" for column, period in model.fourier_features_)
     if told:
         text = f"Left-out residuals had waves, whose sines and cosines are inputs of the network too: {told}"
