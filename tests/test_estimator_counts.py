@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,111 @@ def test_draws_of_rates_that_are_far_from_the_data() -> None:
     model.fit(x, np.exp(2 * x[:, 0]).round())
     draws, mean = model.sample_y([[60.0]], 50), model.predict([[60.0]])
     assert mean > 1e20 and np.isfinite(draws).all() and (draws > 1e15).any()
+
+
+def of_units(targets: int, seed: int = 0) -> tuple[pandas.DataFrame, np.ndarray, list[np.ndarray]]:
+    """Rows with whole exposures, their counts, and those of each of the units that the exposure is the number of."""
+    draws = np.random.default_rng(seed)
+    a, years, b = draws.normal(size=30), draws.integers(1, 5, 30), draws.normal(size=30)
+    frame = pandas.DataFrame({"a": a, "years": years, "b": b})
+    units = [draws.poisson(np.exp(row.a), (int(row.years), targets)).astype(float) for row in frame.itertuples()]
+    return frame.astype(float), np.array([each.sum(0) for each in units]), units
+
+
+@pytest.mark.parametrize(("targets", "flat"), [(1, False), (1, True), (2, False)])
+def test_a_count_of_an_exposure_is_the_sum_of_those_of_its_units(targets: int, flat: bool) -> None:
+    """The posterior is that of Poisson counts of each unit; evidences differ by the masses given the sums."""
+    frame, counts, units = of_units(targets)
+    network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, targets), *[nn.Flatten(0)] * flat).double()
+    given: dict[str, Any] = {"prefit": True, "predictive": None, "likelihood": "poisson", "precision": 1.0,
+                             "structure": "gp"}
+    model = ntkl.LaplaceRegressor(network, exposure="years", **given).fit(frame, counts.squeeze())
+    years = frame["years"].to_numpy()
+    rows = np.repeat(np.arange(30), years.astype(int))
+    each = ntkl.LaplaceRegressor(network, **given).fit(frame[["a", "b"]].iloc[rows], np.concatenate(units).squeeze())
+    theta = model.theta_
+    given_sum = sum(stats.multinomial.logpmf(unit[:, d], int(unit[:, d].sum()), np.full(len(unit), 1 / len(unit)))
+                    for unit in units for d in range(targets))
+    difference = model.log_marginal_likelihood(theta) - each.log_marginal_likelihood(theta)
+    assert difference == pytest.approx(-given_sum, rel=1e-9)
+    np.testing.assert_allclose(model.theta_, each.theta_, atol=1e-3)
+    rates = each.predict(frame[["a", "b"]])
+    np.testing.assert_allclose(model.predict(frame).T, rates.T * years, rtol=1e-12)
+    np.testing.assert_allclose(model.original_inputs(model.network_inputs(frame)), frame, rtol=1e-14)
+
+
+def test_an_exposure_is_no_feature() -> None:
+    """Columns are numbered as in X; predictions are in proportion; a name and a number say the same."""
+    frame, counts, _ = of_units(1)
+    frame["c"] = np.where(np.arange(30) % 10 == 3, 1e3, frame["a"])  # extreme values
+    given = QUICK | {"exposure": "years", "piecewise_features": True, "smooth_clipping": True}
+    model = ntkl.LaplaceRegressor(**given).fit(frame, counts[:, 0])
+    assert model.likelihood_ == "negative-binomial" and model.n_features_in_ == 4
+    assert model.piecewise_features_ == [0, 2, 3] == model.clipped_features_
+    assert (model.relevance_ > 0).tolist() == [True, False, True, True]
+    np.testing.assert_allclose(model.predict(frame.assign(years=2 * frame["years"])), 2 * model.predict(frame))
+    shift = float(next(value for name, value in model.network_.state_dict().items() if name == "1.shift"))
+    assert shift == pytest.approx(np.log(counts.sum() / frame["years"].sum()))
+    numbered = ntkl.LaplaceRegressor(**given | {"exposure": 1}).fit(frame.to_numpy(), counts[:, 0])
+    np.testing.assert_array_equal(numbered.predict(frame.to_numpy()), model.predict(frame))
+    again = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(again.predict_quantiles(frame), model.predict_quantiles(frame))
+
+
+def test_a_wave_along_a_column_is_found_beside_an_exposure() -> None:
+    draws = np.random.default_rng(0)
+    frame = pandas.DataFrame({"years": draws.uniform(0.5, 2, 300), "month": draws.uniform(0, 60, 300)})
+    counts = draws.poisson(20 * frame["years"] * np.exp(np.sin(2 * np.pi * frame["month"] / 12)))
+    given = QUICK | {"exposure": "years", "likelihood": "poisson", "fourier_features": 1}
+    (column, period), = ntkl.LaplaceRegressor(**given).fit(frame, counts).fourier_features_
+    assert column == 1 and period == pytest.approx(12, rel=0.02)
+    counts = draws.poisson(20 * np.exp(np.sin(20 * np.log(frame["years"]))))  # along the exposure: none is added
+    assert ntkl.LaplaceRegressor(**given).fit(frame, counts).fourier_features_ == []
+
+
+def test_what_is_no_exposure_is_refused() -> None:
+    frame, counts, _ = of_units(1)
+    y = counts[:, 0]
+    for exposure, table, expected, got in (
+        ("year", frame, "a column 'year' of X", "a, years, b"), ("years", frame.to_numpy(), "'years' of X", "without"),
+        (3, frame, "from 0 to 2, or the name", "3"), (-1, frame, "from 0 to 2", "-1"), (True, frame, "to 2", "True"),
+        ("a", frame, "positive exposures in column 'a' of X", "in row"),
+        ("years", frame[["years"]], "beside the exposure", "column 'years'"),
+    ):
+        with refused(ntkl.DataError, expected, got, r"\w"):
+            ntkl.LaplaceRegressor(exposure=exposure, **QUICK).fit(table, y)
+    with refused(ntkl.UnsupportedError, 'likelihood "auto" or one of counts', "'gaussian'", "Divide"):
+        ntkl.LaplaceRegressor(exposure="years", likelihood="gaussian", **QUICK).fit(frame, y)
+    model = ntkl.LaplaceRegressor(exposure="years", **QUICK).fit(frame, y)
+    with refused(ntkl.DataError, "positive exposures in column 'years' of X", "0 in row 0", "not observed"):
+        model.predict(frame.assign(years=0.0))
+
+
+def test_fit_of_a_table_with_exposures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The prediction without inputs is one rate for all; the exposure is no column that is constant."""
+    monkeypatch.chdir(tmp_path)
+    frame, counts, _ = of_units(1)
+    frame = frame.assign(claims=counts[:, 0].astype(int), region=["north", "south"] * 15)
+    frame.to_csv("t.csv", index=False)
+    fit = ["fit", "t.csv", "--target", "claims", "--epochs", "4", "--hidden", "4", "--out", "out", "--exposure"]
+    assert cli.main([*fit, "years"]) == 0
+    out, found = capsys.readouterr().out, pandas.read_csv("out/predictions.csv")
+    assert "claims is taken as counts" in out and "Constant" not in out
+    new = frame.loc[found["row"]]
+    train = frame.drop(index=found["row"])
+    mean = train["years"] * train["claims"].sum() / train["years"].sum()
+    alpha = max(0.0, ((train["claims"] - mean) ** 2 - mean).mean() / (mean**2).mean())
+    rate = new["years"] * train["claims"].sum() / train["years"].sum()
+    alike = stats.nbinom(1 / alpha, 1 / (1 + alpha * rate)) if alpha else stats.poisson(rate)
+    (score,) = [float(line[14:].split()[0]) for line in out.splitlines() if line.startswith("without inputs")]
+    assert score == pytest.approx(alike.logpmf(new["claims"]).mean(), abs=5.1e-5)
+    for exposure, expected in (("region", "numbers alone in column 'region' of t.csv"), ("year", "--exposure COLUMN"),
+                               ("a", "positive exposures in column 'a' of t.csv")):
+        assert cli.main([*fit, exposure]) == 1
+        assert expected in capsys.readouterr().err
+    np.savez("t.npz", X=frame[["a", "years"]].to_numpy(), y=counts[:, 0])
+    assert cli.main(["fit", "t.npz", "--exposure", "years", "--out", "out"]) == 1
+    assert "a table, for --category COLUMN, --fill-missing and --exposure" in capsys.readouterr().err
 
 
 def test_what_is_no_count_is_refused() -> None:

@@ -31,6 +31,7 @@ PRINTED = {
     "11_save_and_load": "the same variance: True",
     "12_gpytorch": rf"mean tensor\(\[{NUMBER}(?s:.*)tangent kernel \+ RBF",
     "13_relevance": r"\[:, 0\] +weights of [^\n]* 0\.[5-9]\d+\n[^\n]*\[:, 1\] +weights of [^\n]* 0\.[01]\d+\n",
+    "14_preferences": r"tensor\(\[[45]\.\d+, 2\.\d+, \d\.\d+\][^\n]*\n[^\n]*\[0\.9\d+, 0\.9\d+, 0\.[5-9]",
 }
 
 

@@ -72,7 +72,7 @@ def _result(made: Mapping[str, Any]) -> Figure | None:
         if hasattr(value, "plot") and not name.startswith("_"):
             return value.plot()
     posterior, x = made.get("posterior"), made.get("x")
-    if posterior is None or x.ndim != 2 or x.shape[1] > 1 or posterior.num_outputs > 1:
+    if posterior is None or x is None or x.ndim != 2 or x.shape[1] > 1 or posterior.num_outputs > 1:
         return None
     margin = 0.3 * (x.max() - x.min())
     grid = torch.linspace(float(x.min() - margin), float(x.max() + margin), 200).to(x).unsqueeze(1)

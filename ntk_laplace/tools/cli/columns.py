@@ -114,6 +114,15 @@ class InputColumns:
             parts += [gaps] if name in self.filled else []
         return pandas.DataFrame(np.hstack(parts).astype(np.float64), columns=self.features)
 
+    def require_number(self, option: str, name: str, path: Path) -> None:
+        """Refuse an option that names no column of numbers without gaps (DataError)."""
+        require_column(option, name, self.names, path, "Name a column of inputs.")
+        kinds = {"names": self.categories, "dates": self.dates, "missing values": self.filled}
+        for what, columns in kinds.items():
+            if name in columns:
+                raise DataError(f"numbers alone in column {name!r} of {path}, for {option}", what,
+                                "Name another column, or correct the values.")
+
     def unknown(self, frame: pandas.DataFrame) -> dict[str, NDArray[np.bool_]]:
         """Rows with another category than the training data, or without a value where these have all; by column.
 

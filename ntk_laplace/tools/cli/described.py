@@ -12,7 +12,7 @@ import pandas
 import torch
 from numpy.typing import NDArray
 from pandas.api.types import is_float_dtype
-from torch import distributions
+from torch import Tensor, distributions
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import untold
@@ -20,6 +20,7 @@ from ntk_laplace.model.likelihoods import CountMixture, NormalMixture
 from ntk_laplace.model.likelihoods.number_mixture import NumberMixture
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.cli.scores import NETWORK, as_set, score_table, scores_of
+from ntk_laplace.tools.estimators.base import training_data
 from ntk_laplace.tools.explorer import in_digits, spread_of
 
 _WITHOUT, _POSTERIOR = "without inputs", "posterior"
@@ -44,7 +45,7 @@ def describe(
 
     The columns of several targets have their names. An input is scored if its target in y, (n,) or (n, targets), is
     known: neither None nor NaN. The prediction that is the same for every input, the mean and standard deviation of the
-    training targets or the share of each class, is scored too.
+    training targets or the share of each class, is scored too; of counts it may be in proportion to an exposure.
     """
     if isinstance(model, ntkl.LaplaceClassifier):
         return _classes(model, x, y, level)
@@ -83,9 +84,13 @@ def _versions(model: ntkl.LaplaceRegressor, x: pandas.DataFrame, shape: tuple[in
     spread = np.average((training - center) ** 2, 0, weights)
     if not spread.all():
         return known
-    if isinstance(known[NETWORK], CountMixture):  # of the mean and the variance of one target
-        alpha = max(0.0, float((spread[0] - center[0]) / center[0] ** 2))
-        alike: NumberMixture = CountMixture.single(to_tensor(center).expand(shape), to_tensor(alpha))
+    if isinstance(known[NETWORK], CountMixture):  # of the rate and the variance of one target
+        own = _exposures(model, training_data(model.posterior_)[0])
+        rate = center / np.average(own, 0, weights)
+        over = np.average((training - rate * own) ** 2 - rate * own, 0, weights)[0]
+        alpha = max(0.0, float(over / np.average((rate * own) ** 2, 0, weights)[0]))
+        mean = to_tensor(rate * _exposures(model, model.network_inputs(x)))
+        alike: NumberMixture = CountMixture.single(mean.expand(shape), to_tensor(alpha))
     else:
         alike = NormalMixture.normal(*(to_tensor(part).expand(shape) for part in (center, spread)))
     return {_WITHOUT: alike} | known
@@ -154,6 +159,14 @@ def tell_first(predictions: pandas.DataFrame, level: float) -> None:
     objects = [name for name, column in first.items() if column.dtype == object]
     first = first.assign(**{name: first[name].where(first[name].notna(), "") for name in objects})
     print(first.to_string(index=False, formatters=formats, na_rep=""))
+
+
+def _exposures(model: ntkl.LaplaceRegressor, inputs: Tensor) -> NDArray[np.float64]:
+    """Of the network's inputs, (n, 1); 1 if the model has none."""
+    if model.exposure is None:
+        return np.ones((len(inputs), 1))
+    found: NDArray[np.float64] = inputs[:, -1:].detach().cpu().double().exp().numpy()
+    return found
 
 
 def _counts(model: Model) -> NDArray[np.float64]:

@@ -29,7 +29,7 @@ from ntk_laplace.tools.cli.values import (
     target_classes,
 )
 from ntk_laplace.tools.estimators.regressor import COUNTS
-from ntk_laplace.tools.estimators.tables import require_magnitudes
+from ntk_laplace.tools.estimators.tables import require_exposures, require_magnitudes
 
 _FEWEST = 10  # rows
 _FEW = 10  # whole numbers that are classes
@@ -87,7 +87,7 @@ class TrainingExamples(Examples):
     classes: bool  # whether targets are labels
     shape: tuple[int, ...] | None = None  # (channels, height, width), or another shape, of inputs that are no rows
     columns: InputColumns | None = None  # of a table: what its columns of inputs are taken as
-    counts: bool = False  # whether --likelihood says that targets are
+    counts: bool = False  # whether --likelihood or --exposure says that targets are
 
     def __str__(self) -> str:
         """What they are taken as."""
@@ -125,8 +125,9 @@ def read_examples(options: argparse.Namespace) -> TrainingExamples:
         found = _table(path, options)
     else:
         require_no_dropped(path, options.drop)
-        if options.category or options.fill_missing:
-            raise DataError("a table, for --category COLUMN and --fill-missing", f"{path}", "Leave them out.")
+        if options.category or options.fill_missing or options.exposure:
+            raise DataError("a table, for --category COLUMN, --fill-missing and --exposure COLUMN", f"{path}",
+                            "Leave them out.")
         found = (_images if path.is_dir() else _arrays)(path, options)
     count = len(found.y)
     if count < _FEWEST:
@@ -142,7 +143,7 @@ def read_examples(options: argparse.Namespace) -> TrainingExamples:
         raise DataError(f"classes of two rows each in the mean in {found.targets[0]!r} of {path}",
                         f"{len(names):,} in {count:,} rows, such as {names[0]!r}",
                         "Numbers are no classes with --task regression. Or name another target.")
-    return replace(found, counts=options.likelihood in COUNTS)
+    return replace(found, counts=options.likelihood in COUNTS or options.exposure is not None)
 
 
 def _table(path: Path, options: argparse.Namespace) -> TrainingExamples:
@@ -150,6 +151,8 @@ def _table(path: Path, options: argparse.Namespace) -> TrainingExamples:
     frame, targets, sources = training_columns(frame, path, options.target, options.source, options.drop)
     columns = InputColumns.of(frame, path, input_columns(frame, path, targets, None), options.category or (),
                               options.fill_missing)
+    if options.exposure is not None:
+        columns.require_number("--exposure", options.exposure, path)
     classes = len(targets) == 1 and _classifies(frame[targets[0]], path, options)
     if options.task == "classes" and not classes:
         raise DataError("one target that is a class", f"--target {' --target '.join(targets)}",
@@ -161,6 +164,8 @@ def _table(path: Path, options: argparse.Namespace) -> TrainingExamples:
         require_magnitudes(y, [f"column {name!r} of {path}" for name in targets])
         y = y[:, 0] if len(targets) == 1 else y
     x = columns.rows(frame, path)
+    if options.exposure is not None:
+        require_exposures(x[options.exposure].to_numpy(), f"column {options.exposure!r} of {path}")
     return TrainingExamples(x=x, y=y, named=by_row(x), targets=targets, classes=classes, columns=columns,
                             sources=None if sources is None else np.array(sources, object))
 
@@ -228,7 +233,7 @@ def _classifies(column: pandas.Series, path: Path, options: argparse.Namespace) 
         require_64_bits(column, path, "take them as names of classes, --task classes")
         require_no_numbers(column, path, "take all as names of classes, --task classes, or name another target")
     few = is_integer_dtype(column.dtype) and column.nunique() <= _FEW
-    return named_classes(column) or (few and options.likelihood is None)
+    return named_classes(column) or (few and options.likelihood is None and options.exposure is None)
 
 
 def table_labels(column: pandas.Series, path: Path) -> NDArray[Any]:

@@ -105,11 +105,12 @@ def _settings(options: argparse.Namespace, examples: TrainingExamples) -> dict[s
     """Arguments of the estimator; what is not asked for is left to its defaults."""
     shape, hidden = examples.shape, options.hidden
     found = {"random_state": options.seed, "verbose": True, "predictive": options.predictive}
-    given = {"epochs": options.epochs, "likelihood": options.likelihood}
+    given = {"epochs": options.epochs, "likelihood": options.likelihood, "exposure": options.exposure}
     found |= {name: value for name, value in given.items() if value is not None}
-    if examples.classes and options.likelihood is not None:
-        raise ntkl.UnsupportedError("targets that are numbers, for --likelihood", "classes",
-                                    "Leave it out, or pass --task regression.")
+    for name in ("likelihood", "exposure"):
+        if examples.classes and name in found:
+            raise ntkl.UnsupportedError(f"targets that are numbers, for --{name}", "classes",
+                                        "Leave it out, or pass --task regression.")
     own = None if options.network is None else load_network(*options.network).double()
     if own is not None:
         _require_saved(own)
@@ -186,6 +187,7 @@ def _tell_relevance(model: Model) -> None:
     more = f" and {others} more column{'s' * (others > 1)}" if others else ""
     text = f"Relevance, the standard deviation of a column's weights under the prior: {told}{more}"
     print("\n" + textwrap.fill(text, _WIDTH) if len(ranked) else "")
-    if len(ranked) < len(relevance):
-        print(f"Constant in the training rows: {first_few(names[relevance == 0.0], quote=False)}")
+    constant = names[(relevance == 0.0) & (names != getattr(model, "exposure", None))]
+    if len(constant):
+        print(f"Constant in the training rows: {first_few(constant, quote=False)}")
 

@@ -278,6 +278,9 @@ def _add_fit(commands: Any) -> None:
                      "repeat it for several")
     fit.add_argument("--fill-missing", action="store_true",
                      help="fill missing inputs with the mean of their column, and mark them in one more column")
+    fit.add_argument("--exposure", metavar="COLUMN",
+                     help="a column of a table that counts are expected in proportion to, such as the time of "
+                     "observation of each row; --likelihood is negative-binomial then, or poisson")
     fit.add_argument("--task", choices=("regression", "classes"),
                      help="what the target is (default: names and few whole numbers are classes)")
     fit.add_argument("--network", type=_source, metavar="FILE.py[:FACTORY]",

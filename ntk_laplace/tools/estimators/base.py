@@ -43,8 +43,8 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.structures import Auto, Settings, StructureSpec
 from ntk_laplace.tools.estimators.hyperparameters import evidence_at, theta_of
-from ntk_laplace.tools.estimators.networks import is_module, layer_sizes, network_of, with_outputs
-from ntk_laplace.tools.estimators.tables import Array, Standardized, merged_rows, require_numbers
+from ntk_laplace.tools.estimators.networks import Exposed, is_module, layer_sizes, network_of, with_outputs
+from ntk_laplace.tools.estimators.tables import Array, Standardized, WithExposure, merged_rows, require_numbers
 from ntk_laplace.tools.estimators.training import Design, Designs, Form, Starts, Trained, Waves, taken, trained
 from ntk_laplace.tools.estimators.units import Explained
 from ntk_laplace.training import EvidenceHistory
@@ -112,12 +112,11 @@ class LaplaceEstimator(_Fitted):
         like: Design | None = None,
     ) -> Trained:
         """Train a network, or take the given one; one of this design, or without its pieces if that would be tried."""
-        self._require_parameters()
-        columns = getattr(self, "feature_names_in_", range(x.shape[1]))
-        self._inputs = Standardized.of(x, weight, self._standardized, [f"column {name!r} of X" for name in columns])
-        self._constant = np.ptp(x, axis=0) <= 4 * np.finfo(x.dtype).eps * np.abs(x).max(0)  # up to rounding
+        self._inputs = self._inputs_of(x, weight)
+        table = x[:, self._inputs.columns]
+        self._constant = np.ptp(table, axis=0) <= 4 * np.finfo(x.dtype).eps * np.abs(table).max(0)  # up to rounding
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        features, groups, starts = x.shape[1], self._prior_groups(x.shape[1]), self._starts
+        features, groups, starts = table.shape[1], self._prior_groups(table.shape[1]), self._starts
         by_input = isinstance(groups, str) and groups == "input"
         designs = self._designs(len(x), features, by_input)
         given = 1.0 if starts.first is not None or self._automatic else self.precision
@@ -134,9 +133,9 @@ class LaplaceEstimator(_Fitted):
             units = to_tensor(self._inputs.mean), to_tensor(self._inputs.scale)  # to standardize before would round
             pieces, clipping = PiecewiseLinearFeatures([]), SmoothClipping([])
             if designs.first.pieces or "pieces" in designs.tried:  # of many columns they take memory
-                pieces = PiecewiseLinearFeatures.of(to_tensor(x), tuning.PIECES, _PIECES_SCALE).standardized(*units)
+                pieces = PiecewiseLinearFeatures.of(to_tensor(table), tuning.PIECES, _PIECES_SCALE).standardized(*units)
             if designs.first.clipping or "clipping" in designs.tried:
-                clipping = SmoothClipping.of(to_tensor(x), always=self._exponential).standardized(*units)
+                clipping = SmoothClipping.of(to_tensor(table), always=self._exponential).standardized(*units)
             if like is not None:
                 designs = Designs.like(like, designs.tried)
             none = {name for name, part in (("pieces", pieces), ("clipping", clipping)) if not len(part.inputs)}
@@ -158,13 +157,32 @@ class LaplaceEstimator(_Fitted):
                 if before:
                     place = next(made.parameters()).device  # which need not be torch's default one
                     made = nn.Sequential(*(one.to(place) for one in before), made)
+                if isinstance(self._inputs, WithExposure):
+                    made = Exposed(made)
                 made = with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
                 return self._made(made)
 
             data: tuple[Tensor, ...] = self._tensor(x, new(designs.first)), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
-            return self._run(Form(new, prior), designs, data, likelihood, starts, seed)
+            return self._run(Form(features, new, prior), designs, data, likelihood, starts, seed)
+
+    def _inputs_of(self, x: Array, weight: Array | None) -> Standardized:
+        """How the network gets the inputs."""
+        names = [f"column {name!r} of X" for name in getattr(self, "feature_names_in_", range(x.shape[1]))]
+        exposure = self._exposure_column
+        if exposure is None:
+            return Standardized.of(x, weight, self._standardized, names)
+        others = [column for column in range(x.shape[1]) if column != exposure]
+        if not others:
+            raise DataError("columns of inputs in X beside the exposure", names[exposure], "Pass one more at least.")
+        found = Standardized.of(x[:, others], weight, self._standardized, [names[column] for column in others])
+        return WithExposure(found.mean, found.scale, exposure, names[exposure])
+
+    @property
+    def _exposure_column(self) -> int | None:
+        """Number of the column of X that is an exposure."""
+        return None
 
     def _keep(self, found: Trained) -> None:
         """The result of the fit."""
@@ -179,8 +197,8 @@ class LaplaceEstimator(_Fitted):
             found.posterior.predictive = None
         self.posterior_, self.network_, self._waves = found.posterior, found.module, found.waves
         self.linear_part_ = found.design.linear
-        self._in_pieces = _inputs_of(found.module, PiecewiseLinearFeatures) if found.design.pieces else []
-        self._clipped = _inputs_of(found.module, SmoothClipping) if found.design.clipping else []
+        self._in_pieces = _taken_by(PiecewiseLinearFeatures, found.module) if found.design.pieces else []
+        self._clipped = _taken_by(SmoothClipping, found.module) if found.design.clipping else []
         total = self.posterior_.fitted.total
         self.predictive_fit_ = found.predictive and found.predictive.shifted(self._log_jacobian / total)
         evidence = self.posterior_.log_marginal_likelihood()
@@ -288,7 +306,7 @@ class LaplaceEstimator(_Fitted):
         It is learned: the smaller, the less the network depends on the feature. 0 for a feature that is constant in
         the training data, of which the evidence says nothing. The largest, if the network has other features of it
         too; those of its pieces count three times, as a function of them is as much larger. Of a clipped feature, in
-        its clipped units.
+        its clipped units. 0 for an exposure.
         """
         check_is_fitted(self, "posterior_")
         prior = self.posterior_.prior
@@ -299,25 +317,33 @@ class LaplaceEstimator(_Fitted):
         own, added = np.split(found, [len(found) - len(features)])
         added[: len(self._in_pieces)] *= _PIECES_SCALE
         np.maximum.at(own, features, added)
-        return np.where(self._constant, 0.0, own)
+        relevance = np.zeros(self.n_features_in_)
+        relevance[self._inputs.columns] = np.where(self._constant, 0.0, own)
+        return relevance
 
     @property
     def piecewise_features_(self) -> list[int]:
         """Features that the network gets in pieces too."""
         check_is_fitted(self, "posterior_")
-        return list(self._in_pieces)
+        return self._columns(self._in_pieces)
 
     @property
     def clipped_features_(self) -> list[int]:
         """Features that the network gets clipped."""
         check_is_fitted(self, "posterior_")
-        return list(self._clipped)
+        return self._columns(self._clipped)
 
     @property
     def fourier_features_(self) -> list[tuple[int, float]]:
         """Feature and period, in its units, of each sine and cosine that the network has in addition."""
         check_is_fitted(self, "posterior_")
-        return [(feature, period * float(self._inputs.scale[feature])) for feature, period in self._waves]
+        return [(column, period * float(self._inputs.scale[feature])) for (feature, period), column
+                in zip(self._waves, self._columns([feature for feature, _ in self._waves]), strict=True)]
+
+    def _columns(self, features: Sequence[int]) -> list[int]:
+        """Columns of X of the network's features."""
+        found: list[int] = self._inputs.columns[list(features)].tolist()
+        return found
 
     @property
     def _standardized(self) -> bool:
@@ -363,6 +389,7 @@ class LaplaceEstimator(_Fitted):
 
     def _read(self, x: Any, y: Any, sample_weight: Any, **checks: Any) -> tuple[Array, Any, Array | None]:
         """Inputs, targets and weights. Equal examples become one, whose weight is the sum of theirs."""
+        self._require_parameters()
         require_numbers(x)
         for name in ("posterior_", "n_iter_"):  # of another fit, whose labels and units are not kept
             self.__dict__.pop(name, None)
@@ -560,8 +587,8 @@ def training_data(posterior: Posterior) -> tuple[Tensor, ...]:
     return x, y, *(() if source.weights is None else (source.weights,))
 
 
-def _inputs_of(module: nn.Module, kind: type[PiecewiseLinearFeatures | SmoothClipping]) -> list[int]:
-    """Features that the first part of this kind takes, each once."""
+def _taken_by(kind: type[PiecewiseLinearFeatures | SmoothClipping], module: nn.Module) -> list[int]:
+    """Features that the first part of this kind of a module takes, each once."""
     part = next(part for part in module.modules() if isinstance(part, kind))
     return list(dict.fromkeys(part.inputs.tolist()))
 

@@ -63,6 +63,19 @@ class Shifted(nn.Module):
         return f + self.get_buffer("shift")
 
 
+class Exposed(nn.Module):
+    """A network of all inputs but the last, which is added to each output: the logarithm of an exposure."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The network's outputs and the exposure's logarithm."""
+        f: Tensor = self.network(x[:, :-1])
+        return f + (x[:, -1] if f.ndim == 1 else x[:, -1:])
+
+
 class SkipPerceptron(nn.Module):
     """A perceptron and a linear function, added: the first layer has a unit more for each output, which skips the rest.
 

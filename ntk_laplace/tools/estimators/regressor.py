@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ntk_laplace.errors import (
     DataError,
     UnsupportedError,
+    is_whole,
     require_choice,
     require_whole,
 )
@@ -34,7 +35,13 @@ from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
 from ntk_laplace.tools.estimators.networks import Shifted, is_module
 from ntk_laplace.tools.estimators.noise import LOG_NORMAL, NEGATIVE_BINOMIAL, Candidate, chosen_noise
 from ntk_laplace.tools.estimators.predictions import ROWS, Predictions
-from ntk_laplace.tools.estimators.tables import Array, Standardized, StandardizedLogs, require_number_targets
+from ntk_laplace.tools.estimators.tables import (
+    Array,
+    Standardized,
+    StandardizedLogs,
+    require_exposures,
+    require_number_targets,
+)
 from ntk_laplace.tools.estimators.training import Design
 from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
@@ -104,6 +111,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         have heavy tails "log-normal", if targets are positive, and the smallest difference of two is at most a tenth of
         the smallest target; if neither is better, or residuals still have heavy tails, the other two. A network of
         yours is not trained with two outputs for a target, nor with a logarithm.
+    exposure : int, str or None
+        Column of X, by its number or name, that counts are expected in proportion to, such as a time of observation:
+        its logarithm is added to each output of the network, which does not get it as a feature. `predict` is for the
+        exposures of its X. The likelihood is one of counts, of "auto" "negative-binomial".
     noise : float or array_like, (targets,)
         Noise variance at the start, in squared units of the targets (standardized ones by default); of "student-t" σ².
         Each of several targets has its own noise. "heteroscedastic-gaussian" and counts have none.
@@ -191,6 +202,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     activation: str = "silu"
     likelihood: str = "auto"
+    exposure: Any = None
     noise: Any = 1.0
     learning_rate: float = 0.03
     batch_size: int | None = 512
@@ -234,12 +246,17 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         x, y, weight = self._read(X, y, sample_weight, multi_output=True, y_numeric=True)
         self._single = y.ndim == 1
         y = y.reshape(len(y), -1).astype(np.float64)
-        self._require_parameters()
+        exposure = self._exposure_column
+        if exposure is not None:
+            require_exposures(x[:, exposure], f"column {self.exposure!r} of X")
+        self._mean_exposure = 1.0 if exposure is None else float(np.average(x[:, exposure], weights=weight))
         run = partial(self._candidate, x, y, weight)
-        if self.likelihood == "auto":
-            found = chosen_noise(run, y, weight, is_module(self.network))
-        else:
+        if self.likelihood != "auto":
             found = run(self.likelihood)
+        elif exposure is not None:
+            found = run(NEGATIVE_BINOMIAL)
+        else:
+            found = chosen_noise(run, y, weight, is_module(self.network))
         self._set_likelihood(found.likelihood, y, weight)
         self._keep(found.trained)
         return self
@@ -259,7 +276,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         kind = StandardizedLogs if name == LOG_NORMAL else Standardized
         self._targets = kind.of(y, weight, self._standardized and name not in COUNTS, names)
         if name in COUNTS:
-            self._log_rate = np.log(np.maximum(np.average(y, 0, weight), _LEAST_RATE))
+            self._log_rate = np.log(np.maximum(np.average(y, 0, weight), _LEAST_RATE) / self._mean_exposure)
 
     def _made(self, network: nn.Module) -> nn.Module:
         """With the mean count at the start, so that the prior is about what differs from it."""
@@ -423,6 +440,26 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     def _require_parameters(self) -> None:
         super()._require_parameters()
         require_choice(self.likelihood, LIKELIHOODS, f"likelihood among {', '.join(LIKELIHOODS)}")
+        if self.exposure is not None and self.likelihood not in ("auto", *COUNTS):
+            raise UnsupportedError(f'likelihood "auto" or one of counts ({", ".join(COUNTS)}), for an exposure',
+                                   repr(self.likelihood), "Divide the targets by it, or leave it out.")
+
+    @property
+    def _exposure_column(self) -> int | None:
+        """Number of the column of X that is an exposure."""
+        given = self.exposure
+        if given is None:
+            return None
+        if isinstance(given, str):
+            names = list(getattr(self, "feature_names_in_", ()))
+            if given in names:
+                return names.index(given)
+            raise DataError(f"a column {given!r} of X, for exposure={given!r}",
+                            ", ".join(names)[:80] or "an array, without names", "Pass the name or number of one.")
+        if is_whole(given, 0) and given < self.n_features_in_:
+            return int(given)
+        raise DataError(f"exposure from 0 to {self.n_features_in_ - 1}, or the name of a column of X",
+                        repr(given)[:80], "Pass the name or number of one.")
 
     def _in_units(self, found: Explained) -> Explained:
         return in_units(found, *self.output_units)

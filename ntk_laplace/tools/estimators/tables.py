@@ -40,6 +40,11 @@ class Standardized:
         rounded = (found.scale_ == 1.0) & (np.sqrt(found.var_) != 1.0)  # what StandardScaler takes for constant
         return cls(mean, np.where(rounded, np.maximum(1.0, np.abs([low - mean, high - mean]).max(0)), found.scale_))
 
+    @property
+    def columns(self) -> NDArray[np.intp]:
+        """Column of the table that each mean and scale belongs to."""
+        return np.arange(len(self.mean))
+
     def __call__(self, table: Array) -> Array:
         """(table - mean) / scale."""
         return (table - self.mean) / self.scale
@@ -85,6 +90,38 @@ class StandardizedLogs(Standardized):
     def log_jacobian(self, table: Array, weight: Array) -> float:
         """Log densities of the rows of a table less those of the standardized ones, added up with these weights."""
         return super().log_jacobian(table, weight) - float((weight @ np.log(table)).sum())
+
+
+@dataclass(frozen=True)
+class WithExposure(Standardized):
+    """Mean and scale of each column of a table but one, an exposure, whose logarithm comes last instead."""
+
+    exposure: int  # its column
+    name: str
+
+    @property
+    def columns(self) -> NDArray[np.intp]:
+        """Column of the table that each mean and scale belongs to."""
+        return np.delete(np.arange(len(self.mean) + 1), self.exposure)
+
+    def __call__(self, table: Array) -> Array:
+        """(table - mean) / scale, and the logarithm of the exposure; DataError if one is not positive."""
+        exposure = table[:, self.exposure]
+        require_exposures(exposure, self.name)
+        return np.column_stack([super().__call__(table[:, self.columns]), np.log(exposure)])
+
+    def undone(self, table: Array) -> Array:
+        """The table in its own units, and order."""
+        found: Array = np.insert(super().undone(table[:, :-1]), self.exposure, np.exp(table[:, -1]), axis=1)
+        return found
+
+
+def require_exposures(exposure: Array, name: str) -> None:
+    """Refuse exposures that are not positive (DataError)."""
+    if not (exposure > 0).all():
+        row = int(np.argmin(exposure > 0))
+        raise DataError(f"positive exposures in {name}", f"{exposure[row]:g} in row {row}",
+                        "Leave out rows that were not observed.")
 
 
 def merged_rows(x: Array, y: Array, weight: Array) -> tuple[NDArray[np.intp], Array, NDArray[np.intp]]:

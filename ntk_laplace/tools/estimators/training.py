@@ -83,8 +83,9 @@ class Designs:
 
 @dataclass(frozen=True)
 class Form:
-    """What makes a network for a design and waves, and its prior."""
+    """What makes a network of so many features for a design and waves, and its prior."""
 
+    features: int
     new: Callable[[Design, Waves], nn.Module]
     prior: Callable[[Design, Waves], GaussianPrior]
 
@@ -175,13 +176,20 @@ class _Recipe:
         """
         chance = math.log(data[0][0].numel() * len(data[1])) / len(data[1])
         with suppress(NTKLaplaceError), untold():  # also where a callable makes networks of this many inputs alone
-            while len(best.waves) < self.most_waves and (wave := _wave(best.training)) is not None:
+            while len(best.waves) < self.most_waves and (wave := self._wave(best.training)) is not None:
                 again = self.attempt(data, best.design, (*best.waves, wave))
                 unlearned, density = rank(best.training, left_out=True)
                 if rank(again.training, left_out=True) <= (unlearned, density + chance):
                     break
                 best = again
         return best
+
+    def _wave(self, training: EvidenceTraining) -> tuple[int, float] | None:
+        """Feature and period of the strongest wave in left-out residuals; None where there is none beyond chance."""
+        found = None if training.predictive is None else training.lack_of_fit
+        if found is None or found.input is None or found.period is None or found.input >= self.form.features:
+            return None
+        return found.input, found.period
 
     def _again(self, data: tuple[Tensor, ...], best: _Attempt) -> _Attempt:
         """The better by leave-one-out of a training and another with other options, if it needs one.
@@ -305,12 +313,6 @@ def _looks_sure(weak: EvidenceTraining, other: EvidenceTraining) -> bool:
     """
     fits = weak.predictive, other.predictive
     return fits[0] is not None and fits[1] is not None and fits[0].before < fits[1].before
-
-
-def _wave(training: EvidenceTraining) -> tuple[int, float] | None:
-    """Input and period of the strongest wave in left-out residuals; None where there is none beyond chance."""
-    found = None if training.predictive is None else training.lack_of_fit
-    return None if found is None or found.input is None or found.period is None else (found.input, found.period)
 
 
 def _untrusted_untold(later: bool = False) -> AbstractContextManager[None]:
