@@ -764,3 +764,15 @@ def test_saved_bytes_grow_with_the_examples(monkeypatch: pytest.MonkeyPatch) -> 
     assert many.at_once(torch.randn(10, 2).double(), 10 * tuning.GRAPH_FACTOR * ten) == (3, 10)
     monkeypatch.setattr(tuning, "CACHED_BYTES", 1)
     assert many.at_once(torch.randn(10, 2).double(), 10 * tuning.GRAPH_FACTOR * ten) == (1, 10)
+
+
+def test_torch_does_not_warn_of_a_vmap_without_a_rule() -> None:
+    """weight_norm has no batching rule; torch's fallback for it is exact."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3, device="cpu"))
+    network = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 1, device="cpu")).double()
+    x = torch.randn(6, 2, dtype=torch.float64, device="cpu")
+    posterior = ntkl.laplace(network, (x, x[:, :1]), ntkl.Gaussian(noise=0.5))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        posterior.importance_evidence(samples=20)
+    assert not [str(warning.message) for warning in told if "performance drop" in str(warning.message)]

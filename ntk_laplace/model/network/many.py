@@ -72,7 +72,7 @@ class ManyWeights:
 
         with self.network.arithmetic():
             if self.batched and len(thetas) > 1:
-                with self._kernels():
+                with WITHOUT_TORCH_WARNINGS.entered(), self._kernels():
                     return torch.func.vmap(one)(thetas, *tensors)
             return torch.stack([one(*each) for each in zip(thetas, *tensors, strict=True)])
 
