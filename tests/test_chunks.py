@@ -18,6 +18,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError
 from ntk_laplace.model.likelihoods import Response
 from pairwise import one_each
+from refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -344,6 +345,23 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Any:
         return self.rows
+
+
+def test_items_that_make_no_batch_are_refused() -> None:
+    """By fits, predictions and trainings, which stack the items of a data set."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.EmbeddingBag(4, 3), nn.Linear(3, 2)).double()
+    pairs = [(torch.arange(index + 2, device="cpu") % 4, index % 2) for index in range(6)]
+    likelihood = ntkl.Categorical()
+    for items, got in ((pairs, "stack expects"), ([(torch.ones(2, device="cpu"), object())] * 2, "found <class 'object'>")):
+        for use in (lambda data: ntkl.laplace(network, data, likelihood),
+                    lambda data: ntkl.train_with_evidence(network, data, likelihood, epochs=1)):
+            with refused(ntkl.DataError, "one type and shape from the data set", got, "collate_fn"):
+                use(Pairs(items))
+    same = [(torch.arange(3, device="cpu"), index % 2) for index in range(6)]
+    posterior = ntkl.laplace(network, Pairs(same), likelihood, structure="kfac")
+    with refused(ntkl.DataError, "one type and shape", "stack expects", "collate_fn"):
+        posterior.predict(Pairs([x for x, _ in pairs]))
 
 
 SOURCES: dict[str, Callable[[Tensor, Tensor], Any]] = {

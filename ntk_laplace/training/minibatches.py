@@ -21,6 +21,7 @@ from ntk_laplace.model.data import (
     dropped_by,
     example_weights,
     generators_of,
+    loader_of,
     num_examples,
     take,
     to_device,
@@ -53,7 +54,7 @@ class Minibatches:
             if stream and batch_size is None:
                 raise DataError("a batch size for an IterableDataset, whose length is not known", "batch_size=None",
                                 "Pass a number, or leave it out for the default.")
-            self._source = DataLoader(data, batch_size or len(cast(Sized, data)), shuffle=not stream)
+            self._source = loader_of(data, batch_size or len(cast(Sized, data)), shuffle=not stream)
         else:
             pair, weights = example_weights(data)
             x, y = as_pair(pair, targets) if isinstance(pair, Mapping) else pair

@@ -21,7 +21,7 @@ from ntk_laplace.model.data.inputs import (
     take,
     to_device,
 )
-from ntk_laplace.model.data.loaders import dropped_by, generators_of
+from ntk_laplace.model.data.loaders import dropped_by, generators_of, loader_of
 from ntk_laplace.model.data.readers import as_pair
 from ntk_laplace.model.data.row_buffer import RowBuffer, fill_buffer
 from ntk_laplace.model.data.sources import Joined, Missing, Replaced, Selected, Source
@@ -55,6 +55,7 @@ __all__ = [
     "generators_of",
     "input_remedy",
     "leaves",
+    "loader_of",
     "map_tensors",
     "num_bytes",
     "num_examples",

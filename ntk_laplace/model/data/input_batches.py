@@ -24,7 +24,7 @@ from ntk_laplace.model.data.inputs import (
     to_device,
     with_members,
 )
-from ntk_laplace.model.data.loaders import batches_of, random_samplers_of
+from ntk_laplace.model.data.loaders import batches_of, loader_of, random_samplers_of
 from ntk_laplace.runtime import tuning
 
 _READ = 64  # examples of a dataset that are collated at a time
@@ -79,7 +79,7 @@ class InputBatches:
             _require_order(x)
             self._source: DataLoader | Inputs = x
         elif isinstance(x, Dataset):
-            self._source = DataLoader(x, batch_size=min(self.batch_size, _READ))
+            self._source = loader_of(x, min(self.batch_size, _READ))
         else:
             self._source = as_tensors(x)
             self.length = num_examples(self._source)

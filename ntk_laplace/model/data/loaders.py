@@ -11,15 +11,31 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
-from ntk_laplace.errors import DataError, warn
+from ntk_laplace.errors import DataError, first_line, warn
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def loader_of(data: Dataset, batch_size: int, shuffle: bool = False) -> DataLoader:
+    """Batches of a data set, whose items are stacked as torch does (DataError if they cannot be)."""
+    return DataLoader(data, batch_size, shuffle, collate_fn=_stacked)
+
+
+def _stacked(items: list[Any]) -> Any:
+    try:
+        return default_collate(items)
+    except (RuntimeError, TypeError) as cause:
+        raise DataError("items of one type and shape from the data set, which make a batch", first_line(cause),
+                        "Pad them to one shape, or pass a DataLoader whose collate_fn does; if they are batches, "
+                        "DataLoader(data, batch_size=None).") from cause
 
 
 def batches_of(loader: DataLoader) -> Iterator[Any]:

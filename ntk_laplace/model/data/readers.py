@@ -13,6 +13,7 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.inputs import Inputs, as_tensors, num_examples, take
 from ntk_laplace.model.data.loaders import (
     length_of,
+    loader_of,
     random_samplers_of,
     require_every_example_once,
     tell_dropped,
@@ -116,7 +117,7 @@ class LoaderReader:
         """The examples with these ascending numbers, of `total`; `indices` are those of all batches, if known."""
         if self.dataset is not None:
             few = subset_of(self.dataset, numbers)
-            return replace(self, loader=DataLoader(few, batch_size=batch_size), dataset=few)
+            return replace(self, loader=loader_of(few, batch_size), dataset=few)
         if indices:
             return replace(self, loader=only_batches(self.loader, indices, numbers))
         return replace(self, keep=examples_of(numbers, total))
@@ -142,7 +143,7 @@ def reader_of(data: Any, batch_size: int, targets: str | None) -> TensorReader |
         return LoaderReader(with_own_workers(data), targets)
     if isinstance(data, Dataset):
         whole = None if isinstance(data, IterableDataset) else data
-        return LoaderReader(DataLoader(data, batch_size=batch_size), targets, whole)
+        return LoaderReader(loader_of(data, batch_size), targets, whole)
     remedy = "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,)."
     if isinstance(data, (list, tuple, Iterator)):
         remedy = ("Pass (X, y), or (X, y, w) with weights w (N,); DataLoader(batches, batch_size=None) for a list of "
