@@ -353,7 +353,8 @@ def test_items_that_make_no_batch_are_refused() -> None:
     network = nn.Sequential(nn.EmbeddingBag(4, 3), nn.Linear(3, 2)).double()
     pairs = [(torch.arange(index + 2, device="cpu") % 4, index % 2) for index in range(6)]
     likelihood = ntkl.Categorical()
-    for items, got in ((pairs, "stack expects"), ([(torch.ones(2, device="cpu"), object())] * 2, "found <class 'object'>")):
+    objects = [(torch.ones(2, device="cpu"), object())] * 2
+    for items, got in ((pairs, "stack expects"), (objects, "found <class 'object'>")):
         for use in (lambda data: ntkl.laplace(network, data, likelihood),
                     lambda data: ntkl.train_with_evidence(network, data, likelihood, epochs=1)):
             with refused(ntkl.DataError, "one type and shape from the data set", got, "collate_fn"):
