@@ -503,6 +503,24 @@ def test_starts_of_other_factors_are_refused() -> None:
                              start=start, steps=1)
 
 
+@pytest.mark.parametrize("space", ["gp", "auto"])
+def test_positions_begin_without_rows(space: str) -> None:
+    """A layer with few wide positions, whose products fill K in tiles of some rows, begins with none of them.
+
+    The expectations have a closed form, so that weight space takes the same steps.
+    """
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Flatten(), nn.Linear(40, 1)).double()
+    data = torch.randn(14, 2, 30, dtype=torch.float64), torch.randn(14, 1, dtype=torch.float64)
+    rows, matrix = (
+        ntkl.variational(network, data, ntkl.Gaussian(0.1), None, structure, "lgva", start=5.0, step_size=0.3, steps=3,
+                         elbo_every=0).posterior.latent_moments(data[0])
+        for structure in (space, "full")
+    )
+    for one, other in zip(rows, matrix, strict=True):
+        assert relative_error(one, other) < 1e-9
+
+
 def test_auto_leaves_function_space() -> None:
     fit = fit_sine(structure="auto", samples=1, steps=3, seed=4, decay=1e9)
     assert fit.history.rows == []  # 24 rows a step and 19 parameters

@@ -94,7 +94,7 @@ class Positions(Contraction[Factored]):
         return int((room / (both[0].element_size() * g * t * t)) ** 0.5)
 
     def tile_shape(self, n: int, step: int) -> tuple[int, int]:
-        few = min(step, -(-n // 16))
+        few = min(step, max(1, -(-n // 16)))  # one where there are no rows yet
         return few, step * step // few
 
     def _numbers(self) -> tuple[float, float]:
