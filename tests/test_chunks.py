@@ -351,12 +351,12 @@ def test_items_that_make_no_batch_are_refused() -> None:
     """By fits, predictions and trainings, which stack the items of a data set."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.EmbeddingBag(4, 3), nn.Linear(3, 2)).double()
-    pairs = [(torch.arange(index + 2, device="cpu") % 4, index % 2) for index in range(6)]
+    pairs = [(torch.arange(max(1, index) + 2, device="cpu") % 4, index % 2) for index in range(6)]  # two are alike
     likelihood = ntkl.Categorical()
     objects = [(torch.ones(2, device="cpu"), object())] * 2
     for items, got in ((pairs, "stack expects"), (objects, "found <class 'object'>")):
         for use in (lambda data: ntkl.laplace(network, data, likelihood),
-                    lambda data: ntkl.train_with_evidence(network, data, likelihood, epochs=1)):
+                    lambda data: ntkl.train_with_evidence(network, data, likelihood, epochs=1, batch_size=2)):
             with refused(ntkl.DataError, "one type and shape from the data set", got, "collate_fn"):
                 use(Pairs(items))
     same = [(torch.arange(3, device="cpu"), index % 2) for index in range(6)]

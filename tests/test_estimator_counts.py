@@ -182,8 +182,13 @@ def test_an_exposure_is_no_feature() -> None:
     assert model.piecewise_features_ == [0, 2, 3] == model.clipped_features_
     assert (model.relevance_ > 0).tolist() == [True, False, True, True]
     np.testing.assert_allclose(model.predict(frame.assign(years=2 * frame["years"])), 2 * model.predict(frame))
-    shift = float(next(value for name, value in model.network_.state_dict().items() if name == "1.shift"))
-    assert shift == pytest.approx(np.log(counts.sum() / frame["years"].sum()))
+    weights = np.arange(30) % 3 + 1.0
+    for own in (None, weights):
+        state = ntkl.LaplaceRegressor(**given).fit(frame, 30 * counts[:, 0], own).network_.state_dict()
+        rate = 30 * np.average(counts[:, 0], weights=own) / np.average(frame["years"], weights=own)
+        assert float(state["1.shift"]) == pytest.approx(np.log(rate))
+    assert counts.mean() > 2  # so that these are more than numbers are taken as counts without an exposure
+    assert ntkl.LaplaceRegressor(**given).fit(frame, 30 * counts[:, 0]).likelihood_ == "negative-binomial"
     numbered = ntkl.LaplaceRegressor(**given | {"exposure": 1}).fit(frame.to_numpy(), counts[:, 0])
     np.testing.assert_array_equal(numbered.predict(frame.to_numpy()), model.predict(frame))
     again = pickle.loads(pickle.dumps(model))
@@ -197,8 +202,11 @@ def test_a_wave_along_a_column_is_found_beside_an_exposure() -> None:
     given = QUICK | {"exposure": "years", "likelihood": "poisson", "fourier_features": 1}
     (column, period), = ntkl.LaplaceRegressor(**given).fit(frame, counts).fourier_features_
     assert column == 1 and period == pytest.approx(12, rel=0.02)
-    counts = draws.poisson(20 * np.exp(np.sin(20 * np.log(frame["years"]))))  # along the exposure: none is added
-    assert ntkl.LaplaceRegressor(**given).fit(frame, counts).fourier_features_ == []
+    counts = draws.poisson(20 * frame["years"] * np.exp(np.sin(20 * np.log(frame["years"]))))
+    along = ntkl.LaplaceRegressor(**given | {"piecewise_features": True}).fit(frame, counts)
+    lack = along.posterior_.lack_of_fit()
+    assert lack.input == 1 and lack.period is not None  # its logarithm comes last
+    assert along.fourier_features_ == []
 
 
 def test_what_is_no_exposure_is_refused() -> None:
@@ -223,7 +231,7 @@ def test_fit_of_a_table_with_exposures(tmp_path: Path, monkeypatch: pytest.Monke
     """The prediction without inputs is one rate for all; the exposure is no column that is constant."""
     monkeypatch.chdir(tmp_path)
     frame, counts, _ = of_units(1)
-    frame = frame.assign(claims=counts[:, 0].astype(int), region=["north", "south"] * 15)
+    frame = frame.assign(claims=np.minimum(counts[:, 0], 6).astype(int), region=["north", "south"] * 15)
     frame.to_csv("t.csv", index=False)
     fit = ["fit", "t.csv", "--target", "claims", "--epochs", "4", "--hidden", "4", "--out", "out", "--exposure"]
     assert cli.main([*fit, "years"]) == 0
