@@ -199,7 +199,7 @@ def test_a_model_of_an_earlier_version(frame: pandas.DataFrame) -> None:
 def test_a_model_that_was_fitted_again_has_the_columns_of_that_fit(frame: pandas.DataFrame) -> None:
     """What the command knows of its rows, its categories and its targets is not of other data."""
     table = argparse.Namespace(data=TABLE, target=["price"], category=[], drop=["code"], fill_missing=False,
-                               likelihood=None, source=None, task=None)
+                               likelihood=None, source=None, task=None, exposure=None)
     training = read_examples(table)
     model = ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(2,), likelihood="gaussian", predictive=None,
                                   precision=1.0)
@@ -394,5 +394,5 @@ def test_truth_values_may_be_missing(ending: str, frame: pandas.DataFrame) -> No
 def test_arrays_have_neither(option: list[str], frame: pandas.DataFrame, capsys: pytest.CaptureFixture) -> None:
     np.savez("a.npz", X=frame[["width"]].to_numpy(), y=frame["price"].to_numpy())
     assert cli.main(["fit", "a.npz", *option]) == 1
-    words = "expected a table, for --category COLUMN and --fill-missing; got a.npz. Leave them out."
+    words = "expected a table, for --category COLUMN, --fill-missing and --exposure COLUMN; got a.npz. Leave them out."
     assert words in capsys.readouterr().err

@@ -829,7 +829,7 @@ def test_whole_numbers_are_classes_by_all_their_digits(folder: Path, monkeypatch
     labels = np.array([10**17, 10**17 + 1])[np.arange(20) % 2]
     read("price.csv").assign(price=labels).to_csv("t.csv", index=False)
     options = argparse.Namespace(data=Path("t.csv"), target=["price"], task=None, likelihood=None, source=None,
-                                 drop=None, category=None, fill_missing=False)
+                                 drop=None, category=None, fill_missing=False, exposure=None)
     assert np.array_equal(read_examples(options).y, labels)
 
 

@@ -167,6 +167,23 @@ def test_exponentials_are_bounded_far_from_the_data(likelihood: str) -> None:
     assert ntkl.LaplaceRegressor(layer, **options | {"precision": 1.0}).fit(x, y).clipped_features_ == []
 
 
+@pytest.mark.parametrize("likelihood", ["auto", "heteroscedastic-gaussian"])
+def test_noise_that_depends_on_the_inputs_is_bounded_far_from_the_data(likelihood: str) -> None:
+    """Its variance is an exponential too, also where it is tried after a Gaussian without clipping."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-2, 2, (150, 2))
+    y = x[:, 0] + 0.3 * np.exp(0.8 * x[:, 1]) * rng.normal(size=150)
+    options = QUICK | {"likelihood": likelihood, "epochs": 40}
+    model = ntkl.LaplaceRegressor(**options).fit(x, y)
+    assert model.likelihood_ == "heteroscedastic-gaussian" and model.clipped_features_ == [0, 1]
+    far = np.array([[0.0, 1e6]])
+    assert (np.abs(model.predict_quantiles(far)) < 1e4).all() and np.isfinite(model.predict(far, return_std=True)).all()
+    open_ended = ntkl.LaplaceRegressor(**options | {"smooth_clipping": False}).fit(x, y)
+    assert open_ended.clipped_features_ == []
+    assert (np.abs(open_ended.predict_quantiles(far)[:, ::2]) > 1e6).all()
+    assert not np.isfinite(open_ended.predict(far, return_std=True)[1])
+
+
 def test_classes_with_extreme_features_and_waves() -> None:
     """The inputs themselves are clipped, not their sines, whose periods are in units of the feature."""
     rng = np.random.default_rng(0)

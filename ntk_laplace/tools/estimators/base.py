@@ -137,6 +137,7 @@ class LaplaceEstimator(_Fitted):
             if designs.first.clipping or "clipping" in designs.tried:
                 clipping = SmoothClipping.of(to_tensor(table), always=self._exponential).standardized(*units)
             if like is not None:
+                like = replace(like, clipping=like.clipping or designs.first.clipping)
                 designs = Designs.like(like, designs.tried)
             none = {name for name, part in (("pieces", pieces), ("clipping", clipping)) if not len(part.inputs)}
             designs = Designs(replace(designs.first, **dict.fromkeys(none, False)),
@@ -243,7 +244,7 @@ class LaplaceEstimator(_Fitted):
 
     @property
     def _exponential(self) -> bool:
-        """Whether predictions are exponentials of outputs, which must not be linear far from the data."""
+        """Whether targets, or their noise, are exponentials of outputs, which must not be linear far from the data."""
         return False
 
     def _training_options(self, examples: int, times: int) -> dict[str, Any]:

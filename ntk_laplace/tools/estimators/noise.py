@@ -18,6 +18,7 @@ from ntk_laplace.tools.estimators.tables import Array, Standardized
 from ntk_laplace.tools.estimators.training import Design, Trained
 
 NEGATIVE_BINOMIAL, LOG_NORMAL = "negative-binomial", "log-normal"  # of targets that are not standardized as they are
+HETEROSCEDASTIC = "heteroscedastic-gaussian"
 _DF = np.array([2.1, 2.5, 3.0, 4.0, 6.0, 10.0, 20.0])  # degrees of freedom that are tried
 _STEPS = 50  # of the scale, each a weighted mean
 # nats by which Student's t must fit the residuals better than a normal distribution, for another training: by chance
@@ -88,7 +89,7 @@ def chosen_noise(
                 best, errors, told = plain, plain.errors, of_other
     names = ["student-t"] * errors.have_tails
     if not own_network:
-        names += ["heteroscedastic-gaussian"] * errors.have_tails
+        names += [HETEROSCEDASTIC] * errors.have_tails
         if may_be_counts(targets, weights):
             names.insert(0, NEGATIVE_BINOMIAL)
         elif errors.have_tails and may_vary_by_factors(targets):

@@ -33,7 +33,7 @@ from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.runtime.panels import panels
 from ntk_laplace.tools.estimators.base import LaplaceEstimator, training_data
 from ntk_laplace.tools.estimators.networks import Shifted, is_module
-from ntk_laplace.tools.estimators.noise import LOG_NORMAL, NEGATIVE_BINOMIAL, Candidate, chosen_noise
+from ntk_laplace.tools.estimators.noise import HETEROSCEDASTIC, LOG_NORMAL, NEGATIVE_BINOMIAL, Candidate, chosen_noise
 from ntk_laplace.tools.estimators.predictions import ROWS, Predictions
 from ntk_laplace.tools.estimators.tables import (
     Array,
@@ -47,7 +47,7 @@ from ntk_laplace.tools.estimators.units import Explained, in_units
 from ntk_laplace.training import EvidenceSchedule
 
 COUNTS: dict[str, type[NegativeBinomial | Poisson]] = {NEGATIVE_BINOMIAL: NegativeBinomial, "poisson": Poisson}
-LIKELIHOODS = ("auto", "gaussian", "student-t", "heteroscedastic-gaussian", LOG_NORMAL, *COUNTS)
+LIKELIHOODS = ("auto", "gaussian", "student-t", HETEROSCEDASTIC, LOG_NORMAL, *COUNTS)
 _LEAST_RATE = 1e-3  # of the counts of a target, at the start
 _EVALUATIONS = 15  # evaluations of the evidence in a training
 _STEPS = 20, 0.1  # steps of the hyperparameters at each evaluation, and their size
@@ -84,8 +84,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         Whether "mlp" gets features bounded (`SmoothClipping`) where one has extreme values, so that it is no linear
         function of them far from the others. "auto": under the conditions of `piecewise_features` a perceptron with the
         clipping is trained too, and taken if leave-one-out loses at most 0.01 nats a point. All features of more than
-        two values have it where predictions are exponentials, of counts and "log-normal": a linear function of a value
-        far from the data would be any number.
+        two values have it where predictions are exponentials, of counts, "log-normal", and noise that depends on the
+        inputs: a linear function of a value far from the data would be any number.
     activation : {"tanh", "relu", "gelu", "silu", "identity"}
         Of "mlp".
     precision : float, sequence of float, or "auto"
@@ -225,7 +225,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
     @property
     def _exponential(self) -> bool:
-        return self._likelihood == LOG_NORMAL or self._likelihood in COUNTS
+        return self._likelihood in (LOG_NORMAL, HETEROSCEDASTIC, *COUNTS)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
         """Train the network, its prior precisions and its noise.
@@ -289,7 +289,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         given = Gaussian(self.noise)  # which checks it
         if name in COUNTS:
             return COUNTS[name]()
-        if name == "heteroscedastic-gaussian":
+        if name == HETEROSCEDASTIC:
             return HeteroscedasticGaussian()
         if name == "student-t":
             noise = StudentT(self.noise).noise.detach()
@@ -350,7 +350,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
 
         Of counts and of "log-normal" they are of first order: the mean μ given the network's outputs f, and the
         variance ``(dμ/df)² var f`` with that of the noise. The mean of `predict_distribution` is averaged over the
-        posterior, and grows with the exponential of var f, so that it may be huge far from the training data.
+        posterior, and grows with the exponential of var f, so that it may be huge far from the training data. So does
+        the deviation of noise that depends on the inputs; its quantiles do not.
 
         Parameters
         ----------
@@ -468,7 +469,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     def output_units(self) -> tuple[Array, Array]:
         """Scale and mean of the network's outputs in units of the targets, (C,) each."""
         scale, mean = self._targets.scale, self._targets.mean
-        if self.likelihood_ != "heteroscedastic-gaussian":
+        if self.likelihood_ != HETEROSCEDASTIC:
             return scale, mean
         return np.r_[scale, np.ones(len(scale))], np.r_[mean, 2.0 * np.log(scale)]  # log variances are shifted
 
