@@ -6,6 +6,7 @@ import itertools
 import sys
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import Tensor, nn
@@ -358,3 +359,22 @@ def test_a_training_that_misses_a_part_tells_it(monkeypatch: pytest.MonkeyPatch)
     tokens = ntkl.train_with_evidence(nn.Sequential(nn.Embedding(2, 1), nn.Flatten()).double(),
                                       ((y > 0).long(), y), ntkl.Gaussian(), **options)
     assert tokens.lack_of_fit is None
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_estimator_names_the_column_that_its_network_misses(named: bool) -> None:
+    """With the period in its units, and what an estimator can do."""
+    rng = np.random.default_rng(0)
+    table = np.column_stack([rng.normal(size=200), rng.uniform(0, 120, 200)])
+    y = np.sin(2 * np.pi * table[:, 1] / 3.7) + 0.1 * rng.normal(size=200)
+    x = pandas.DataFrame(table, columns=["age", "month"]) if named else table
+    model = ntkl.LaplaceRegressor(random_state=0, fourier_features=0, precision=1.0, epochs=30, likelihood="gaussian",
+                                  piecewise_features=False)
+    words = rf"along column {repr('month') if named else 1} correlate .* period 3\.7\d* .*Fourier features, as far as"
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=words) as told:
+        model.fit(x, y)
+    assert sum("misses a part" in str(one.message) for one in told) == 1
+    counts = rng.poisson(20 * table[:, 1] * np.exp(np.sin(table[:, 1] / 4)) / 60)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="along the logarithm of column"):  # comes last in the network
+        ntkl.LaplaceRegressor(random_state=0, exposure=1, precision=1.0, epochs=30, likelihood="poisson",
+                              piecewise_features=False).fit(x, counts)

@@ -74,8 +74,12 @@ class LackOfFit:
         return self.period is not None or self.above(_OF_CLASSES if self.classes else _CLEAR, _DEVIATIONS)
 
     def __str__(self) -> str:
+        return self.described("" if self.input is None else f"input {self.input}")
+
+    def described(self, name: str) -> str:
+        """In words, with a name of the one input; it is empty if neighbors are nearest among several."""
         beside = "above" if self.deviations >= 0 else "below"
-        along = "" if self.input is None else f" along input {self.input}"
+        along = f" along {name}" if name else ""
         wave = "" if self.period is None else (
             f", and a wave of period {self.period:.4g} explains {self.explained:.0%} of their squares")
         return (f"residuals of {self.num_points:,} points and their {self.neighbors} nearest neighbors{along} "

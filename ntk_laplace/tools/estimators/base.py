@@ -39,6 +39,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.explain import Explanation, Ranking, SourceEffects, source_labels
 from ntk_laplace.posterior.fit import laplace, spec_of
+from ntk_laplace.posterior.lack_of_fit import LackOfFit
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.structures import Auto, Settings, StructureSpec
@@ -166,7 +167,7 @@ class LaplaceEstimator(_Fitted):
             data: tuple[Tensor, ...] = self._tensor(x, new(designs.first)), y
             if weight is not None:
                 data = *data, to_tensor(weight, dtype=torch.float64)
-            return self._run(Form(features, new, prior), designs, data, likelihood, starts, seed)
+            return self._run(Form(features, self._described, new, prior), designs, data, likelihood, starts, seed)
 
     def _inputs_of(self, x: Array, weight: Array | None) -> Standardized:
         """How the network gets the inputs."""
@@ -205,6 +206,16 @@ class LaplaceEstimator(_Fitted):
         evidence = self.posterior_.log_marginal_likelihood()
         self.log_marginal_likelihood_value_ = float(evidence.detach()) + self._log_jacobian
         self._theta = self.theta_  # of that value
+
+    def _described(self, lack: LackOfFit) -> str:
+        """What a network misses, with the name of a column, and the period in its units."""
+        names = getattr(self, "feature_names_in_", range(self.n_features_in_))
+        if lack.input is None:
+            return f"{lack}"
+        if isinstance(self._inputs, WithExposure) and lack.input == len(self._inputs.scale):  # after the features
+            return lack.described(f"the logarithm of column {names[self._inputs.exposure]!r}")
+        period = lack.period and lack.period * float(self._inputs.scale[lack.input])
+        return replace(lack, period=period).described(f"column {names[self._columns([lack.input])[0]]!r}")
 
     def _made(self, network: nn.Module) -> nn.Module:
         """A new network, as it is trained."""

@@ -27,11 +27,13 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.fit import laplace
+from ntk_laplace.posterior.lack_of_fit import LackOfFit
 from ntk_laplace.runtime.conversion import to_tensor
 from ntk_laplace.tools.estimators.held_out import calibrated, held_out
 from ntk_laplace.tools.estimators.hyperparameters import integrated_evidence
 from ntk_laplace.training import EvidenceHistory, EvidenceTraining, train_from_starts, train_with_evidence
 from ntk_laplace.training.model import Model
+from ntk_laplace.training.result import MISSES
 from ntk_laplace.training.schedule import short_schedule
 from ntk_laplace.training.starts import rank
 
@@ -83,9 +85,10 @@ class Designs:
 
 @dataclass(frozen=True)
 class Form:
-    """What makes a network of so many features for a design and waves, and its prior."""
+    """What makes a network of so many features for a design and waves, and its prior; what it misses, in words."""
 
     features: int
+    described: Callable[[LackOfFit], str]
     new: Callable[[Design, Waves], nn.Module]
     prior: Callable[[Design, Waves], GaussianPrior]
 
@@ -266,7 +269,7 @@ def trained(
         posterior, fit = found.posterior, found.predictive
         apart = many and (fit is None or _learned(found) or (len(data[1]) > _FEWEST and not fit.trusted))
         for message in () if apart else dict.fromkeys(best.told):
-            warn(message)
+            warn(_in_columns(message, found, form))
     if apart:  # calibrated with data that the training does not see
         module, given, held = form.new(design, waves), data, held_out(data[1], likelihood.classifies, seed)
         kept = to_tensor(np.setdiff1d(np.arange(len(data[1])), held))
@@ -281,6 +284,15 @@ def trained(
 
     return Trained(module, posterior, found.history, fit, held, waves, design, designs.tried,
                    by_folds if folds else None)
+
+
+def _in_columns(message: str, training: EvidenceTraining, form: Form) -> str:
+    """What a training warns of; of an input that the network misses by its column, and with what is left to do."""
+    if not message.startswith(MISSES) or training.lack_of_fit is None:
+        return message
+    return (f"{MISSES}: {form.described(training.lack_of_fit)}; add columns that are missing, or train with more "
+            "hidden units, for more epochs, from a smaller precision or with Fourier features, as far as that was not "
+            "tried")
 
 
 def _trusted(attempt: _Attempt) -> bool:
