@@ -184,6 +184,18 @@ def test_what_is_wrong_with_saved_tensors_is_one_line(
     refused(line("evidence", "t.pt"), words, capsys)
 
 
+@pytest.mark.parametrize("name", ["w", "sample_weight"])
+def test_weights_of_examples_are_not_left_out_silently(
+    name: str, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    x, y = np.ones((12, 2)), np.arange(12) % 3
+    np.savez("weighted.npz", **{"X": x, "y": y, name: np.ones(12)})
+    torch.save({"X": torch.from_numpy(x), "y": torch.from_numpy(y), name: torch.ones(12, device="cpu")}, "weighted.pt")
+    for file in ("weighted.npz", "weighted.pt"):
+        for command in (line("evidence", file), ["fit", file, "--out", "out"]):
+            refused(command, f"expected X and y in {file}, whose examples count once each; got {name} too.", capsys)
+
+
 def test_damaged_tensors_are_one_line(folder: Path, capsys: pytest.CaptureFixture) -> None:
     for content in (b"", b"no tensors"):
         Path("t.pt").write_bytes(content)

@@ -30,6 +30,7 @@ _TABLES = {  # formats of other tables, with the pandas function that reads each
 }
 _FORMATS = (*_TABLES, ".npy")
 _SAVED = (".pt", ".pth")
+_WEIGHTS = ("w", "weight", "weights", "sample_weight", "sample_weights")  # without them the result is another one
 _TARGETS = ("labels", "label", "targets", "target", "y")  # usual names
 ARRAYS = (".npz", *_SAVED)
 
@@ -54,6 +55,10 @@ def load_data(
     """
     arrays = _read(path, what, ("X", "y") if targets is None else (targets,), targets, by_name)
     arrays.pop(sources or "", None)
+    weights = next((name for name in _WEIGHTS if targets is None and name in arrays), None)
+    if weights is not None:
+        raise DataError(f"X and y in {path}, whose examples count once each", f"{weights} too",
+                        "Fit weighted examples in Python, ntkl.laplace(network, (X, y, w), ...); or leave it out.")
     return _inputs(arrays, dtype, targets), _tensor(targets or "y", arrays[targets or "y"], dtype)
 
 
