@@ -227,6 +227,35 @@ def test_what_is_no_exposure_is_refused() -> None:
         model.predict(frame.assign(years=0.0))
 
 
+class Named(nn.Module):
+    """Outputs that are no tensor, or of another shape."""
+
+    def __init__(self, shape: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self.layer, self.shape = nn.Linear(2, 1), shape
+
+    def forward(self, x: torch.Tensor) -> Any:
+        f = self.layer(x)
+        return {"rate": f} if self.shape is None else f.reshape(self.shape)
+
+
+def test_a_network_that_does_not_fit_beside_an_exposure_is_refused_by_what_it_gets_and_gives() -> None:
+    """It gets the columns but the exposure, and its outputs are those before the exposure."""
+    frame, counts, _ = of_units(1)
+    for network, error, expected, got in (
+        (nn.Linear(3, 1), ntkl.NetworkError, r"takes X of shape \(2, 2\)", r"2x2 and 3x1"),
+        (nn.Linear(2, 3), ntkl.DataError, "a network with 1 output", "3"),
+        (Named(None), ntkl.NetworkError, "network outputs as one tensor", "a dict with the tensors 'rate'"),
+        (Named((-1, 1, 1)), ntkl.NetworkError, "network outputs of shape", r"\(2, 1, 1\)"),
+    ):
+        with refused(error, expected, got, r"\w"):
+            ntkl.LaplaceRegressor(network, exposure="years", epochs=2).fit(frame, counts[:, 0])
+    flat = Named((-1,)).double()  # shape (n,) stands for one output
+    model = ntkl.LaplaceRegressor(flat, exposure="years", prefit=True).fit(frame, counts[:, 0])
+    rate = flat(torch.tensor(frame[["a", "b"]].to_numpy())).exp().detach().numpy()
+    np.testing.assert_allclose(model.predict(frame), frame["years"] * rate, rtol=1e-9)
+
+
 def test_fit_of_a_table_with_exposures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The prediction without inputs is one rate for all; the exposure is no column that is constant."""
     monkeypatch.chdir(tmp_path)

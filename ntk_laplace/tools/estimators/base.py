@@ -159,10 +159,11 @@ class LaplaceEstimator(_Fitted):
                 if before:
                     place = next(made.parameters()).device  # which need not be torch's default one
                     made = nn.Sequential(*(one.to(place) for one in before), made)
-                if isinstance(self._inputs, WithExposure):
-                    made = Exposed(made)
-                made = with_outputs(made, self._tensor(x, made), outputs, responses, likelihood.classifies)
-                return self._made(made)
+                exposed, seen = isinstance(self._inputs, WithExposure), self._tensor(x, made)
+                if exposed:
+                    seen = seen[:, :-1]
+                made = with_outputs(made, seen, outputs, responses, likelihood.classifies)
+                return self._made(Exposed(made) if exposed else made)
 
             data: tuple[Tensor, ...] = self._tensor(x, new(designs.first)), y
             if weight is not None:

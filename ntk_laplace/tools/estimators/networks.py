@@ -70,10 +70,12 @@ class Exposed(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The network's outputs and the exposure's logarithm."""
-        f: Tensor = self.network(x[:, :-1])
-        return f + (x[:, -1] if f.ndim == 1 else x[:, -1:])
+    def forward(self, x: Tensor) -> Any:
+        """The network's outputs and the exposure's logarithm; what is no tensor as it is, to be refused by its name."""
+        f = self.network(x[:, :-1])
+        if not isinstance(f, Tensor):
+            return f
+        return f + x[:, -1].reshape(-1, *[1] * (f.ndim - 1))
 
 
 class SkipPerceptron(nn.Module):
