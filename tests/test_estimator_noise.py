@@ -179,7 +179,7 @@ def test_likelihoods_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.clear()
         assert choice.chosen_noise(run, targets, None, own_network).likelihood == "gaussian"
         assert asked == [("gaussian", None), *wanted]
-        assert ratios == [np.inf if name == "log-normal" else 1.5 for name, _ in wanted]
+        assert ratios == [1000.0 if name == "log-normal" else 1.5 for name, _ in wanted]
         ratios.clear()
     better |= {"log-normal", "negative-binomial"}
     for targets, tails, wanted in (
@@ -200,6 +200,19 @@ def test_targets_that_vary_by_factors() -> None:
     coarse = np.maximum(y.round(1), 0.1)
     for wrong in (coarse, y - y.min(), -y, np.stack([y[:, 0], coarse[:, 0]], 1), np.full((9, 1), 3.0)):
         assert not may_vary_by_factors(wrong)
+
+
+def test_means_of_factors_are_not_far_above_all_targets() -> None:
+    """Shares, of which a third is at a limit of detection: their logarithms vary by far more than they do."""
+    draws = np.random.default_rng(2)
+    x = draws.normal(size=(150, 5))
+    center = 1 / (1 + np.exp(2 - 2 * np.sin(1.5 * x[:, 0]) - 1.4 * x[:, 1] - x[:, 2] * x[:, 3]))
+    draws.normal(size=150)
+    y = draws.beta(2 * center, 2 * (1 - center)).clip(1e-6, 1)
+    given: dict[str, Any] = {"random_state": 0, "epochs": 100, "piecewise_features": False, "fourier_features": 0}
+    assert ntkl.LaplaceRegressor(likelihood="log-normal", **given).fit(x, y).predict(x).mean() > 10
+    model = ntkl.LaplaceRegressor(**given).fit(x, y)
+    assert model.likelihood_ != "log-normal" and model.predict(x).max() < 2
 
 
 @pytest.mark.parametrize(("given", "pieces", "wanted"), [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ _STEPS = 50  # of the scale, each a weighted mean
 # two parameters gain 5 in 1 of 150 data sets. The second is a point: less is not worth a training
 _GAIN, _GAIN_A_POINT = 5.0, 0.02
 _CHANCE, _LARGER, _LARGEST = 2.0, 1.05, 1.5  # standard errors of a change of squared errors, and ratios of these
+_LARGEST_OF_FACTORS = 1000.0  # the last ratio for log-normal noise, where one error may be most of the sum
 _TIED = 0.5  # of the targets, that may be equal
 _MOST_OF_COUNTS = 50.0  # the mean of targets; larger whole numbers are often rounded, and nearly continuous
 _ROUNDED = 0.1  # of the smallest target, that the smallest difference of two may be
@@ -76,8 +76,10 @@ def chosen_noise(
 
     Another is not taken if it has learned its targets by heart and the normal one has not, if its squared errors are
     larger, or if its errors have a mean: of skewed targets the center of Student's t is not the mean, which people ask
-    for. None is tried where many targets are equal: a density has no bound there as its noise falls to 0, that of ν
-    degrees of freedom if more than ν/(ν + 1) of them are.
+    for. Those of factors may be larger, as one error may be most of the sum, but not by orders of magnitude: where many
+    targets are at a limit of detection, their logarithms vary so much that means are far above all targets. None is
+    tried where many targets are equal: a density has no bound there as its noise falls to 0, that of ν degrees of
+    freedom if more than ν/(ν + 1) of them are.
     """
     with told_later() as told:
         best = run("gaussian", None)
@@ -99,7 +101,7 @@ def chosen_noise(
         with suppress(NTKLaplaceError), untold(), told_later() as of_other:  # the first training is a result
             other = run(name, None if scaled else design)
             own = other.errors
-            most = math.inf if name == LOG_NORMAL else _LARGEST  # the exponential of one error may be most of the sum
+            most = _LARGEST_OF_FACTORS if name == LOG_NORMAL else _LARGEST
             if not (own.biased or own.larger_than(errors, most)) and other.rank > best.rank:
                 best, told = other, of_other
                 if scaled and not (name == LOG_NORMAL and own.have_tails):
