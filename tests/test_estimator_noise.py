@@ -198,6 +198,12 @@ def test_targets_that_vary_by_factors() -> None:
     y = np.exp(np.random.default_rng(0).standard_normal((200, 2)))
     assert may_vary_by_factors(y) and may_vary_by_factors(1e9 * y) and may_vary_by_factors(y.round(3))
     coarse = np.maximum(y.round(1), 0.1)
+    wide = np.exp(3 * y)  # neighbors differ by more than the smallest, which is no rounding
+    assert np.diff(np.sort(wide[:, 0])).min() > 0 and may_vary_by_factors(wide[:20] ** 3)
+    steps = 250 * np.maximum((4 * y).round(), 1)
+    assert not may_vary_by_factors(steps) and not may_vary_by_factors(steps / 1.34102)
+    assert may_vary_by_factors(steps + 1e4)
+    assert not may_vary_by_factors(np.cumsum(np.full((30, 1), 0.1), 0))  # not whole up to rounding
     for wrong in (coarse, y - y.min(), -y, np.stack([y[:, 0], coarse[:, 0]], 1), np.full((9, 1), 3.0)):
         assert not may_vary_by_factors(wrong)
 

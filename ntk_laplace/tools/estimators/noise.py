@@ -27,7 +27,8 @@ _CHANCE, _LARGER, _LARGEST = 2.0, 1.05, 1.5  # standard errors of a change of sq
 _LARGEST_OF_FACTORS = 1000.0  # the last ratio for log-normal noise, where one error may be most of the sum
 _TIED = 0.5  # of the targets, that may be equal
 _MOST_OF_COUNTS = 50.0  # the mean of targets; larger whole numbers are often rounded, and nearly continuous
-_ROUNDED = 0.1  # of the smallest target, that the smallest difference of two may be
+_ROUNDED = 0.1  # of the smallest target, that the step may be which targets are rounded to
+_POWERS, _WHOLE = 10.0 ** np.arange(12, -13, -1), 1e-6  # steps that are looked for, and how whole their multiples are
 _BIAS, _BIAS_SHARE = 3.0, 0.02  # standard errors of a mean error, and its share of the squared errors
 
 
@@ -122,8 +123,22 @@ def may_be_counts(targets: Array, weights: Array | None) -> bool:
 
 def may_vary_by_factors(targets: Array) -> bool:
     """Whether targets (N, D) are positive, and told so finely that the logarithms of the smallest are no rounding."""
-    steps = [np.diff(np.unique(column)).min(initial=np.inf) for column in targets.T]
-    return bool((targets > 0).all() and (np.array(steps) <= _ROUNDED * targets.min(0)).all())
+    steps = np.array([_common_step(column) for column in targets.T])
+    return bool((targets > 0).all() and (steps <= _ROUNDED * targets.min(0)).all())
+
+
+def _common_step(values: Array) -> float:
+    """What all values (N,) were rounded to, a power of ten or their smallest difference; 0 if they were not."""
+    distinct = np.unique(values)
+    least = float(np.diff(distinct).min(initial=np.inf))
+    steps = [step for step in _POWERS if step < 2 * distinct[0] and _are_whole(distinct / step)][:1]
+    return max(steps + [least] * _are_whole((distinct - distinct[0]) / least), default=0.0)
+
+
+def _are_whole(numbers: Array) -> bool:
+    """Whether numbers are whole, up to rounding."""
+    rounding = _WHOLE + 8 * np.finfo(np.float64).eps * np.abs(numbers)
+    return bool((np.abs(numbers - np.round(numbers)) <= rounding).all())
 
 
 @dataclass(frozen=True)

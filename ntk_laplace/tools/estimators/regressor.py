@@ -108,9 +108,9 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         standardized then, and "mlp" starts at the logarithm of their mean. "auto": "gaussian", and others in a
         training of their own, among which the evidence chooses (`likelihood_`): "negative-binomial" where targets are
         whole numbers from 0 with a mean of at most 50, and vary as much as counts of one mean do, and where residuals
-        have heavy tails "log-normal", if targets are positive, and the smallest difference of two is at most a tenth of
-        the smallest target; if neither is better, or residuals still have heavy tails, the other two. A network of
-        yours is not trained with two outputs for a target, nor with a logarithm.
+        have heavy tails "log-normal", if targets are positive, and rounded to multiples of at most a tenth of the
+        smallest; if neither is better, or residuals still have heavy tails, the other two. A network of yours is not
+        trained with two outputs for a target, nor with a logarithm.
     exposure : int, str or None
         Column of X, by its number or name, that counts are expected in proportion to, such as a time of observation:
         its logarithm is added to each output of the network, which does not get it as a feature. `predict` is for the
